@@ -1,0 +1,46 @@
+# Every target does its own set-up in .venv and needs only python3 and make.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+DEV    := $(VENV)/.installed-dev
+
+.PHONY: demo test test-slow check bench clean help
+help:
+	@echo "make demo   tune and compare a real training job (about a quarter of an hour)"
+	@echo "make test   the test suite (a few minutes)"
+	@echo "make check  formatting, lint, types"
+	@echo "make bench  the benchmarks; results as JSON in runs/benchmarks/"
+	@echo "make clean  remove .venv, caches and builds (runs/ is kept)"
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(DEV): pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $@ $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/autotune demo
+
+test: $(DEV)
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-slow: $(DEV)
+	$(BIN)/python -m pytest -q -m slow
+
+check: $(DEV)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/autotune bench overhead
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""What decides: rules, searches and policies."""

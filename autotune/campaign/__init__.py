@@ -1,0 +1,1 @@
+"""Whole commands: run directories, tracking, tuning, comparing."""

@@ -1,0 +1,101 @@
+"""Find a job by its name: in the catalog, in an importable module, or in a file.
+
+A reference is code by nature, so it may come from the command line or from the user's own call, never from a
+data file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from autotune.errors import JobError
+from autotune.job import Job
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def content_folder(name: str) -> Path:
+    """Return the folder ``envs`` or ``policies``: inside an installed wheel, else beside the package."""
+    installed = _PACKAGE / f"_{name}"
+    return installed if installed.is_dir() else _PACKAGE.parent / name
+
+
+def catalog() -> dict[str, Path]:
+    """Return the reference jobs' files by name."""
+    folder = content_folder("envs")
+    return {path.stem: path for path in sorted(folder.glob("*.py")) if not path.stem.startswith("_")}
+
+
+def load_job(reference: str | Job) -> Job:
+    """Return the job that a reference names.
+
+    Args:
+        reference: a catalog name (``charlm``), ``package.module:attribute``, ``path/to/file.py:attribute``
+            (the attribute is ``job`` if left out), or a job, which is returned as it is. The attribute is a
+            :class:`Job` or a function without arguments that returns one.
+
+    Raises:
+        JobError: if nothing has that name, or what has it is no job.
+    """
+    if isinstance(reference, Job):
+        return reference
+    jobs = catalog()
+    location, _, attribute = reference.partition(":")
+    if not attribute and location in jobs:
+        return _take(_load_file(jobs[location], reference), "job", reference)
+    if location.endswith(".py"):
+        return _take(_load_file(Path(location), reference), attribute or "job", reference)
+    if attribute:
+        return _take(_import(location, reference), attribute, reference)
+    raise JobError(
+        f"no job has the name {reference!r}",
+        where="job",
+        allowed=[*jobs, "package.module:attribute", "path/to/file.py:attribute"],
+    )
+
+
+def _take(module: ModuleType, attribute: str, reference: str) -> Job:
+    found = getattr(module, attribute, None)
+    if not isinstance(found, Job) and callable(found):
+        found = found()
+    if not isinstance(found, Job):
+        raise JobError(
+            f"{attribute!r} is no autotune.Job", where=reference, allowed="a Job, or a function that returns one"
+        )
+    return found
+
+
+def _load_file(path: Path, reference: str) -> ModuleType:
+    if not path.is_file():
+        raise JobError(f"no file {path}", where=reference, allowed="an existing .py file")
+    resolved = path.resolve()
+    name = f"autotune_job_{resolved.stem}_{hashlib.sha256(str(resolved).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, resolved)
+    if spec is None or spec.loader is None:
+        raise JobError(f"{path} cannot be loaded", where=reference, allowed="a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise JobError(f"raised {_line(error)} when it was loaded", where=reference) from error
+    return module
+
+
+def _import(name: str, reference: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise JobError(f"importing {name!r} raised {_line(error)}", where=reference) from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -1,0 +1,1 @@
+"""What turns a plan into a measurement."""

@@ -1,0 +1,324 @@
+"""Train a real job in this process under whatever plan is applied.
+
+This file sequences one step after another and turns what goes wrong into values. How a batch is split and an update
+made is the business of ``mechanics.stepping``; what a plan does to a model, of ``mechanics.controls``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from autotune.engines.batch_stream import BatchStream
+from autotune.engines.window import StepReport, Window
+from autotune.errors import EngineError, JobError
+from autotune.job import Job
+from autotune.measurement import Failure, GradientStatistics, Measurement
+from autotune.mechanics import controls, randomness, stepping
+from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe
+from autotune.mechanics.memory_meter import MemoryMeter, is_out_of_memory, resident_tensors, tensor_bytes
+from autotune.mechanics.precision import useful_precisions
+from autotune.physics.learning_rate import batch_factor
+from autotune.physics.noise_scale import NoiseScaleAverage
+from autotune.plan import Plan, PlanSpace, Precision
+from autotune.units import Unit, find_units, name_units
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Say how an engine measures.
+
+    Attributes:
+        memory_budget_bytes: a plan whose metered peak exceeds it fails its window; ``None`` lets every plan run.
+        discard_steps: first steps of a plan that are run but not timed.
+        statistics_every: optimizer steps between two sampled gradients; the first of a window is always sampled.
+        split_to_learn_noise: whether a sampled step at k = 1 is cut in two so that the noise scale can be learnt.
+        meter_memory: whether each plan's peak is metered.
+        time_limit_s: seconds after which a window ends with ``timeout``; ``None`` for no limit.
+        total_samples: length of the learning-rate schedule; ``None`` takes the job's ``max_steps``.
+    """
+
+    memory_budget_bytes: int | None = None
+    discard_steps: int = 2
+    statistics_every: int = 10
+    split_to_learn_noise: bool = False
+    meter_memory: bool = True
+    time_limit_s: float | None = None
+    total_samples: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Hold a training state: nothing in it is shared with the engine that it was taken from."""
+
+    tensors: dict[str, torch.Tensor]
+    optimizer: dict[str, Any]
+    scaler: dict[str, Any]
+    random: randomness.RandomState
+    progress: Progress
+    noise: NoiseScaleAverage
+
+
+@dataclass(slots=True)
+class Progress:
+    """Count what a run has consumed.
+
+    Attributes:
+        steps: optimizer steps attempted.
+        samples: samples consumed.
+        batches: batches handed out and used up.
+    """
+
+    steps: int = 0
+    samples: int = 0
+    batches: int = 0
+
+
+@dataclass(slots=True)
+class _Undo:
+    """Hold what a step that fails must put back. Weights and optimizer change only when it succeeds."""
+
+    random: randomness.RandomState
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class TorchEngine:
+    """Train one job with plain torch on one device.
+
+    Args:
+        job: the job.
+        seed: of weights, batches and everything random.
+        device: where the model lives.
+        options: how to measure.
+
+    Raises:
+        JobError: if the job's model, batches or loss cannot be used; the message says which.
+    """
+
+    def __init__(
+        self, job: Job, *, seed: int = 0, device: str | torch.device = "cpu", options: EngineOptions | None = None
+    ) -> None:
+        self.job = job
+        self.options = options or EngineOptions()
+        self.device = torch.device(device)
+        self.progress = Progress()
+        with randomness.isolated():
+            randomness.seed_all(seed)
+            self.model = job.model().to(self.device)
+            self.model.train()
+            self._stream = BatchStream(job, seed, self.device)
+            self._pending: list[Any] = [self._stream.take()]
+            self._random = randomness.capture()
+            self._space, self.locks = _plan_space(job, self.model, self._pending[0])
+        self.update = stepping.Update(
+            job.optimizer([p for p in self.model.parameters() if p.requires_grad]),
+            clip_norm=job.clip_norm,
+            device_type=self.device.type,
+        )
+        self._base_rates = [group["lr"] for group in self.update.optimizer.param_groups]
+        self.monitor = GradientMonitor(self.model, self._space.units)
+        self._meter = MemoryMeter(self.device)
+        # Peak and batch size at which it was metered, per plan: a smaller batch cannot need more.
+        self._peaks: dict[Plan, tuple[int, int]] = {}
+        self._steps_under_plan = 0
+        self._mutable_buffers: frozenset[str] | None = None
+        self._closed = False
+        self._plan = self._space.baseline()
+        controls.apply(self.model, self._plan)
+
+    @property
+    def space(self) -> PlanSpace:
+        """Return the plans that this job on this device allows."""
+        return self._space
+
+    @property
+    def plan(self) -> Plan:
+        """Return the plan that is applied."""
+        return self._plan
+
+    def apply(self, plan: Plan) -> None:
+        """Make the next steps run under a plan.
+
+        Raises:
+            PlanError: if the plan lies outside the space; the former plan stays.
+        """
+        plan = self._space.check(plan)
+        if plan == self._plan:
+            return
+        controls.apply(self.model, plan)
+        self._plan = plan
+        self._steps_under_plan = 0
+
+    def run(self, steps: int) -> Measurement:
+        """Run a window of optimizer steps; a failure ends it early and leaves the state of the step before.
+
+        Raises:
+            EngineError: if the engine was closed.
+        """
+        if self._closed:
+            raise EngineError("the engine is closed; create another one")
+        window = Window()
+        sampled_at = self.progress.steps
+        with self._own_randomness():
+            for _ in range(steps):
+                self._advance(window, sample=self.progress.steps == sampled_at)
+                if window.failure is not None:
+                    break
+        peak = self._peaks.get(self._plan)
+        return window.measurement(
+            peak_bytes=None if peak is None else peak[0],
+            memory_budget_bytes=self.options.memory_budget_bytes,
+            gradient=self._gradient(sampled_at),
+            loss_scale=self.update.loss_scale if self.update.scaled else None,
+        )
+
+    def evaluate(self) -> float:
+        """Return the job's metric, in the user's own precision and in evaluation mode; training is not touched."""
+        modes = {module: module.training for module in self.model.modules()}
+        try:
+            with randomness.isolated(), torch.no_grad(), controls.suspended(self.model):
+                self.model.eval()
+                return float(self.job.evaluate(self.model))
+        finally:
+            for module, training in modes.items():
+                module.training = training
+
+    def snapshot(self) -> Snapshot:
+        """Return the training state, copied."""
+        return Snapshot(
+            tensors={name: tensor.detach().clone() for name, tensor in self._tensors().items()},
+            optimizer=copy.deepcopy(self.update.optimizer.state_dict()),
+            scaler=self.update.state_dict(),
+            random=self._random,
+            progress=replace(self.progress),
+            noise=self.monitor.average,
+        )
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Return to a snapshot of this engine or of one with the same job, seed and device."""
+        with torch.no_grad():
+            for name, tensor in self._tensors().items():
+                tensor.copy_(snapshot.tensors[name])
+        self.update.discard()
+        self.update.optimizer.load_state_dict(copy.deepcopy(snapshot.optimizer))
+        self.update.load_state_dict(snapshot.scaler)
+        self._random = snapshot.random
+        self.progress = replace(snapshot.progress)
+        self.monitor.average = snapshot.noise
+        self._pending = []
+        with randomness.isolated():
+            self._stream.seek(snapshot.progress.batches)
+
+    def close(self) -> None:
+        """Release the model's units and everything that is held for another step."""
+        controls.remove(self.model)
+        self.update.discard()
+        self._pending = []
+        self._closed = True
+
+    def recomputations(self) -> dict[str, int]:
+        """Return how often each unit was recomputed since it last came under control."""
+        return controls.recomputations(self.model)
+
+    def _advance(self, window: Window, *, sample: bool) -> None:
+        """Try one step; on failure, end the window and put everything back."""
+        began = time.perf_counter()
+        batches = self._take_batches()
+        undo = _Undo(randomness.capture(), self._copy_buffers())
+        attempt = _Attempt(self, batches, sample=sample or self.progress.steps % self.options.statistics_every == 0)
+        problem: tuple[Failure, str] | None = None
+        try:
+            attempt.accumulate()
+        except Exception as error:  # noqa: BLE001 - whatever the user's code raises is a value of the window
+            problem = _classify(error), f"{type(error).__name__}: {error}"
+        if problem is not None:
+            # Outside the except block: a traceback keeps the failed step's tensors alive (pytorch#27600).
+            self._put_back(undo)
+            window.fail(*problem)
+            return
+        stepped = attempt.finish()
+        self._learn_buffers(undo)
+        if not stepped and not math.isfinite(attempt.loss):
+            self._restore_buffers(undo)
+        self._pending = []
+        self._count(window, attempt, stepped, began)
+        self._judge(window, attempt, stepped)
+
+    def _count(self, window: Window, attempt: _Attempt, stepped: bool, began: float) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.progress.steps += 1
+        self.progress.samples += attempt.samples
+        self.progress.batches += len(attempt.batches)
+        self._steps_under_plan += 1
+        window.reports.append(
+            StepReport(
+                seconds=time.perf_counter() - began,
+                timed=attempt.representative and self._steps_under_plan > self.options.discard_steps,
+                samples=attempt.samples,
+                items=attempt.items,
+                loss=attempt.loss,
+                stepped=stepped,
+                learning_rate=self.update.optimizer.param_groups[0]["lr"],
+            )
+        )
+
+    def _judge(self, window: Window, attempt: _Attempt, stepped: bool) -> None:
+        """End the window if the step, though it ended well, shows that the plan cannot stay."""
+        options = self.options
+        if not stepped and not (self.update.scaled and math.isfinite(attempt.loss)):
+            window.fail(Failure.NON_FINITE, f"loss {attempt.loss}, gradient norm {attempt.norm}")
+            return
+        peak = self._peaks.get(self._plan, (0, 0))[0]
+        if options.memory_budget_bytes is not None and peak > options.memory_budget_bytes:
+            window.fail(Failure.OVER_BUDGET, f"peak {peak} bytes over {options.memory_budget_bytes}")
+        elif options.time_limit_s is not None and window.elapsed() > options.time_limit_s:
+            window.fail(Failure.TIMEOUT, f"{window.elapsed():.1f} s over {options.time_limit_s:g} s")
+
+    def _take_batches(self) -> list[Any]:
+        """Return the batches of the next step; after a failure, the same ones again."""
+        needed = 1 if self.job.batching == "fixed" else self._plan.accumulation_steps
+        while len(self._pending) < needed:
+            self._pending.append(self._stream.take())
+        return self._pending[:needed]
+
+    def set_learning_rate(self, samples: int) -> None:
+        """Set the rate of the step that consumes the next ``samples`` samples."""
+        job = self.job
+        factor = 1.0
+        if job.batching == "adaptive":
+            factor = batch_factor(job.lr_rule, self._plan.accumulation_steps, 1)
+        if job.schedule is not None:
+            total = self.options.total_samples or job.total_samples
+            factor *= job.schedule.factor((self.progress.samples + samples) / total)
+        for group, base in zip(self.update.optimizer.param_groups, self._base_rates, strict=True):
+            group["lr"] = base * factor
+
+    @contextlib.contextmanager
+    def metering(self, batches: Sequence[Any]) -> Iterator[bool]:
+        """Meter the body if this plan was not yet metered at a batch as large; yield whether it is.
+
+        The very first step creates the optimizer's state and would read too low.
+        """
+        size = tensor_bytes(resident_tensors(nn.Module(), self.update.optimizer, batches))
+        known = self._peaks.get(self._plan, (0, 0))
+        if not self.options.meter_memory or self.progress.steps == 0 or size <= known[1]:
+            yield False
+            return
+        self._meter.reset()
+        with self._meter.metering(resident_tensors(self.model, self.update.optimizer, batches)):
+            yield True
+        if self._meter.peak_bytes is not None:
+            self._peaks[self._plan] = max(known[0], self._meter.peak_bytes), size

@@ -1,0 +1,82 @@
+"""Collect what the steps of one window saw, and turn it into a measurement."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+
+from autotune.measurement import Failure, GradientStatistics, Measurement
+
+
+@dataclass(slots=True, kw_only=True)
+class StepReport:
+    """Hold what one completed step saw.
+
+    Attributes:
+        seconds: wall time of the step.
+        timed: whether the time is representative (not discarded, metered or split to learn the noise).
+        samples: samples consumed.
+        items: loss-bearing items consumed.
+        loss: mean loss per item; may be NaN or infinite.
+        stepped: whether the optimizer stepped.
+        learning_rate: learning rate of the first parameter group.
+    """
+
+    seconds: float
+    timed: bool
+    samples: int
+    items: int
+    loss: float
+    stepped: bool
+    learning_rate: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Window:
+    """Collect step reports from the moment of its construction."""
+
+    reports: list[StepReport] = field(default_factory=list)
+    failure: Failure | None = None
+    failure_detail: str = ""
+    began: float = field(default_factory=time.perf_counter)
+
+    def elapsed(self) -> float:
+        """Return the seconds since the window began."""
+        return time.perf_counter() - self.began
+
+    def fail(self, failure: Failure, detail: str) -> None:
+        """End the window early."""
+        self.failure = failure
+        self.failure_detail = " ".join(detail.split())[:300]
+
+    def measurement(
+        self,
+        *,
+        peak_bytes: int | None,
+        memory_budget_bytes: int | None,
+        gradient: GradientStatistics | None,
+        loss_scale: float | None,
+    ) -> Measurement:
+        """Return the window as a measurement."""
+        good = [report for report in self.reports if report.stepped]
+        timed = [report for report in good if report.timed]
+        items = sum(report.items for report in good)
+        return Measurement(
+            steps=len(self.reports),
+            samples=sum(report.samples for report in self.reports),
+            items=sum(report.items for report in self.reports),
+            total_s=self.elapsed(),
+            step_s=tuple(report.seconds for report in timed),
+            seconds_per_step=statistics.median(report.seconds for report in timed) if timed else None,
+            samples_per_step=statistics.fmean(report.samples for report in timed) if timed else None,
+            peak_bytes=peak_bytes,
+            memory_budget_bytes=memory_budget_bytes,
+            loss=sum(report.loss * report.items for report in good) / items if items else None,
+            gradient=gradient,
+            learning_rate=self.reports[-1].learning_rate if self.reports else 0.0,
+            loss_scale=loss_scale,
+            skipped_steps=len(self.reports) - len(good),
+            failure=self.failure,
+            failure_detail=self.failure_detail,
+        )

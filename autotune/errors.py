@@ -1,0 +1,64 @@
+"""Say every way in which the project refuses or fails, in one tree.
+
+    AutotuneError
+    ├── InputError              what a user handed over is wrong; the command line exits with 2
+    │   ├── PlanError           a plan: unknown key, unit or value, a k that cannot be
+    │   ├── JobError            a job: unknown name, loss not a scalar, no batches, ...
+    │   ├── BudgetError         a memory budget: not a size or share, or below what any plan needs
+    │   ├── PolicyFileError     a policy folder: missing, foreign schema, wrong hash or shapes
+    │   └── RunDirectoryError   a run directory: cannot be written, or holds no such document
+    └── EngineError             an engine was used in a way its protocol forbids
+
+What a window *meets* (out of memory, a loss that is not finite, a crash) is not an exception: it is a value,
+``Measurement.failure``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class AutotuneError(Exception):
+    """Be the root of every exception that this package raises on purpose."""
+
+
+class InputError(AutotuneError, ValueError):
+    """Report wrong input in one line: what is wrong, where it stands, and what is allowed.
+
+    Args:
+        problem: what was found, as a short clause.
+        where: the file, option or object in which it stands.
+        allowed: what would have been accepted, as a sentence or as the accepted values.
+    """
+
+    def __init__(self, problem: str, *, where: str = "", allowed: str | Iterable[object] = "") -> None:
+        self.problem = problem
+        self.where = where
+        self.allowed = allowed if isinstance(allowed, str) else ", ".join(str(item) for item in allowed)
+        prefix = f"{where}: " if where else ""
+        suffix = f" (allowed: {self.allowed})" if self.allowed else ""
+        super().__init__(" ".join(f"{prefix}{problem}{suffix}".split()))
+
+
+class PlanError(InputError):
+    """A plan that cannot be applied."""
+
+
+class JobError(InputError):
+    """A job that cannot be trained."""
+
+
+class BudgetError(InputError):
+    """A memory budget that is not a size or a share, or that no plan can meet."""
+
+
+class PolicyFileError(InputError):
+    """A policy folder that is missing, foreign or damaged."""
+
+
+class RunDirectoryError(InputError):
+    """A run directory that cannot be written, or that does not hold what was asked for."""
+
+
+class EngineError(AutotuneError, RuntimeError):
+    """An engine used against its protocol, for example closed and then run."""

@@ -1,0 +1,1 @@
+"""The Gymnasium environment over an engine."""

@@ -1,0 +1,166 @@
+"""Say what a user hands over: a training job, in full.
+
+A job is written in a dozen lines of ordinary PyTorch; ``envs/`` holds the reference jobs. Only its name (``charlm``,
+``pkg.module:attr`` or ``path/to/file.py:attr``) ever crosses a process border.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from autotune.errors import JobError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    ModelBuilder = Callable[[], nn.Module]
+    LossFunction = Callable[[nn.Module, Any], torch.Tensor]
+    OptimizerBuilder = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    Evaluation = Callable[[nn.Module], float]
+
+Batching = Literal["fixed", "adaptive"]
+LearningRateRule = Literal["linear", "sqrt", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSource:
+    """Say where data came from.
+
+    Attributes:
+        name: what the data is called.
+        size_bytes: how many bytes were read.
+        sha256: hexadecimal SHA-256 of those bytes.
+    """
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupCosine:
+    """Scale a learning rate: linear warm-up, then a half cosine down to a floor.
+
+    Attributes:
+        warmup_frac: share of the run that warms up.
+        minimum_frac: the floor as a share of the base learning rate.
+
+    Source: eq. 10 of the paper, whose typical values are the defaults (5 %, 0.1).
+    """
+
+    warmup_frac: float = 0.05
+    minimum_frac: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("warmup_frac", "minimum_frac"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise JobError(f"{name} is {getattr(self, name)!r}", where="schedule", allowed="0 to 1")
+
+    def factor(self, progress: float) -> float:
+        """Return the factor on the base learning rate.
+
+        Args:
+            progress: share of the run that will be done when this update is; clipped to 0..1.
+        """
+        progress = min(max(progress, 0.0), 1.0)
+        if progress <= self.warmup_frac:
+            return progress / self.warmup_frac if self.warmup_frac else 1.0
+        share = (progress - self.warmup_frac) / (1 - self.warmup_frac)
+        return self.minimum_frac + (1 - self.minimum_frac) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Describe a training job completely.
+
+    Attributes:
+        name: what the job is called in reports.
+        model: ``() -> nn.Module`` with fresh weights drawn from torch's global generator.
+        batches: ``(seed) -> iterator of batches``; a batch is any tree of tensors with samples in dimension 0.
+            An iterator that ends is begun anew with another seed derived from the first.
+        loss: ``(model, batch) -> scalar tensor``, the mean over the batch's loss-bearing items.
+        count: ``(batch) -> int``, how many items bear loss; ``None`` counts samples.
+        optimizer: ``(parameters) -> torch.optim.Optimizer``.
+        evaluate: ``(model) -> float``, the metric that the target is stated in.
+        target: the metric's value at which the job has arrived.
+        goal: whether the metric shall be small (``min``) or large (``max``).
+        batch_size: samples in one batch of ``batches``.
+        batching: ``fixed``: a step consumes one batch and k splits it (the same gradient in less memory);
+            ``adaptive``: a step consumes k batches, and the learning rate follows ``lr_rule``.
+        accumulation_choices: allowed k, ascending, beginning with 1.
+        lr_rule: how the learning rate follows the effective batch under adaptive batching.
+        schedule: the learning-rate schedule over the run; ``None`` keeps the optimizer's own rate.
+        clip_norm: the largest 2-norm of a gradient; ``None`` never clips.
+        units: names of the modules that are units; ``None`` finds them.
+        max_steps: steps (of one batch each) after which a run that has not arrived ends.
+        evaluate_every: steps between evaluations.
+        data_sources: ``() -> sequence of DataSource``; written into every run.
+    """
+
+    name: str
+    model: ModelBuilder
+    batches: Callable[[int], Iterator[Any]]
+    loss: LossFunction
+    optimizer: OptimizerBuilder
+    evaluate: Evaluation
+    target: float
+    batch_size: int
+    count: Callable[[Any], int] | None = None
+    goal: Literal["min", "max"] = "min"
+    batching: Batching = "fixed"
+    accumulation_choices: tuple[int, ...] = (1, 2, 4)
+    lr_rule: LearningRateRule = "linear"
+    schedule: WarmupCosine | None = None
+    clip_norm: float | None = 1.0
+    units: Sequence[str] | None = None
+    max_steps: int = 400
+    evaluate_every: int = 5
+    data_sources: Callable[[], Sequence[DataSource]] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise JobError(f"name is {self.name!r}", where="job", allowed="text")
+        for name in ("model", "batches", "loss", "optimizer", "evaluate"):
+            self._require(callable(getattr(self, name)), name, "a function")
+        self._require(self.goal in ("min", "max"), "goal", "min, max")
+        self._require(self.batching in ("fixed", "adaptive"), "batching", "fixed, adaptive")
+        self._require(self.lr_rule in ("linear", "sqrt", "none"), "lr_rule", "linear, sqrt, none")
+        self._require(isinstance(self.target, int | float) and math.isfinite(self.target), "target", "a number")
+        for name in ("batch_size", "max_steps", "evaluate_every"):
+            self._require(_is_positive_whole(getattr(self, name)), name, "a whole number >= 1")
+        self._require(self.clip_norm is None or self.clip_norm > 0, "clip_norm", "a number > 0, or None")
+        self._check_accumulation_choices()
+
+    def _check_accumulation_choices(self) -> None:
+        choices = tuple(self.accumulation_choices)
+        object.__setattr__(self, "accumulation_choices", choices)
+        good = bool(choices) and all(_is_positive_whole(k) for k in choices) and choices[0] == 1
+        self._require(
+            good and list(choices) == sorted(set(choices)),
+            "accumulation_choices",
+            "ascending whole numbers that begin with 1",
+        )
+        if self.batching == "fixed":
+            limit = f"at most batch_size = {self.batch_size}"
+            self._require(choices[-1] <= self.batch_size, "accumulation_choices", limit)
+
+    def _require(self, holds: bool, name: str, allowed: str) -> None:
+        if not holds:
+            raise JobError(f"{name} is {getattr(self, name)!r}", where=f"job {self.name!r}", allowed=allowed)
+
+    @property
+    def total_samples(self) -> int:
+        """Return the samples of a run of ``max_steps`` steps of one batch each."""
+        return self.max_steps * self.batch_size
+
+    def arrived(self, metric: float) -> bool:
+        """Tell whether a metric meets the target; NaN never does."""
+        return metric <= self.target if self.goal == "min" else metric >= self.target
+
+
+def _is_positive_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,1 @@
+"""What a plan does to a model and a step, in torch."""

@@ -1,0 +1,202 @@
+"""Apply a plan to a model: one verb, idempotent and reversible.
+
+A controlled unit has one instance attribute, ``forward``, that shadows its class's method. There are no wrapper
+modules and no hooks, and no parameter, buffer, module name or ``state_dict`` key changes; a copied or pickled model
+gets its plain forward back. This file knows nothing of steps, batches or measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotune.errors import PlanError
+from autotune.mechanics.activations import Recomputation
+from autotune.mechanics.precision import canonical, computing_in
+from autotune.plan import Plan, Precision, Storage
+
+
+class ControlledForward:
+    """Be a unit's forward under a plan.
+
+    Attributes:
+        module: the unit.
+        precision: the precision that the next call runs in.
+        storage: the storage that the next call uses.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.precision = Precision.INHERIT
+        self.storage = Storage.SAVE
+        self.suspended = False
+        self.recomputation = Recomputation(module)
+        # A forward that somebody else put on the instance is called, and put back at the end.
+        self._shadowed: Callable[..., Any] | None = module.__dict__.get("forward")
+        self._original: Callable[..., Any] = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the unit's own forward in the plan's precision, keeping or recomputing its activations."""
+        if self.suspended:
+            return self._original(*args, **kwargs)
+        run = self._bind(self.precision)
+        if self.storage is Storage.RECOMPUTE and torch.is_grad_enabled():
+            return self.recomputation.run(run, args, kwargs)
+        return run(*args, **kwargs)
+
+    def _bind(self, precision: Precision) -> Callable[..., Any]:
+        """Return the forward in a precision that later switches cannot change under a living graph."""
+        original = self._original
+        if precision is Precision.INHERIT:
+            return original
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if precision is Precision.FP32:
+                # Under an outer autocast of the user's own a unit can be handed 16-bit inputs.
+                args, kwargs = canonical(args), canonical(kwargs)
+            with computing_in(precision, _device_type(self.module)):
+                return canonical(original(*args, **kwargs))
+
+        return run
+
+    def release(self) -> None:
+        """Give the module its former forward back."""
+        if self._shadowed is None:
+            del self.module.__dict__["forward"]
+        else:
+            self.module.__dict__["forward"] = self._shadowed
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """Return the copied module's plain forward: a copy of a model is not under control."""
+        copied = memo.get(id(self.module))
+        return self._original if copied is None else type(copied).forward.__get__(copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as the module's plain bound forward, so that no package of ours is needed to load it."""
+        return getattr, (self.module, "forward")
+
+
+def apply(model: nn.Module, plan: Plan) -> None:
+    """Make a model run under a plan, from its next forward pass on.
+
+    A unit that the plan does not name, or leaves at ``inherit`` and ``save``, is released. Call it only between steps,
+    while no graph of the model is alive.
+
+    Args:
+        model: the model whose module names the plan uses.
+        plan: the plan.
+
+    Raises:
+        PlanError: if the plan names a module that the model does not have, or asks for autocast in a unit whose
+            parameters are 16-bit; the model is left as it was.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    names = dict.fromkeys([*plan.precision, *plan.storage])
+    for name in names:
+        _check(name, plan, modules)
+    kept = {id(modules[name]) for name in names}
+    for forward in list(_controlled(model)):
+        if id(forward.module) not in kept:
+            forward.release()
+    for name in names:
+        _set(modules[name], plan.precision_of(name), plan.storage_of(name))
+
+
+def remove(model: nn.Module) -> None:
+    """Release every unit of a model; afterwards nothing of a plan is left in it."""
+    for forward in list(_controlled(model)):
+        forward.release()
+
+
+@contextmanager
+def suspended(model: nn.Module) -> Iterator[None]:
+    """Run the body with the user's own arrangement everywhere, for example to evaluate in full precision."""
+    forwards = list(_controlled(model))
+    for forward in forwards:
+        forward.suspended = True
+    try:
+        yield
+    finally:
+        for forward in forwards:
+            forward.suspended = False
+
+
+def recomputations(model: nn.Module) -> dict[str, int]:
+    """Return how often backward recomputed each controlled unit since it came under control."""
+    counts = {id(forward.module): forward.recomputation.count for forward in _controlled(model)}
+    return {name: counts[id(module)] for name, module in model.named_modules() if id(module) in counts}
+
+
+def forward_order(model: nn.Module, names: Iterable[str], run: Callable[[], object]) -> dict[str, int]:
+    """Return how often each module is called while ``run`` runs, in the order of the first calls.
+
+    Args:
+        model: the model.
+        names: the modules to watch.
+        run: runs the model once.
+
+    Returns:
+        Calls by name; modules that were not called come last, with 0.
+    """
+    calls: dict[str, int] = {}
+
+    def watch(name: str) -> Any:
+        def hook(_module: nn.Module, _args: object) -> None:
+            calls[name] = calls.get(name, 0) + 1
+
+        return model.get_submodule(name).register_forward_pre_hook(hook)
+
+    names = list(names)
+    handles = [watch(name) for name in names]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {**calls, **{name: 0 for name in names if name not in calls}}
+
+
+def _controlled(model: nn.Module) -> Iterator[ControlledForward]:
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, ControlledForward):
+            yield forward
+
+
+def _check(name: str, plan: Plan, modules: dict[str, nn.Module]) -> None:
+    if name not in modules:
+        raise PlanError(f"unit {name!r} is no module of the model", where="plan", allowed="names of modules")
+    precision = plan.precision_of(name)
+    if precision is not Precision.INHERIT and has_16_bit_parameters(modules[name]):
+        raise PlanError(
+            f"precision of {name!r} is {str(precision)!r} but its parameters are 16-bit",
+            where="plan",
+            allowed="inherit",
+        )
+
+
+def has_16_bit_parameters(module: nn.Module) -> bool:
+    """Tell whether a module keeps any parameter in a 16-bit format, so that it has no fp32 masters."""
+    return any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in module.parameters())
+
+
+def _set(module: nn.Module, precision: Precision, storage: Storage) -> None:
+    forward = module.__dict__.get("forward")
+    if precision is Precision.INHERIT and storage is Storage.SAVE:
+        if isinstance(forward, ControlledForward):
+            forward.release()
+        return
+    if not isinstance(forward, ControlledForward):
+        forward = ControlledForward(module)
+        module.__dict__["forward"] = forward
+    forward.precision = precision
+    forward.storage = storage
+
+
+def _device_type(module: nn.Module) -> str:
+    parameter = next(module.parameters(), None)
+    return "cpu" if parameter is None else parameter.device.type

@@ -1,0 +1,212 @@
+"""Read statistics off the gradients of a sampled step.
+
+One hook per parameter notes the norm of each micro-batch's gradient while the step runs; everything stays a tensor on
+the device until one transfer at the end. The hooks are gone when the step is over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotune.measurement import GradientStatistics, UnitGradient
+from autotune.physics.noise_scale import NoiseScaleAverage, gradient_variance, noise_sample
+from autotune.units import Unit
+
+# The smallest subnormal of IEEE half precision.
+_FP16_SMALLEST = 2.0**-24
+# Entries of each parameter that the underflow fraction is estimated from: enough for two digits.
+_UNDERFLOW_SAMPLE = 1024
+
+
+class GradientProbe:
+    """Watch one optimizer step, from before its first backward until after unscaling.
+
+    Use as a context manager round the step's backward passes; call :meth:`next_micro_batch` before each.
+
+    Args:
+        parameters: the parameters that are trained.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._norms: list[list[torch.Tensor | None]] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> GradientProbe:
+        for index, parameter in enumerate(self._parameters):
+            self._handles.append(parameter.register_hook(self._note(index)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def next_micro_batch(self) -> None:
+        """Begin the norms of another micro-batch."""
+        self._norms.append([None] * len(self._parameters))
+
+    def _note(self, index: int) -> Any:
+        def hook(gradient: torch.Tensor) -> None:
+            # The norm is taken at once: a kept reference would make autograd copy the gradient.
+            self._norms[-1][index] = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)
+
+        return hook
+
+    def read(self) -> ProbedStep:
+        """Return the squared norms of the step, after unscaling and before clipping; one device transfer."""
+        present = [index for index, p in enumerate(self._parameters) if p.grad is not None]
+        gradients = [g for index in present if (g := self._parameters[index].grad) is not None]
+        if not gradients:
+            return ProbedStep(parameters=(), micro=(), whole=(), underflow=())
+        zero = torch.zeros((), device=gradients[0].device)
+        rows = [*self._rows(present, zero), list(torch._foreach_norm(gradients)), _underflow(gradients)]
+        table = torch.stack([torch.stack([value.float() for value in row]) for row in rows]).tolist()
+        *micro, whole, underflow = table
+        return ProbedStep(
+            parameters=tuple(self._parameters[index] for index in present),
+            micro=tuple(tuple(value**2 for value in row) for row in micro),
+            whole=tuple(value**2 for value in whole),
+            underflow=tuple(underflow),
+        )
+
+    def _rows(self, present: Sequence[int], zero: torch.Tensor) -> list[list[torch.Tensor]]:
+        return [[zero if (norm := row[index]) is None else norm for index in present] for row in self._norms]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbedStep:
+    """Hold what a probe saw, per parameter.
+
+    Attributes:
+        parameters: the parameters that had gradients.
+        micro: per micro-batch, per parameter, the squared norm of the gradient as it was accumulated: still times its
+            weight n_j/N and the loss scale.
+        whole: per parameter, the squared norm of the whole step's true gradient.
+        underflow: per parameter, the share of non-zero entries below fp16's smallest number.
+    """
+
+    parameters: tuple[nn.Parameter, ...]
+    micro: tuple[tuple[float, ...], ...]
+    whole: tuple[float, ...]
+    underflow: tuple[float, ...]
+
+
+class GradientMonitor:
+    """Turn probed steps into statistics, and remember what outlives a step.
+
+    Args:
+        model: the model whose parameters the units name.
+        units: the units that statistics are grouped by.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        parameters = dict(model.named_parameters())
+        self._unit_of = {
+            id(parameters[name]): unit.name
+            for unit in units
+            for name in unit.parameter_names
+            if name in parameters
+        }
+        self.average = NoiseScaleAverage()
+        self.latest: GradientStatistics | None = None
+        self._learnt_at: int | None = None
+
+    def observe(
+        self, probed: ProbedStep, *, step: int, norm: float, micro_samples: Sequence[int], scales: Sequence[float]
+    ) -> None:
+        """Take in one sampled step.
+
+        Args:
+            probed: what the probe saw.
+            step: the optimizer step's number.
+            norm: 2-norm of the whole unscaled gradient.
+            micro_samples: samples of each micro-batch that was run.
+            scales: what each micro-batch's mean gradient was multiplied by: n_j/N times the loss scale.
+        """
+        if not math.isfinite(norm) or not probed.parameters:
+            return
+        micro = [
+            [square / scale**2 for square in row] for row, scale in zip(probed.micro, scales, strict=True)
+        ]
+        variance = None if self.latest is None else self.latest.variance
+        if len(micro) >= 2:
+            totals = [sum(row) for row in micro]
+            if all(math.isfinite(total) for total in totals):
+                self.average = self.average.updated(noise_sample(totals, micro_samples, sum(probed.whole)))
+                variance = gradient_variance(totals, sum(probed.whole))
+                self._learnt_at = step
+        self.latest = GradientStatistics(
+            norm=norm,
+            noise_scale=self.average.noise_scale,
+            noise_scale_age_steps=None if self._learnt_at is None else step - self._learnt_at,
+            variance=variance,
+            per_unit=self._per_unit(probed, micro, micro_samples),
+        )
+
+    def aged(self, step: int) -> GradientStatistics | None:
+        """Return the latest statistics, with the noise scale's age as of ``step``."""
+        if self.latest is None or self._learnt_at is None:
+            return self.latest
+        return replace(self.latest, noise_scale_age_steps=step - self._learnt_at)
+
+    def _per_unit(
+        self, probed: ProbedStep, micro: Sequence[Sequence[float]], micro_samples: Sequence[int]
+    ) -> Mapping[str, UnitGradient]:
+        columns: dict[str, list[int]] = {}
+        for index, parameter in enumerate(probed.parameters):
+            name = self._unit_of.get(id(parameter))
+            if name is not None:
+                columns.setdefault(name, []).append(index)
+        return {
+            name: _unit_gradient(probed, micro, micro_samples, indices) for name, indices in columns.items()
+        }
+
+
+def _unit_gradient(
+    probed: ProbedStep, micro: Sequence[Sequence[float]], micro_samples: Sequence[int], indices: Sequence[int]
+) -> UnitGradient:
+    sizes = [probed.parameters[index].numel() for index in indices]
+    whole = sum(probed.whole[index] for index in indices)
+    return UnitGradient(
+        rms=math.sqrt(whole / sum(sizes)),
+        signal_to_noise=_signal_to_noise([sum(row[i] for i in indices) for row in micro], micro_samples, whole),
+        underflow_frac=sum(
+            probed.underflow[i] * size for i, size in zip(indices, sizes, strict=True)
+        ) / sum(sizes),
+    )
+
+
+def _signal_to_noise(
+    squares: Sequence[float], micro_samples: Sequence[int], whole: float
+) -> float | None:
+    if len(squares) < 2 or not all(math.isfinite(square) for square in squares):
+        return None
+    sample = noise_sample(squares, micro_samples, whole)
+    noise = sample.trace / sum(micro_samples)
+    return max(sample.square, 0.0) / noise if noise > 0 else None
+
+
+def _underflow(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return per gradient the share of sampled non-zero entries that fp16 cannot hold."""
+    views = [g.detach().reshape(-1)[:: max(g.numel() // _UNDERFLOW_SAMPLE, 1)].abs() for g in gradients]
+    sizes = [view.numel() for view in views]
+    flat = torch.cat([view.float() for view in views])
+    # A cumulative sum turns all the per-parameter counts into two kernels.
+    tiny = torch.cumsum((flat > 0) & (flat < _FP16_SMALLEST), 0)
+    some = torch.cumsum(flat > 0, 0)
+    ends = torch.tensor(sizes, device=flat.device).cumsum(0) - 1
+    shares = _differences(tiny[ends]) / _differences(some[ends]).clamp(min=1)
+    return list(shares.unbind())
+
+
+def _differences(totals: torch.Tensor) -> torch.Tensor:
+    return torch.diff(totals, prepend=totals.new_zeros(1)).float()

@@ -1,0 +1,105 @@
+"""Measure the true peak memory of a step.
+
+On CUDA the allocator's own statistics are read. On a CPU the resident set says nothing (the allocator keeps pages), so
+the allocation events of torch's profiler are summed over one step: peak = what lives before the step + the largest
+running sum within it. Both count model, optimizer, gradients, activations and workspace, not the interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.profiler import record_function
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
+
+
+class MemoryMeter:
+    """Measure the peak of whatever runs inside :meth:`metering`.
+
+    Attributes:
+        peak_bytes: the largest peak since :meth:`reset`; ``None`` if nothing was metered since.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.peak_bytes: int | None = None
+
+    def reset(self) -> None:
+        """Forget the peak."""
+        self.peak_bytes = None
+
+    @contextmanager
+    def metering(self, resident: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Meter the body, usually one optimizer step.
+
+        Args:
+            resident: the tensors that live throughout the body: parameters, buffers, optimizer state, the batch.
+        """
+        static = tensor_bytes(resident)
+        meter = self._cuda if self._device.type == "cuda" else self._cpu
+        with meter(static):
+            yield
+
+    @contextmanager
+    def _cuda(self, _static: int) -> Iterator[None]:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        yield
+        self._raise_to(torch.cuda.max_memory_allocated(self._device))
+
+    @contextmanager
+    def _cpu(self, static: int) -> Iterator[None]:
+        # The library behind the profiler prints two lines per use on stderr unless told not to.
+        level = os.environ.get("KINETO_LOG_LEVEL")
+        os.environ["KINETO_LOG_LEVEL"] = level or "99"
+        try:
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace, record_function("step"):
+                yield
+        finally:
+            if level is None:
+                del os.environ["KINETO_LOG_LEVEL"]
+        self._raise_to(static + _largest_running_sum(trace))
+
+    def _raise_to(self, peak: int) -> None:
+        self.peak_bytes = peak if self.peak_bytes is None else max(self.peak_bytes, peak)
+
+
+def _largest_running_sum(trace: profile) -> int:
+    """Return the maximum of the running sum of allocations and frees, in bytes, never below 0."""
+    profiler: Any = trace.profiler
+    events = profiler.kineto_results.events()
+    changes = sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns())
+    total = largest = 0
+    for change in changes:
+        total += change.nbytes()
+        largest = max(largest, total)
+    return largest
+
+
+def resident_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, batches: object) -> list[torch.Tensor]:
+    """Return the tensors that live before a step begins: parameters, buffers, optimizer state and batches."""
+    state = [value for entry in optimizer.state.values() for value in tree_leaves(entry)]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    everything = [*model.parameters(), *model.buffers(), *gradients, *state, *tree_leaves(batches)]
+    return [value for value in everything if isinstance(value, torch.Tensor)]
+
+
+def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the tensors' storages; a storage that several tensors share counts once."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+    }
+    return sum(storages.values())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an exception says that memory ran out, on a device or on the host."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -1,0 +1,99 @@
+"""Run a unit in a precision, and say which precisions a device does well.
+
+Parameters are never converted: autocast makes 16-bit copies at each use, and gradients arrive in fp32.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from autotune.plan import Precision
+
+DTYPES = MappingProxyType(
+    {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
+)
+_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+
+# A format without a native path is emulated: fp16 matrix products on CPUs ran at 1-3 GFLOP/s against 130-200 in fp32.
+# Ten times slower is far from every useful format and far from timing noise.
+_SLOWEST_USEFUL_RATIO = 10.0
+_PROBE_SIZE = 256
+
+
+@contextmanager
+def computing_in(precision: Precision, device_type: str) -> Iterator[None]:
+    """Run the body in a precision; ``inherit`` changes nothing.
+
+    Autocast's cache of weight copies is off: with recomputation it can hand a copy of one graph to another
+    (pytorch#141896), and it made no difference to peak memory.
+    """
+    if precision is Precision.INHERIT or (
+        precision is Precision.FP32 and not torch.is_autocast_enabled(device_type)
+    ):
+        yield
+        return
+    if precision is Precision.FP32:
+        with torch.autocast(device_type, enabled=False):
+            yield
+        return
+    with torch.autocast(device_type, dtype=DTYPES[precision], cache_enabled=False):
+        yield
+
+
+def canonical(tree: Any) -> Any:
+    """Return a tree of tensors with every 16-bit floating tensor cast to fp32."""
+    if isinstance(tree, torch.Tensor):
+        return tree.float() if tree.dtype in _SIXTEEN_BIT else tree
+    return tree_map_only(torch.Tensor, canonical, tree)
+
+
+@functools.cache
+def excluded_precisions(device_type: str) -> MappingProxyType[Precision, str]:
+    """Return the precisions that a device has no fast path for, each with the measured reason.
+
+    One small matrix product per format is timed, some milliseconds in all; the answer is kept for the process.
+    """
+    with torch.no_grad():
+        reference = _seconds(torch.float32, device_type)
+        reasons = {}
+        for precision in (Precision.BF16, Precision.FP16):
+            try:
+                ratio = _seconds(DTYPES[precision], device_type) / reference
+            except RuntimeError as error:
+                reasons[precision] = f"not supported on {device_type}: {error}"
+                continue
+            if ratio > _SLOWEST_USEFUL_RATIO:
+                reasons[precision] = f"a matrix product takes {ratio:.0f}x as long as in fp32 on {device_type}"
+    return MappingProxyType(reasons)
+
+
+def useful_precisions(device_type: str) -> tuple[Precision, ...]:
+    """Return fp32 and the 16-bit formats that a device does well, fp32 first."""
+    excluded = excluded_precisions(device_type)
+    return tuple(p for p in (Precision.FP32, Precision.BF16, Precision.FP16) if p not in excluded)
+
+
+def _seconds(dtype: torch.dtype, device_type: str) -> float:
+    """Return the fastest of three timed products of two square matrices, in seconds."""
+    matrix = torch.ones(_PROBE_SIZE, _PROBE_SIZE, dtype=dtype, device=device_type)
+    best = float("inf")
+    for _ in range(4):
+        _synchronize(device_type)
+        start = time.perf_counter()
+        matrix @ matrix
+        _synchronize(device_type)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _synchronize(device_type: str) -> None:
+    if device_type == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,202 @@
+"""Split, weigh, scale, accumulate, clip and step: the one room in which an optimizer update is made.
+
+The gradient handed to the optimizer is (1/N) times the sum over the step's loss-bearing items, however the step was cut
+into micro-batches, and an update that is not finite never reaches a weight. This file knows nothing of plans, windows
+or measurements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from autotune.errors import JobError
+
+Count = Callable[[Any], int]
+
+
+def num_samples(batch: Any) -> int:
+    """Return a batch's sample count: the first dimension of its first tensor that has one.
+
+    Raises:
+        JobError: if the batch holds no such tensor, or no sample.
+    """
+    for leaf in tree_flatten(batch)[0]:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            if leaf.shape[0] == 0:
+                break
+            return int(leaf.shape[0])
+    raise JobError("a batch has no samples", where="batches", allowed="tensors with samples in dimension 0")
+
+
+def split(batch: Any, pieces: int) -> list[Any]:
+    """Cut a batch into micro-batches whose sizes differ by at most one sample.
+
+    Tensors whose first dimension is the batch's sample count are cut; everything else passes whole to each piece. A
+    batch of fewer samples than ``pieces`` gives as many pieces as it has samples.
+
+    Args:
+        batch: any tree of tensors with samples in dimension 0.
+        pieces: how many micro-batches, at least 1.
+
+    Returns:
+        The micro-batches, in order; views, not copies.
+
+    Raises:
+        JobError: if the batch has no samples.
+    """
+    samples = num_samples(batch)
+    pieces = min(pieces, samples)
+    if pieces == 1:
+        return [batch]
+    leaves, shape = tree_flatten(batch)
+    columns = [
+        leaf.tensor_split(pieces)
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == samples
+        else (leaf,) * pieces
+        for leaf in leaves
+    ]
+    return [tree_unflatten(list(row), shape) for row in zip(*columns, strict=True)]
+
+
+def count_items(batch: Any, count: Count | None) -> int:
+    """Return a batch's loss-bearing items by the job's own count, else its samples.
+
+    Raises:
+        JobError: if the count is not a whole number >= 0.
+    """
+    if count is None:
+        return num_samples(batch)
+    items = count(batch)
+    if isinstance(items, torch.Tensor) and items.numel() == 1:
+        items = items.item()
+    if isinstance(items, bool) or items != int(items) or items < 0:
+        raise JobError(f"count returned {items!r}", where="count", allowed="a whole number >= 0")
+    return int(items)
+
+
+class Update:
+    """Make optimizer updates from micro-batch losses.
+
+    The loss scale stays constant from the first ``backward`` to ``finish``; changing it between would weigh
+    micro-batches unequally.
+
+    Args:
+        optimizer: whose parameters are updated.
+        clip_norm: largest 2-norm of the gradient; ``None`` never clips.
+        device_type: where the loss scale lives.
+        init_scale: the first loss scale.
+        growth_interval: good steps after which the loss scale doubles.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip_norm: float | None,
+        device_type: str = "cpu",
+        init_scale: float = 65536.0,
+        growth_interval: int = 2000,
+    ) -> None:
+        self.optimizer = optimizer
+        self.clip_norm = clip_norm
+        self.scaled = False
+        self._accumulating = False
+        self._scaler = torch.amp.GradScaler(device_type, init_scale=init_scale, growth_interval=growth_interval)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the optimizer's parameters."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the factor on the loss and thereby on the gradients; 1 while scaling is off."""
+        return cast(float, self._scaler.get_scale()) if self.scaled else 1.0
+
+    def backward(self, loss: torch.Tensor, weight: float) -> None:
+        """Accumulate the gradient of one micro-batch.
+
+        Args:
+            loss: the micro-batch's mean loss, a scalar.
+            weight: its share n_j/N of the step's loss-bearing items.
+        """
+        weighed = loss if weight == 1.0 else loss * weight
+        if self.scaled:
+            weighed = self._scaler.scale(weighed)
+        self._accumulating = True
+        weighed.backward()
+
+    def unscale(self) -> float:
+        """Turn accumulated gradients into true ones and return their 2-norm.
+
+        Called once between the last ``backward`` and ``finish``.
+        """
+        if self.scaled and self._accumulating:
+            self._scaler.unscale_(self.optimizer)
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if not gradients:
+            return 0.0
+        return float(nn.utils.get_total_norm(gradients))
+
+    def clip(self, norm: float) -> None:
+        """Scale the gradients down to ``clip_norm``.
+
+        Args:
+            norm: what :meth:`unscale` returned; one that is not finite clips nothing.
+        """
+        if self.clip_norm is not None and self.clip_norm < norm < math.inf:
+            nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, torch.tensor(norm))
+
+    def finish(self, norm: float, *, abandon: bool = False) -> bool:
+        """Step and clear the gradients; skip the step if the gradient is not finite.
+
+        Args:
+            norm: what :meth:`unscale` returned.
+            abandon: skip the step in any case, for example for a loss that was not finite.
+
+        Returns:
+            Whether the optimizer stepped.
+        """
+        stepping = math.isfinite(norm) and not abandon and self._accumulating
+        if stepping and not self.scaled:
+            self.optimizer.step()
+        elif self.scaled and self._accumulating and (stepping or not math.isfinite(norm)):
+            if stepping:
+                self._scaler.step(self.optimizer)
+            # Grows after enough good steps, and backs off by itself where unscaling met overflow.
+            self._scaler.update()
+            self._accumulating = False
+        self.discard()
+        return stepping
+
+    def discard(self) -> None:
+        """Drop what was accumulated, as if the step had not begun; the loss scale stays."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.scaled and self._accumulating:
+            # Setting the scale to itself clears the scaler's record of this step and nothing else.
+            self._scaler.update(self.loss_scale)
+        self._accumulating = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loss scaler's state."""
+        return cast("dict[str, Any]", self._scaler.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self._scaler.load_state_dict(state)
+
+
+def weights(counts: Sequence[int]) -> list[float]:
+    """Return each micro-batch's share of the loss-bearing items; zeros if there are none.
+
+    Source: eq. 4 of the paper for equal counts; weighing by items keeps it exact for ragged ones
+    (transformers#34191).
+    """
+    total = sum(counts)
+    return [count / total if total else 0.0 for count in counts]

@@ -1,0 +1,1 @@
+"""Formulas: pure functions that know numbers and nothing else."""

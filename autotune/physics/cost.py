@@ -1,0 +1,163 @@
+"""State the paper's cost and its idealised memory and recomputation formulas.
+
+They count equal layers and ideal accumulation. The project plans with measured figures; these functions are what
+the paper's recipe and its tables are built from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Weigh time, memory and energy in the objective.
+
+    Attributes:
+        time: w1.
+        memory: w2.
+        energy: w3; a positive weight needs an energy reading.
+    """
+
+    time: float = 1.0
+    memory: float = 0.0
+    energy: float = 0.0
+
+    def __post_init__(self) -> None:
+        values = (self.time, self.memory, self.energy)
+        if any(not math.isfinite(value) or value < 0 for value in values) or sum(values) == 0:
+            raise ValueError("weights must be finite, not negative, and not all zero")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """Hold the three constraints of eq. 3; ``None`` leaves one out.
+
+    Attributes:
+        target_loss: L(theta*) must not exceed it.
+        memory_budget: M must not exceed it.
+        gradient_norm: the norm of the gradient must not exceed it.
+    """
+
+    target_loss: float | None = None
+    memory_budget: float | None = None
+    gradient_norm: float | None = None
+
+    def met(self, *, loss: float, memory: float, gradient_norm: float) -> bool:
+        """Tell whether all constraints hold; NaN meets none."""
+        pairs = (
+            (loss, self.target_loss),
+            (memory, self.memory_budget),
+            (gradient_norm, self.gradient_norm),
+        )
+        return all(limit is None or value <= limit for value, limit in pairs)
+
+
+def cost(time: float, memory: float, energy: float | None, weights: Weights) -> float:
+    """Return C = w1 T + w2 M + w3 E.
+
+    Args:
+        time: T as a ratio to the baseline's.
+        memory: M as a ratio to the baseline's.
+        energy: E as a ratio to the baseline's; ``None`` where it was not measured.
+        weights: w1, w2, w3.
+
+    Raises:
+        ValueError: if energy is weighed but absent.
+
+    Source: eq. 3 of the paper.
+    """
+    if weights.energy > 0 and energy is None:
+        raise ValueError("energy has a weight but was not measured")
+    return weights.time * time + weights.memory * memory + weights.energy * (energy or 0.0)
+
+
+def accumulated_gradient(gradients: Sequence[float]) -> float:
+    """Return one coordinate of the mean of k micro-batch gradients.
+
+    Source: eq. 4 of the paper. It holds for micro-batches of equal counts only; ``mechanics.stepping`` weighs each by
+    its loss-bearing items instead.
+    """
+    return sum(gradients) / len(gradients)
+
+
+def gradient_step(weight: float, gradient: float, learning_rate: float) -> float:
+    """Return one coordinate after plain gradient descent. Source: eq. 5 of the paper."""
+    return weight - learning_rate * gradient
+
+
+def total_memory(model: float, optimizer: float, activation: float, k: int) -> float:
+    """Return M_model + M_optimizer + M_activation/k, in the unit of its arguments.
+
+    Source: eq. 8 of the paper. An idealisation: it holds at a fixed batch that k splits, and leaves out gradients,
+    workspace and what does not shrink with the micro-batch.
+    """
+    return model + optimizer + activation / k
+
+
+def optimal_accumulation(throughput: Mapping[int, float], memory: Mapping[int, float]) -> int:
+    """Return the k with the largest throughput per byte; the smallest such k on a tie.
+
+    Source: eq. 9 of the paper.
+    """
+    return max(sorted(throughput), key=lambda k: throughput[k] / memory[k])
+
+
+def clipped(gradient_norm: float, limit: float) -> float:
+    """Return the factor that clipping applies to a gradient: min(1, limit/norm).
+
+    Source: eq. 12 of the paper.
+    """
+    return 1.0 if gradient_norm <= limit else limit / gradient_norm
+
+
+def precision_savings(weights: float, gradients: float) -> float:
+    """Return the memory that 16-bit weights and gradients would save, in the unit of its arguments.
+
+    Source: eq. 17 of the paper. With fp32 masters and fp32 gradients, as here, nothing of it is saved; what shrinks is
+    the activations.
+    """
+    return 0.5 * (weights + gradients)
+
+
+def stored_activations(layers: Sequence[float]) -> float:
+    """Return the bytes of all activations. Source: eq. 18 of the paper."""
+    return sum(layers)
+
+
+def checkpointed_activations(layer: float, num_layers: int) -> float:
+    """Return the bytes of activations with sqrt(L) kept layers of equal size. Source: eq. 19 of the paper."""
+    return math.ceil(math.sqrt(num_layers)) * layer if num_layers else 0.0
+
+
+def recomputation(forward: float, num_layers: int) -> float:
+    """Return the forward work repeated when all but the sqrt(L) kept layers are recomputed.
+
+    Args:
+        forward: forward cost of one layer.
+        num_layers: L, layers of equal cost.
+
+    Source: Chen et al. 2016 (arXiv:1604.06174), section 4.1. Eq. 20 of the paper states O(sqrt(L)) layers instead, which
+    the memory of eq. 19 does not allow: layers that are neither kept nor recomputed have no activations.
+    """
+    return (num_layers - math.ceil(math.sqrt(num_layers))) * forward if num_layers else 0.0
+
+
+def kept_layers(num_layers: int) -> tuple[int, ...]:
+    """Return which of L layers keep their activations: ceil(sqrt(L)) of them at even distances.
+
+    The last layer is among them: its backward comes first, so what it would recompute is still alive.
+
+    Source: eq. 19 of the paper; Chen et al. 2016 (arXiv:1604.06174), algorithm 1 at the granularity of layers.
+    """
+    if num_layers < 1:
+        return ()
+    kept = math.ceil(math.sqrt(num_layers))
+    return tuple(sorted({num_layers - 1 - (index * num_layers) // kept for index in range(kept)}))
+
+
+def net_speedup(throughput_gain: float, recomputation_overhead: float) -> float:
+    """Return throughput gain over 1 + recomputation overhead. Source: eq. 21 of the paper."""
+    return throughput_gain / (1 + recomputation_overhead)

@@ -1,0 +1,122 @@
+"""Estimate how noisy a gradient is, and the accumulation that follows from it.
+
+Pure functions on squared norms; where the norms come from is the business of ``mechanics.gradient_stats``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+def gradient_variance(micro_squares: Sequence[float], mean_square: float) -> float:
+    """Return the sample variance of micro-batch gradients.
+
+    Args:
+        micro_squares: |g_j|^2 of each of the k >= 2 micro-batch gradients (each a mean over its items).
+        mean_square: |(1/k) sum g_j|^2.
+
+    Returns:
+        (1/(k-1)) sum |g_j - mean|^2, never below 0.
+
+    Raises:
+        ValueError: for fewer than two micro-batches.
+
+    Source: eq. 7 of the paper, expanded so that only norms are needed.
+    """
+    k = len(micro_squares)
+    if k < 2:
+        raise ValueError("a variance needs at least two micro-batches")
+    return max((sum(micro_squares) - k * mean_square) / (k - 1), 0.0)
+
+
+def adaptive_accumulation(variance: float, target_std: float, k_max: int, *, epsilon: float = 1e-12) -> int:
+    """Return the variance-aware number of accumulation steps, at least 1.
+
+    Args:
+        variance: sigma^2 of eq. 7.
+        target_std: sigma_target, the deviation to be averaged down to.
+        k_max: the largest k allowed.
+        epsilon: keeps the quotient finite.
+
+    Source: eq. 6 of the paper.
+    """
+    ratio = variance / (target_std**2 + epsilon)
+    return max(1, min(k_max, math.ceil(ratio) if math.isfinite(ratio) else k_max))
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseSample:
+    """Hold unbiased estimates from one step that saw two batch sizes.
+
+    Attributes:
+        trace: estimate of tr(Sigma), the trace of the per-sample gradient covariance; may be negative.
+        square: estimate of |G|^2 of the true gradient; may be negative.
+    """
+
+    trace: float
+    square: float
+
+
+def noise_sample(
+    micro_squares: Sequence[float], micro_samples: Sequence[int], whole_square: float
+) -> NoiseSample:
+    """Return unbiased estimates of tr(Sigma) and |G|^2 from micro-batches and their whole.
+
+    Args:
+        micro_squares: |g_j|^2 of each micro-batch's mean gradient.
+        micro_samples: samples in each micro-batch.
+        whole_square: |g|^2 of the whole batch's mean gradient.
+
+    Raises:
+        ValueError: unless there are at least two micro-batches of at least one sample each.
+
+    Source: McCandlish et al. 2018 (arXiv:1812.06162), appendix A.1: E|g_B|^2 = |G|^2 + tr(Sigma)/B.
+    """
+    if len(micro_squares) < 2 or len(micro_squares) != len(micro_samples) or min(micro_samples) < 1:
+        raise ValueError("two batch sizes need at least two micro-batches of at least one sample")
+    small = sum(micro_squares) / len(micro_squares)
+    inverse_small = sum(1 / n for n in micro_samples) / len(micro_samples)
+    inverse_large = 1 / sum(micro_samples)
+    trace = (small - whole_square) / (inverse_small - inverse_large)
+    return NoiseSample(trace=trace, square=whole_square - trace * inverse_large)
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseScaleAverage:
+    """Average numerator and denominator of the noise scale apart from one another.
+
+    The memory is short at first and grows to ``1/(1-decay)`` samples, since |G|^2 collapses early in training and
+    a long memory lags behind it.
+
+    Attributes:
+        trace: average of tr(Sigma).
+        square: average of |G|^2.
+        count: samples averaged so far.
+        decay: the largest weight of the past.
+    """
+
+    trace: float = 0.0
+    square: float = 0.0
+    count: int = 0
+    decay: float = 0.9
+
+    def updated(self, sample: NoiseSample) -> NoiseScaleAverage:
+        """Return the average with one more sample; a sample that is not finite changes nothing."""
+        if not (math.isfinite(sample.trace) and math.isfinite(sample.square)):
+            return self
+        past = min(self.decay, self.count / (self.count + 1.0))
+        return NoiseScaleAverage(
+            trace=past * self.trace + (1 - past) * sample.trace,
+            square=past * self.square + (1 - past) * sample.square,
+            count=self.count + 1,
+            decay=self.decay,
+        )
+
+    @property
+    def noise_scale(self) -> float | None:
+        """Return tr(Sigma)/|G|^2 in samples; ``None`` while either average is not positive."""
+        if self.count == 0 or self.trace <= 0 or self.square <= 0:
+            return None
+        return self.trace / self.square

@@ -1,0 +1,342 @@
+"""Say what can be turned: the plan, and the space of plans that a job on a device allows.
+
+Plans are data. What a plan does to a model is the business of ``mechanics.controls``; torch is not known here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from itertools import chain
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from autotune.errors import PlanError
+from autotune.files import refuse_unknown_keys
+from autotune.units import Unit
+
+if TYPE_CHECKING:
+    import numpy as np
+
+PLAN_VERSION = 1
+_PLAN_KEYS = frozenset({"version", "accumulation_steps", "precision", "storage", "launch"})
+
+
+class Precision(StrEnum):
+    """Name the compute dtype of a unit under autocast; its parameters stay what they are.
+
+    ``inherit`` means no context and no cast: whatever the user's own code arranges. Under the other three a
+    unit's 16-bit outputs are cast back to fp32, so that what a unit receives never depends on its neighbours.
+    """
+
+    INHERIT = "inherit"
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+    @property
+    def is_16_bit(self) -> bool:
+        """Tell whether matrix products run in a 16-bit format."""
+        return self in (Precision.BF16, Precision.FP16)
+
+
+class Storage(StrEnum):
+    """Say what becomes of a unit's activations between forward and backward."""
+
+    SAVE = "save"
+    RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Hold the choices that cannot change during a run; ``None`` leaves the job's own.
+
+    Attributes:
+        zero_stage: DeepSpeed ZeRO stage, 0 to 3.
+        optimizer: name of the optimizer.
+        compile: whether blocks are compiled one by one.
+    """
+
+    zero_stage: int | None = None
+    optimizer: str | None = None
+    compile: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.zero_stage is not None and (
+            isinstance(self.zero_stage, bool) or self.zero_stage not in (0, 1, 2, 3)
+        ):
+            raise PlanError(f"launch.zero_stage is {self.zero_stage!r}", where="plan", allowed="0, 1, 2, 3")
+        if self.optimizer is not None and not (isinstance(self.optimizer, str) and self.optimizer):
+            raise PlanError(f"launch.optimizer is {self.optimizer!r}", where="plan", allowed="a name")
+        if self.compile is not None and not isinstance(self.compile, bool):
+            raise PlanError(f"launch.compile is {self.compile!r}", where="plan", allowed="true, false")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the choices that were made, as a JSON object."""
+        return {item.name: value for item in fields(self) if (value := getattr(self, item.name)) is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Plan:
+    """Fix one configuration of a training step.
+
+    Two plans are equal if every choice in them is; a plan can be hashed, pickled and written as JSON.
+
+    Attributes:
+        accumulation_steps: micro-batches per optimizer step (k), at least 1.
+        precision: compute dtype per unit name. A unit that is not named inherits the user's own arrangement.
+        storage: storage per unit name. A unit that is not named saves.
+        launch: what cannot change during a run.
+    """
+
+    accumulation_steps: int = 1
+    precision: Mapping[str, Precision] = field(default_factory=dict)
+    storage: Mapping[str, Storage] = field(default_factory=dict)
+    launch: Launch = field(default_factory=Launch)
+
+    def __post_init__(self) -> None:
+        steps = self.accumulation_steps
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise PlanError(f"accumulation_steps is {steps!r}", where="plan", allowed="a whole number >= 1")
+        object.__setattr__(self, "precision", _choices(self.precision, Precision, "precision"))
+        object.__setattr__(self, "storage", _choices(self.storage, Storage, "storage"))
+
+    def precision_of(self, unit: str) -> Precision:
+        """Return a unit's precision (``inherit`` where the plan does not name it)."""
+        return self.precision.get(unit, Precision.INHERIT)
+
+    def storage_of(self, unit: str) -> Storage:
+        """Return a unit's storage (``save`` where the plan does not name it)."""
+        return self.storage.get(unit, Storage.SAVE)
+
+    @property
+    def uses_fp16(self) -> bool:
+        """Tell whether any unit computes in fp16, so that the loss must be scaled."""
+        return Precision.FP16 in self.precision.values()
+
+    @property
+    def digest(self) -> str:
+        """Return a SHA-256 of the plan's canonical JSON: equal on every rank and machine for equal plans."""
+        return hashlib.sha256(self._canonical().encode()).hexdigest()
+
+    def changed(self, **changes: Any) -> Plan:
+        """Return a copy with some attributes replaced."""
+        return replace(self, **changes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as a JSON object of the current version."""
+        document: dict[str, Any] = {
+            "version": PLAN_VERSION,
+            "accumulation_steps": self.accumulation_steps,
+            "precision": {name: str(choice) for name, choice in self.precision.items()},
+            "storage": {name: str(choice) for name, choice in self.storage.items()},
+        }
+        launch = self.launch.to_json()
+        return {**document, "launch": launch} if launch else document
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any], *, where: str = "plan") -> Plan:
+        """Read a plan from a JSON object.
+
+        Raises:
+            PlanError: naming the first key or value that is not allowed, and what is.
+        """
+        try:
+            refuse_unknown_keys(document, _PLAN_KEYS, where=where)
+            version = document.get("version")
+            if isinstance(version, bool) or version != PLAN_VERSION:
+                raise PlanError(f"version is {version!r}", where=where, allowed=str(PLAN_VERSION))
+            if "accumulation_steps" not in document:
+                raise PlanError("accumulation_steps is missing", where=where, allowed="a whole number >= 1")
+            launch = _mapping(document.get("launch", {}), "launch", where)
+            refuse_unknown_keys(launch, frozenset(item.name for item in fields(Launch)), where="launch")
+            return cls(
+                accumulation_steps=document["accumulation_steps"],
+                precision=_mapping(document.get("precision", {}), "precision", where),
+                storage=_mapping(document.get("storage", {}), "storage", where),
+                launch=Launch(**launch),
+            )
+        except PlanError as error:
+            raise PlanError(error.problem, where=where, allowed=error.allowed) from error
+        except ValueError as error:
+            problem = getattr(error, "problem", str(error))
+            raise PlanError(problem, where=where, allowed=getattr(error, "allowed", "")) from error
+
+    def _canonical(self) -> str:
+        return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self._canonical() == other._canonical()
+
+    def __hash__(self) -> int:
+        return hash(self._canonical())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan.from_json, (self.to_json(),)
+
+    def __str__(self) -> str:
+        precisions = _tally(self.precision.values())
+        recomputed = sum(choice is Storage.RECOMPUTE for choice in self.storage.values())
+        return f"k={self.accumulation_steps}, {precisions or 'inherit'}, {recomputed} recomputed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSpace:
+    """Hold every plan that a job on a device allows, in a fixed order of choices.
+
+    Attributes:
+        units: the units, in the order in which the forward pass reaches them.
+        accumulation_choices: allowed k, ascending.
+        precisions: allowed precisions, the same for every unit; the first is the baseline's.
+    """
+
+    units: tuple[Unit, ...]
+    accumulation_choices: tuple[int, ...]
+    precisions: tuple[Precision, ...]
+
+    @property
+    def recomputable(self) -> tuple[str, ...]:
+        """Return the names of the units whose storage can be chosen."""
+        return tuple(unit.name for unit in self.units if unit.recomputable)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the number of choices of each coordinate: k, a precision per unit, a storage per unit."""
+        return (
+            len(self.accumulation_choices),
+            *(len(self.precisions) for _ in self.units),
+            *(len(Storage) for _ in self.recomputable),
+        )
+
+    @property
+    def lowest_precision(self) -> Precision:
+        """Return the 16-bit precision that rules use (bf16 before fp16), or the first where there is none."""
+        return next((p for p in (Precision.BF16, Precision.FP16) if p in self.precisions), self.precisions[0])
+
+    def plan(
+        self, *, accumulation_steps: int, precision: Precision, recomputed: Iterable[str] = ()
+    ) -> Plan:
+        """Return the plan with one precision everywhere and the named units recomputed."""
+        names = frozenset(recomputed)
+        return Plan(
+            accumulation_steps=accumulation_steps,
+            precision={unit.name: precision for unit in self.units},
+            storage={
+                name: Storage.RECOMPUTE if name in names else Storage.SAVE for name in self.recomputable
+            },
+        )
+
+    def baseline(self) -> Plan:
+        """Return the reference: the smallest k, the first precision (fp32), nothing recomputed."""
+        return self.plan(accumulation_steps=self.accumulation_choices[0], precision=self.precisions[0])
+
+    def leanest(self) -> Plan:
+        """Return the plan expected to need least memory: largest k, 16-bit, everything recomputed."""
+        return self.plan(
+            accumulation_steps=self.accumulation_choices[-1],
+            precision=self.lowest_precision,
+            recomputed=self.recomputable,
+        )
+
+    def check(self, plan: Plan, *, where: str = "plan") -> Plan:
+        """Return the plan with every unit named, if it lies in the space.
+
+        Raises:
+            PlanError: naming the first unit or value that is not allowed, and what is.
+        """
+        if plan.accumulation_steps not in self.accumulation_choices:
+            raise PlanError(
+                f"accumulation_steps is {plan.accumulation_steps}", where=where, allowed=self.accumulation_choices
+            )
+        names = [unit.name for unit in self.units]
+        for key, chosen, known in (
+            ("precision", plan.precision, names),
+            ("storage", plan.storage, list(self.recomputable)),
+        ):
+            unknown = [name for name in chosen if name not in known]
+            if unknown:
+                raise PlanError(f"{key} names unknown unit {unknown[0]!r}", where=where, allowed=known)
+        allowed = {*self.precisions, Precision.INHERIT}
+        for name, choice in plan.precision.items():
+            if choice not in allowed:
+                raise PlanError(
+                    f"precision of {name!r} is {str(choice)!r}", where=where, allowed=sorted(allowed)
+                )
+        return plan.changed(
+            precision={name: plan.precision_of(name) for name in names},
+            storage={name: plan.storage_of(name) for name in self.recomputable},
+        )
+
+    def encode(self, plan: Plan) -> list[int]:
+        """Return the index of each of the plan's choices, in the order of :attr:`sizes`.
+
+        Raises:
+            PlanError: if a choice (``inherit``, say) has no index in this space.
+        """
+        try:
+            return [
+                self.accumulation_choices.index(plan.accumulation_steps),
+                *(self.precisions.index(plan.precision_of(unit.name)) for unit in self.units),
+                *(list(Storage).index(plan.storage_of(name)) for name in self.recomputable),
+            ]
+        except ValueError as error:
+            raise PlanError("a choice lies outside the space", allowed=self.precisions) from error
+
+    def decode(self, indices: Sequence[int]) -> Plan:
+        """Return the plan of a sequence of indices; the inverse of :meth:`encode`.
+
+        Raises:
+            PlanError: if the sequence has the wrong length or an index is out of range.
+        """
+        values = [int(index) for index in indices]
+        if len(values) != len(self.sizes) or any(
+            not 0 <= value < size for value, size in zip(values, self.sizes, strict=True)
+        ):
+            raise PlanError(f"indices {values} do not fit", allowed=f"one index below each of {list(self.sizes)}")
+        split = 1 + len(self.units)
+        return Plan(
+            accumulation_steps=self.accumulation_choices[values[0]],
+            precision={
+                unit.name: self.precisions[value]
+                for unit, value in zip(self.units, values[1:split], strict=True)
+            },
+            storage={
+                name: list(Storage)[value]
+                for name, value in zip(self.recomputable, values[split:], strict=True)
+            },
+        )
+
+    def sample(self, generator: np.random.Generator) -> Plan:
+        """Return a plan drawn uniformly from the space."""
+        return self.decode(generator.integers(self.sizes).tolist())
+
+
+_Choice = TypeVar("_Choice", Precision, Storage)
+
+
+def _choices(given: Mapping[str, Any], kind: type[_Choice], key: str) -> Mapping[str, _Choice]:
+    chosen: dict[str, _Choice] = {}
+    for name, value in given.items():
+        if not isinstance(name, str):
+            raise PlanError(f"{key} has the unit name {name!r}", where="plan", allowed="text")
+        try:
+            chosen[name] = kind(value)
+        except ValueError as error:
+            raise PlanError(f"{key} of {name!r} is {value!r}", where="plan", allowed=list(kind)) from error
+    return MappingProxyType(chosen)
+
+
+def _mapping(value: object, key: str, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise PlanError(f"{key} is {value!r}", where=where, allowed="an object")
+    return value
+
+
+def _tally(precisions: Iterable[Precision]) -> str:
+    counts: dict[Precision, int] = {}
+    for choice in precisions:
+        counts[choice] = counts.get(choice, 0) + 1
+    return " ".join(chain.from_iterable((f"{count}x{choice}",) for choice, count in counts.items()))

@@ -1,0 +1,153 @@
+"""Name the tunable pieces of a model.
+
+A *unit* is one piece whose compute precision can be chosen and, where it is one of a run of like blocks, whose
+activations can be recomputed. This file finds units in any ``nn.Module``; it does not know what a plan does
+with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from autotune.errors import JobError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Describe one tunable piece of a model.
+
+    Attributes:
+        name: the module's fully qualified name.
+        kind: the module's class name.
+        recomputable: whether ``storage`` can be chosen as well as ``precision``.
+        parameter_names: fully qualified names of the parameters counted here; a parameter that several units
+            share is counted at the first of them only.
+        num_parameters: how many numbers those parameters hold.
+    """
+
+    name: str
+    kind: str
+    recomputable: bool
+    parameter_names: tuple[str, ...]
+    num_parameters: int
+
+
+def find_units(model: nn.Module) -> tuple[Unit, ...]:
+    """Find the units of a model, in the order in which its modules are registered.
+
+    Every outermost run of two or more neighbouring siblings of one class, in a ``ModuleList`` or a
+    ``Sequential``, gives units with precision and storage. A sibling that is itself a container with such a
+    run inside (the stages of a ResNet) is opened instead. The largest remaining subtrees with parameters and
+    without units (embedding, stem, head) become units with precision alone; the model itself is never one.
+    """
+    recomputable = dict(_runs(model, ""))
+    names = [*recomputable, *_remainders(model, "", frozenset(recomputable))]
+    order = {name: index for index, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    return _describe(model, sorted(names, key=order.__getitem__), frozenset(recomputable))
+
+
+def name_units(model: nn.Module, names: Sequence[str]) -> tuple[Unit, ...]:
+    """Describe the units that a user named; each can be recomputed.
+
+    Raises:
+        JobError: if a name is no module of the model, stands twice, or lies inside another one.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for index, name in enumerate(names):
+        if not name or name not in modules:
+            raise JobError(f"unit {name!r} is no module of the model", where="units", allowed=_sample(modules))
+        for other in names[:index]:
+            if name == other or name.startswith(f"{other}.") or other.startswith(f"{name}."):
+                raise JobError(f"units {other!r} and {name!r} overlap", where="units", allowed="disjoint modules")
+    return _describe(model, names, frozenset(names))
+
+
+def _describe(model: nn.Module, names: Sequence[str], recomputable: frozenset[str]) -> tuple[Unit, ...]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    counted: set[int] = set()
+    units = []
+    for name in names:
+        own = [
+            (f"{name}.{key}", parameter)
+            for key, parameter in modules[name].named_parameters()
+            if id(parameter) not in counted
+        ]
+        counted.update(id(parameter) for _, parameter in own)
+        units.append(
+            Unit(
+                name=name,
+                kind=type(modules[name]).__name__,
+                recomputable=name in recomputable,
+                parameter_names=tuple(key for key, _ in own),
+                num_parameters=sum(parameter.numel() for _, parameter in own),
+            )
+        )
+    return tuple(units)
+
+
+def _runs(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the members of every outermost run below a module."""
+    children = [(_join(prefix, key), child) for key, child in module.named_children()]
+    if not _is_sequence(module):
+        for name, child in children:
+            yield from _runs(child, name)
+        return
+    for _, group in groupby(children, key=lambda item: type(item[1])):
+        run = list(group)
+        if len(run) >= 2 and not any(_opens(child) for _, child in run):
+            # Activations or dropouts in a row hold nothing worth tuning.
+            yield from ((name, child) for name, child in run if _has_parameters(child))
+        else:
+            for name, child in run:
+                yield from _runs(child, name)
+
+
+def _opens(module: nn.Module) -> bool:
+    """Tell whether a sibling is a mere container that must be looked into, not taken as a unit."""
+    from torch import nn
+
+    return isinstance(module, nn.ModuleList) or (_is_sequence(module) and any(True for _ in _runs(module, "")))
+
+
+def _remainders(module: nn.Module, prefix: str, units: frozenset[str]) -> Iterator[str]:
+    """Yield the largest subtrees with parameters in which no unit lies."""
+    for key, child in module.named_children():
+        name = _join(prefix, key)
+        if name in units or not _has_parameters(child):
+            continue
+        if any(unit.startswith(f"{name}.") for unit in units) or not _is_callable(child):
+            yield from _remainders(child, name, units)
+        else:
+            yield name
+
+
+def _is_sequence(module: nn.Module) -> bool:
+    from torch import nn
+
+    return isinstance(module, nn.ModuleList | nn.Sequential)
+
+
+def _is_callable(module: nn.Module) -> bool:
+    """Tell whether a module has a forward of its own (a ``ModuleList`` or ``ModuleDict`` has none)."""
+    from torch import nn
+
+    return getattr(type(module), "forward", None) is not nn.Module.forward
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _join(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
+
+
+def _sample(modules: dict[str, nn.Module], limit: int = 12) -> list[str]:
+    names = [name for name in modules if name]
+    return names if len(names) <= limit else [*names[:limit], "..."]
