@@ -8,32 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
 
 from autotune.engines.batch_stream import BatchStream
+from autotune.engines.inspection import classify, inspect_job
 from autotune.engines.window import StepReport, Window
-from autotune.errors import EngineError, JobError
+from autotune.errors import EngineError
 from autotune.job import Job
 from autotune.measurement import Failure, GradientStatistics, Measurement
 from autotune.mechanics import controls, randomness, stepping
 from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe
-from autotune.mechanics.memory_meter import MemoryMeter, is_out_of_memory, resident_tensors, tensor_bytes
-from autotune.mechanics.precision import useful_precisions
+from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors, tensor_bytes
 from autotune.physics.learning_rate import batch_factor
 from autotune.physics.noise_scale import NoiseScaleAverage
-from autotune.plan import Plan, PlanSpace, Precision
-from autotune.units import Unit, find_units, name_units
-
-logger = logging.getLogger(__name__)
+from autotune.plan import Plan, PlanSpace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +86,8 @@ class _Undo:
     """Hold what a step that fails must put back. Weights and optimizer change only when it succeeds."""
 
     random: randomness.RandomState
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor]
+    marks: dict[str, int]
 
 
 class TorchEngine:
@@ -121,7 +117,7 @@ class TorchEngine:
             self._stream = BatchStream(job, seed, self.device)
             self._pending: list[Any] = [self._stream.take()]
             self._random = randomness.capture()
-            self._space, self.locks = _plan_space(job, self.model, self._pending[0])
+            self._space, self.locks = inspect_job(job, self.model, self._pending[0])
         self.update = stepping.Update(
             job.optimizer([p for p in self.model.parameters() if p.requires_grad]),
             clip_norm=job.clip_norm,
@@ -133,6 +129,7 @@ class TorchEngine:
         # Peak and batch size at which it was metered, per plan: a smaller batch cannot need more.
         self._peaks: dict[Plan, tuple[int, int]] = {}
         self._steps_under_plan = 0
+        # Names of the buffers that steps write to; None until a step was watched.
         self._mutable_buffers: frozenset[str] | None = None
         self._closed = False
         self._plan = self._space.baseline()
@@ -236,27 +233,31 @@ class TorchEngine:
         """Try one step; on failure, end the window and put everything back."""
         began = time.perf_counter()
         batches = self._take_batches()
-        undo = _Undo(randomness.capture(), self._copy_buffers())
+        undo = _Undo(randomness.capture(), self._copy_buffers(), self._buffer_marks())
         attempt = _Attempt(self, batches, sample=sample or self.progress.steps % self.options.statistics_every == 0)
         problem: tuple[Failure, str] | None = None
         try:
-            attempt.accumulate()
-        except Exception as error:  # noqa: BLE001 - whatever the user's code raises is a value of the window
-            problem = _classify(error), f"{type(error).__name__}: {error}"
+            with self.metering(batches) as metered:
+                attempt.accumulate(metered=metered)
+                attempt.finish()
+        except Exception as error:
+            if attempt.updating:
+                # Weights may be half updated: nobody can put that back, so it is the caller's to know.
+                raise
+            problem = classify(error), f"{type(error).__name__}: {error}"
         if problem is not None:
             # Outside the except block: a traceback keeps the failed step's tensors alive (pytorch#27600).
             self._put_back(undo)
             window.fail(*problem)
             return
-        stepped = attempt.finish()
         self._learn_buffers(undo)
-        if not stepped and not math.isfinite(attempt.loss):
+        if not attempt.stepped and not math.isfinite(attempt.loss):
             self._restore_buffers(undo)
         self._pending = []
-        self._count(window, attempt, stepped, began)
-        self._judge(window, attempt, stepped)
+        self._count(window, attempt, began)
+        self._judge(window, attempt)
 
-    def _count(self, window: Window, attempt: _Attempt, stepped: bool, began: float) -> None:
+    def _count(self, window: Window, attempt: _Attempt, began: float) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.progress.steps += 1
@@ -270,15 +271,15 @@ class TorchEngine:
                 samples=attempt.samples,
                 items=attempt.items,
                 loss=attempt.loss,
-                stepped=stepped,
+                stepped=attempt.stepped,
                 learning_rate=self.update.optimizer.param_groups[0]["lr"],
             )
         )
 
-    def _judge(self, window: Window, attempt: _Attempt, stepped: bool) -> None:
+    def _judge(self, window: Window, attempt: _Attempt) -> None:
         """End the window if the step, though it ended well, shows that the plan cannot stay."""
         options = self.options
-        if not stepped and not (self.update.scaled and math.isfinite(attempt.loss)):
+        if not attempt.stepped and not (self.update.scaled and math.isfinite(attempt.loss)):
             window.fail(Failure.NON_FINITE, f"loss {attempt.loss}, gradient norm {attempt.norm}")
             return
         peak = self._peaks.get(self._plan, (0, 0))[0]
@@ -312,7 +313,7 @@ class TorchEngine:
 
         The very first step creates the optimizer's state and would read too low.
         """
-        size = tensor_bytes(resident_tensors(nn.Module(), self.update.optimizer, batches))
+        size = tensor_bytes(leaf for leaf in tree_leaves(batches) if isinstance(leaf, torch.Tensor))
         known = self._peaks.get(self._plan, (0, 0))
         if not self.options.meter_memory or self.progress.steps == 0 or size <= known[1]:
             yield False
@@ -322,3 +323,148 @@ class TorchEngine:
             yield True
         if self._meter.peak_bytes is not None:
             self._peaks[self._plan] = max(known[0], self._meter.peak_bytes), size
+
+    def may_split(self) -> bool:
+        """Tell whether a whole step may be cut in two to learn the noise scale."""
+        splittable = self.job.batching == "fixed" and "accumulation_steps" not in self.locks
+        return self.options.split_to_learn_noise and splittable and self._plan.accumulation_steps == 1
+
+    def _gradient(self, since_step: int) -> GradientStatistics | None:
+        return self.monitor.aged(self.progress.steps) if self.progress.steps > since_step else None
+
+    @contextlib.contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        """Run the body on this run's generators, and leave the caller's as they were."""
+        with randomness.isolated():
+            randomness.restore(self._random)
+            try:
+                yield
+            finally:
+                self._random = randomness.capture()
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+
+    def _buffer_marks(self) -> dict[str, int]:
+        if self._mutable_buffers is not None:
+            return {}
+        return {name: buffer._version for name, buffer in self.model.named_buffers()}
+
+    def _copy_buffers(self) -> dict[str, torch.Tensor]:
+        known = self._mutable_buffers
+        if known is not None and not known:
+            return {}
+        return {
+            name: buffer.detach().clone()
+            for name, buffer in self.model.named_buffers()
+            if known is None or name in known
+        }
+
+    def _learn_buffers(self, undo: _Undo) -> None:
+        """After the first good step, remember which buffers steps write to: the others need no copies."""
+        if self._mutable_buffers is None:
+            versions = {name: buffer._version for name, buffer in self.model.named_buffers()}
+            self._mutable_buffers = frozenset(
+                name for name, version in versions.items() if undo.marks.get(name) != version
+            )
+
+    def _restore_buffers(self, undo: _Undo) -> None:
+        buffers = dict(self.model.named_buffers())
+        with torch.no_grad():
+            for name, copied in undo.buffers.items():
+                buffers[name].copy_(copied)
+
+    def _put_back(self, undo: _Undo) -> None:
+        self.update.discard()
+        self._restore_buffers(undo)
+        randomness.restore(undo.random)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class _Attempt:
+    """Try one optimizer step on an engine.
+
+    Attributes:
+        batches: the batches that it consumes.
+        samples: their samples.
+        items: their loss-bearing items.
+        loss: the mean loss per item, once accumulated.
+        norm: 2-norm of the unscaled gradient, once accumulated.
+        representative: whether its wall time is that of an ordinary step.
+        updating: whether the optimizer was reached, from where on nothing can be put back.
+        stepped: whether the optimizer stepped.
+    """
+
+    def __init__(self, engine: TorchEngine, batches: list[Any], *, sample: bool) -> None:
+        self._engine = engine
+        self._sample = sample
+        self.batches = batches
+        self.samples = sum(stepping.num_samples(batch) for batch in batches)
+        self.items = 0
+        self.loss = math.nan
+        self.norm = math.nan
+        self.representative = True
+        self.updating = False
+        self.stepped = False
+
+    def accumulate(self, *, metered: bool) -> None:
+        """Run all micro-batches, unscale and clip; on return only the update itself is left."""
+        engine = self._engine
+        engine.update.scaled = engine.plan.uses_fp16
+        engine.set_learning_rate(self.samples)
+        pieces = self._pieces(may_split=not metered)
+        counts = [stepping.count_items(piece, engine.job.count) for piece in pieces]
+        self.items = sum(counts)
+        self.representative = self.representative and not metered
+        # A micro-batch without loss-bearing items has weight 0 and, as a mean over nothing, no loss.
+        live = [
+            (piece, weight)
+            for piece, weight in zip(pieces, stepping.weights(counts), strict=True)
+            if weight > 0
+        ]
+        if self._sample and not metered:
+            self._run_sampled(live)
+        else:
+            self._run(live)
+        engine.update.clip(self.norm)
+
+    def finish(self) -> None:
+        """Make the update, or skip it if the loss or the gradient is not finite."""
+        self.updating = True
+        self.stepped = self._engine.update.finish(self.norm, abandon=not math.isfinite(self.loss))
+
+    def _pieces(self, *, may_split: bool) -> list[Any]:
+        engine = self._engine
+        if engine.job.batching == "adaptive":
+            return self.batches
+        k = engine.plan.accumulation_steps
+        if self._sample and may_split and engine.may_split():
+            self.representative = False
+            k = 2
+        return stepping.split(self.batches[0], k)
+
+    def _run(self, pieces: Sequence[tuple[Any, float]], probe: GradientProbe | None = None) -> None:
+        engine = self._engine
+        losses = []
+        for piece, weight in pieces:
+            if probe is not None:
+                probe.next_micro_batch()
+            loss = engine.job.loss(engine.model, piece)
+            engine.update.backward(loss, weight)
+            losses.append(loss.detach() * weight)
+        self.norm = engine.update.unscale()
+        self.loss = float(torch.stack(losses).sum()) if losses else math.nan
+
+    def _run_sampled(self, pieces: Sequence[tuple[Any, float]]) -> None:
+        engine = self._engine
+        scale = engine.update.loss_scale
+        with GradientProbe(engine.update.parameters) as probe:
+            self._run(pieces, probe)
+        engine.monitor.observe(
+            probe.read(),
+            step=engine.progress.steps,
+            norm=self.norm,
+            micro_samples=[stepping.num_samples(piece) for piece, _ in pieces],
+            scales=[weight * scale for _, weight in pieces],
+        )

@@ -1,0 +1,114 @@
+"""Find out, before anything is trained, what a job on a device allows, and say what is wrong with it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from autotune.errors import InputError, JobError
+from autotune.job import Job
+from autotune.measurement import Failure
+from autotune.mechanics import controls, stepping
+from autotune.mechanics.memory_meter import is_out_of_memory
+from autotune.mechanics.precision import excluded_precisions, useful_precisions
+from autotune.plan import PlanSpace, Precision
+from autotune.units import Unit, find_units, name_units
+
+logger = logging.getLogger(__name__)
+
+
+def inspect_job(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict[str, str]]:
+    """Return the plans that a job's model allows, and why something is locked.
+
+    The loss is run once on a batch, in evaluation mode and without gradients.
+
+    Args:
+        job: the job.
+        model: its model, on its device.
+        batch: its first batch.
+
+    Returns:
+        The space, units in forward order; and a reason per choice that is locked (``accumulation_steps``,
+        ``precision``).
+
+    Raises:
+        JobError: if the loss raises, is not a scalar tensor or takes no gradient, or the count is wrong.
+    """
+    units = find_units(model) if job.units is None else name_units(model, job.units)
+    stepping.count_items(batch, job.count)
+    calls = _trial(job, model, batch, units)
+    for unit in units:
+        if calls[unit.name] == 0:
+            logger.warning("unit %r is never called by the loss and cannot be tuned", unit.name)
+    by_name = {unit.name: unit for unit in units}
+    ordered = tuple(by_name[name] for name, count in calls.items() if count > 0)
+    locks: dict[str, str] = {}
+    return (
+        PlanSpace(
+            units=ordered,
+            accumulation_choices=_accumulation_choices(job, model, locks),
+            precisions=_precisions(model, locks),
+        ),
+        locks,
+    )
+
+
+def classify(error: Exception) -> Failure:
+    """Return the failure that an exception in a step stands for."""
+    if is_out_of_memory(error):
+        return Failure.OUT_OF_MEMORY
+    message = str(error)
+    if isinstance(error, NotImplementedError) or "not implemented for" in message or "dtype" in message:
+        return Failure.UNSUPPORTED
+    return Failure.CRASHED
+
+
+def _trial(job: Job, model: nn.Module, batch: Any, units: tuple[Unit, ...]) -> dict[str, int]:
+    where = f"job {job.name!r}"
+    losses: list[Any] = []
+
+    def run() -> None:
+        losses.append(job.loss(model, batch))
+
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            calls = controls.forward_order(model, [unit.name for unit in units], run)
+    except InputError:
+        raise
+    except Exception as error:
+        raise JobError(f"loss raised {type(error).__name__}: {error}", where=where) from error
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+    loss = losses[0]
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+        raise JobError(f"loss returned {shape}", where=where, allowed="a scalar tensor, the mean over the items")
+    return calls
+
+
+def _accumulation_choices(job: Job, model: nn.Module, locks: dict[str, str]) -> tuple[int, ...]:
+    normalised = any(isinstance(module, _BatchNorm) for module in model.modules())
+    if job.batching == "fixed" and normalised and len(job.accumulation_choices) > 1:
+        locks["accumulation_steps"] = (
+            "the model has BatchNorm, whose statistics depend on the micro-batch: under fixed batching k changes "
+            "the gradient"
+        )
+        return (1,)
+    return job.accumulation_choices
+
+
+def _precisions(model: nn.Module, locks: dict[str, str]) -> tuple[Precision, ...]:
+    if controls.has_16_bit_parameters(model):
+        locks["precision"] = "the model keeps 16-bit parameters, so there are no fp32 masters"
+        return (Precision.INHERIT,)
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    for precision, reason in excluded_precisions(device).items():
+        locks[f"precision {precision}"] = reason
+    return useful_precisions(device)
