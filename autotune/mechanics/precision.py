@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -22,10 +22,9 @@ DTYPES = MappingProxyType(
 )
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
-# A format without a native path is emulated: fp16 matrix products on CPUs ran at 1-3 GFLOP/s against 130-200 in fp32.
-# Ten times slower is far from every useful format and far from timing noise.
+# A format without a native path is emulated: on CPUs fp16 matrix products can run at a hundredth of fp32's rate, and
+# where they do not, fp16 convolutions still do. Ten times slower is far from every useful format and from noise.
 _SLOWEST_USEFUL_RATIO = 10.0
-_PROBE_SIZE = 256
 
 
 @contextmanager
@@ -59,19 +58,22 @@ def canonical(tree: Any) -> Any:
 def excluded_precisions(device_type: str) -> MappingProxyType[Precision, str]:
     """Return the precisions that a device has no fast path for, each with the measured reason.
 
-    One small matrix product per format is timed, some milliseconds in all; the answer is kept for the process.
+    A small matrix product and a small convolution are timed per format, forward and backward, some tens of milliseconds
+    in all; the answer is kept for the process.
     """
-    with torch.no_grad():
-        reference = _seconds(torch.float32, device_type)
-        reasons = {}
-        for precision in (Precision.BF16, Precision.FP16):
-            try:
-                ratio = _seconds(DTYPES[precision], device_type) / reference
-            except RuntimeError as error:
-                reasons[precision] = f"not supported on {device_type}: {error}"
-                continue
-            if ratio > _SLOWEST_USEFUL_RATIO:
-                reasons[precision] = f"a matrix product takes {ratio:.0f}x as long as in fp32 on {device_type}"
+    reasons = {}
+    for precision in (Precision.BF16, Precision.FP16):
+        try:
+            ratios = {
+                name: probe(DTYPES[precision], device_type) / probe(torch.float32, device_type)
+                for name, probe in (("matrix product", _matrix_s), ("convolution", _convolution_s))
+            }
+        except RuntimeError as error:
+            reasons[precision] = f"not supported on {device_type}: {error}"
+            continue
+        name, ratio = max(ratios.items(), key=lambda item: item[1])
+        if ratio > _SLOWEST_USEFUL_RATIO:
+            reasons[precision] = f"a {name} takes {ratio:.0f}x as long as in fp32 on {device_type}"
     return MappingProxyType(reasons)
 
 
@@ -81,14 +83,24 @@ def useful_precisions(device_type: str) -> tuple[Precision, ...]:
     return tuple(p for p in (Precision.FP32, Precision.BF16, Precision.FP16) if p not in excluded)
 
 
-def _seconds(dtype: torch.dtype, device_type: str) -> float:
-    """Return the fastest of three timed products of two square matrices, in seconds."""
-    matrix = torch.ones(_PROBE_SIZE, _PROBE_SIZE, dtype=dtype, device=device_type)
+def _matrix_s(dtype: torch.dtype, device_type: str) -> float:
+    factor = torch.ones(256, 256, dtype=dtype, device=device_type, requires_grad=True)
+    return _fastest(lambda: torch.nn.functional.linear(factor, factor), device_type)
+
+
+def _convolution_s(dtype: torch.dtype, device_type: str) -> float:
+    image = torch.ones(4, 32, 16, 16, dtype=dtype, device=device_type, requires_grad=True)
+    kernel = torch.ones(32, 32, 3, 3, dtype=dtype, device=device_type, requires_grad=True)
+    return _fastest(lambda: torch.nn.functional.conv2d(image, kernel, padding=1), device_type)
+
+
+def _fastest(run: Callable[[], torch.Tensor], device_type: str) -> float:
+    """Return the seconds of the fastest of four forward and backward passes."""
     best = float("inf")
     for _ in range(4):
         _synchronize(device_type)
         start = time.perf_counter()
-        matrix @ matrix
+        run().sum().backward()
         _synchronize(device_type)
         best = min(best, time.perf_counter() - start)
     return best

@@ -1,0 +1,76 @@
+"""Tune gradient accumulation, per-layer precision and activation checkpoints of a real PyTorch training job.
+
+Importing this package is fast: torch, mlflow, optuna and stable-baselines3 are loaded where they are used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from autotune.catalog import load_job
+from autotune.errors import (
+    AutotuneError,
+    BudgetError,
+    EngineError,
+    InputError,
+    JobError,
+    PlanError,
+    PolicyFileError,
+    RunDirectoryError,
+)
+from autotune.job import DataSource, Job, WarmupCosine
+from autotune.measurement import Failure, GradientStatistics, Measurement, UnitGradient
+from autotune.plan import Launch, Plan, PlanSpace, Precision, Storage
+from autotune.units import Unit, find_units, name_units
+
+if TYPE_CHECKING:
+    from autotune.engines.torch_engine import EngineOptions, TorchEngine
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutotuneError",
+    "BudgetError",
+    "DataSource",
+    "EngineError",
+    "EngineOptions",
+    "Failure",
+    "GradientStatistics",
+    "InputError",
+    "Job",
+    "JobError",
+    "Launch",
+    "Measurement",
+    "Plan",
+    "PlanError",
+    "PlanSpace",
+    "PolicyFileError",
+    "Precision",
+    "RunDirectoryError",
+    "Storage",
+    "TorchEngine",
+    "Unit",
+    "UnitGradient",
+    "WarmupCosine",
+    "__version__",
+    "find_units",
+    "load_job",
+    "name_units",
+]
+
+# Names that need torch: loaded when first used.
+_LAZY = {
+    "EngineOptions": "autotune.engines.torch_engine",
+    "TorchEngine": "autotune.engines.torch_engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'autotune' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
