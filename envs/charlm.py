@@ -116,7 +116,7 @@ def validation_loss(model: nn.Module) -> float:
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=4.5e-4, betas=(0.9, 0.95), weight_decay=0.01)
+    return torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.01)
 
 
 def data_sources() -> list[DataSource]:

@@ -17,7 +17,7 @@ from torch import nn
 from autotune import DataSource, Job, WarmupCosine
 
 WIDTH, BLOCKS, HEADS, DROPOUT = 256, 6, 4, 0.1
-BATCH, SHORTEST, LONGEST = 16, 16, 192
+BATCH, SHORTEST, LONGEST = 16, 16, 128
 IGNORED = -100
 
 
@@ -56,11 +56,11 @@ class TiedGPT(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(BLOCKS))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 256, bias=False)
-        nn.init.normal_(self.bytes.weight, std=0.3)
+        nn.init.normal_(self.bytes.weight, std=WIDTH**-0.5)
         self.head.weight = self.bytes.weight
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        x = self.bytes(inputs) + self.positions(torch.arange(inputs.shape[1], device=inputs.device))
+        x = self.bytes(inputs) * WIDTH**0.5 + self.positions(torch.arange(inputs.shape[1], device=inputs.device))
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))

@@ -129,6 +129,7 @@ class TorchEngine:
         # Peak and batch size at which it was metered, per plan: a smaller batch cannot need more.
         self._peaks: dict[Plan, tuple[int, int]] = {}
         self._steps_under_plan = 0
+        self._sampled_at = -1
         # Names of the buffers that steps write to; None until a step was watched.
         self._mutable_buffers: frozenset[str] | None = None
         self._closed = False
@@ -167,17 +168,17 @@ class TorchEngine:
         if self._closed:
             raise EngineError("the engine is closed; create another one")
         window = Window()
-        sampled_at = self.progress.steps
+        first_step = self.progress.steps
         with self._own_randomness():
             for _ in range(steps):
-                self._advance(window, sample=self.progress.steps == sampled_at)
+                self._advance(window, sample=self._sample_is_due(first_step))
                 if window.failure is not None:
                     break
         peak = self._peaks.get(self._plan)
         return window.measurement(
             peak_bytes=None if peak is None else peak[0],
             memory_budget_bytes=self.options.memory_budget_bytes,
-            gradient=self._gradient(sampled_at),
+            gradient=self.monitor.aged(self.progress.steps) if self._sampled_at >= first_step else None,
             loss_scale=self.update.loss_scale if self.update.scaled else None,
         )
 
@@ -234,7 +235,7 @@ class TorchEngine:
         began = time.perf_counter()
         batches = self._take_batches()
         undo = _Undo(randomness.capture(), self._copy_buffers(), self._buffer_marks())
-        attempt = _Attempt(self, batches, sample=sample or self.progress.steps % self.options.statistics_every == 0)
+        attempt = _Attempt(self, batches, sample=sample)
         problem: tuple[Failure, str] | None = None
         try:
             with self.metering(batches) as metered:
@@ -324,13 +325,19 @@ class TorchEngine:
         if self._meter.peak_bytes is not None:
             self._peaks[self._plan] = max(known[0], self._meter.peak_bytes), size
 
+    def note_sample(self) -> None:
+        """Remember that the running step's gradient is sampled."""
+        self._sampled_at = self.progress.steps
+
     def may_split(self) -> bool:
         """Tell whether a whole step may be cut in two to learn the noise scale."""
         splittable = self.job.batching == "fixed" and "accumulation_steps" not in self.locks
         return self.options.split_to_learn_noise and splittable and self._plan.accumulation_steps == 1
 
-    def _gradient(self, since_step: int) -> GradientStatistics | None:
-        return self.monitor.aged(self.progress.steps) if self.progress.steps > since_step else None
+    def _sample_is_due(self, first_step: int) -> bool:
+        """Tell whether the next step shall be sampled: the first of a window that can be, then every n-th."""
+        since = self.progress.steps - self._sampled_at
+        return self._sampled_at < first_step or since >= self.options.statistics_every
 
     @contextlib.contextmanager
     def _own_randomness(self) -> Iterator[None]:
@@ -459,6 +466,7 @@ class _Attempt:
     def _run_sampled(self, pieces: Sequence[tuple[Any, float]]) -> None:
         engine = self._engine
         scale = engine.update.loss_scale
+        engine.note_sample()
         with GradientProbe(engine.update.parameters) as probe:
             self._run(pieces, probe)
         engine.monitor.observe(
