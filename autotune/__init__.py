@@ -19,6 +19,7 @@ from autotune.errors import (
     PolicyFileError,
     RunDirectoryError,
 )
+from autotune.gym.registration import register_environments
 from autotune.job import DataSource, Job, WarmupCosine
 from autotune.measurement import Failure, GradientStatistics, Measurement, UnitGradient
 from autotune.plan import Launch, Plan, PlanSpace, Precision, Storage
@@ -58,6 +59,8 @@ __all__ = [
     "load_job",
     "name_units",
 ]
+
+register_environments()
 
 # Names that need torch: loaded when first used.
 _LAZY = {

@@ -14,7 +14,12 @@ class Engine(Protocol):
 
     A plan is applied between steps only, is idempotent and fully reversible. Running out of memory, a loss that is not
     finite and a crash are values of a window (``Measurement.failure``), and leave the training state as it was.
+
+    Attributes:
+        memory_budget_bytes: the budget that windows are held to, ``None`` for no budget; may change between windows.
     """
+
+    memory_budget_bytes: int | None
 
     @property
     def space(self) -> PlanSpace:

@@ -36,7 +36,6 @@ class EngineOptions:
     """Say how an engine measures.
 
     Attributes:
-        memory_budget_bytes: a plan whose metered peak exceeds it fails its window; ``None`` lets every plan run.
         discard_steps: first steps of a plan that are run but not timed.
         statistics_every: optimizer steps between two sampled gradients; the first of a window is always sampled.
         split_to_learn_noise: whether a sampled step at k = 1 is cut in two so that the noise scale can be learnt.
@@ -45,7 +44,6 @@ class EngineOptions:
         total_samples: length of the learning-rate schedule; ``None`` takes the job's ``max_steps``.
     """
 
-    memory_budget_bytes: int | None = None
     discard_steps: int = 2
     statistics_every: int = 10
     split_to_learn_noise: bool = False
@@ -93,6 +91,8 @@ class _Undo:
 class TorchEngine:
     """Train one job with plain torch on one device.
 
+    A window of a plan whose metered peak exceeds ``memory_budget_bytes`` fails; at first there is no budget.
+
     Args:
         job: the job.
         seed: of weights, batches and everything random.
@@ -108,6 +108,7 @@ class TorchEngine:
     ) -> None:
         self.job = job
         self.options = options or EngineOptions()
+        self.memory_budget_bytes: int | None = None
         self.device = torch.device(device)
         self.progress = Progress()
         with randomness.isolated():
@@ -177,7 +178,7 @@ class TorchEngine:
         peak = self._peaks.get(self._plan)
         return window.measurement(
             peak_bytes=None if peak is None else peak[0],
-            memory_budget_bytes=self.options.memory_budget_bytes,
+            memory_budget_bytes=self.memory_budget_bytes,
             gradient=self.monitor.aged(self.progress.steps) if self._sampled_at >= first_step else None,
             loss_scale=self.update.loss_scale if self.update.scaled else None,
         )
@@ -284,8 +285,8 @@ class TorchEngine:
             window.fail(Failure.NON_FINITE, f"loss {attempt.loss}, gradient norm {attempt.norm}")
             return
         peak = self._peaks.get(self._plan, (0, 0))[0]
-        if options.memory_budget_bytes is not None and peak > options.memory_budget_bytes:
-            window.fail(Failure.OVER_BUDGET, f"peak {peak} bytes over {options.memory_budget_bytes}")
+        if self.memory_budget_bytes is not None and peak > self.memory_budget_bytes:
+            window.fail(Failure.OVER_BUDGET, f"peak {peak} bytes over {self.memory_budget_bytes}")
         elif options.time_limit_s is not None and window.elapsed() > options.time_limit_s:
             window.fail(Failure.TIMEOUT, f"{window.elapsed():.1f} s over {options.time_limit_s:g} s")
 

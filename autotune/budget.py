@@ -1,0 +1,63 @@
+"""Read a memory budget: a size, or a share of the baseline's peak."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from autotune.errors import BudgetError
+
+_UNITS = {
+    **{"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
+    **{"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+}
+_ALLOWED = "a size such as 20GiB or 900MiB, or a share of the baseline's peak such as 75%"
+_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+|%)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBudget:
+    """Hold a budget: either a size in bytes or a share of the baseline's peak.
+
+    Attributes:
+        size_bytes: the size; ``None`` if the budget is a share.
+        share: the share, above 0; ``None`` if the budget is a size.
+    """
+
+    size_bytes: int | None = None
+    share: float | None = None
+
+    def __post_init__(self) -> None:
+        value = self.size_bytes if self.share is None else self.share
+        if (self.size_bytes is None) == (self.share is None) or value is None or value <= 0:
+            raise BudgetError(f"memory budget is {value!r}", allowed=_ALLOWED)
+
+    @classmethod
+    def parse(cls, text: str) -> MemoryBudget:
+        """Read a budget as a user writes it.
+
+        Raises:
+            BudgetError: if the text is neither a size nor a share.
+        """
+        match = _PATTERN.fullmatch(text.strip())
+        if match is None or match[2] not in {*_UNITS, "%"}:
+            raise BudgetError(f"memory budget is {text!r}", where="--memory-budget", allowed=_ALLOWED)
+        number = float(match[1])
+        if match[2] == "%":
+            return cls(share=number / 100)
+        return cls(size_bytes=int(number * _UNITS[match[2]]))
+
+    def resolve(self, baseline_peak_bytes: int) -> int:
+        """Return the budget in bytes."""
+        if self.size_bytes is not None:
+            return self.size_bytes
+        return int((self.share or 0.0) * baseline_peak_bytes)
+
+
+def format_bytes(size: float) -> str:
+    """Return a size for people, in binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -1,0 +1,212 @@
+"""Wrap a training job as a Gymnasium environment: one step is one window under one plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.budget import MemoryBudget
+from autotune.catalog import load_job
+from autotune.engines.engine import Engine
+from autotune.errors import InputError, PlanError
+from autotune.gym.observation import Array, Observation
+from autotune.gym.reward import Objective
+from autotune.gym.spaces import action_space, observation_space
+from autotune.job import Job
+from autotune.measurement import Failure, Measurement
+from autotune.plan import Plan, PlanSpace
+
+EngineFactory = Callable[[int], Engine]
+
+# Windows in a row that may crash before the run counts as lost.
+_UNRECOVERABLE_AFTER = 3
+
+
+class TuningEnv(gymnasium.Env[dict[str, Array], NDArray[np.int64]]):
+    """Tune a real training job window by window.
+
+    An action is a plan as ``MultiDiscrete`` indices; an observation holds the features of
+    :mod:`autotune.gym.observation`; the reward is minus the cost of :mod:`autotune.gym.reward`.
+
+    An episode is one training run: ``reset`` starts the job afresh under the baseline plan and runs one window of
+    it, to which all ratios refer. ``terminated``: the target was reached, or the run is lost. ``truncated``: the
+    windows or the job's samples are used up.
+
+    Args:
+        job: the job, or its name.
+        engine: ``torch``, or a function from a seed to an engine.
+        memory_budget_bytes: the budget, in bytes or as a share of the baseline's peak (``40%``); ``None`` for none.
+        window_steps: optimizer steps of a window.
+        max_windows: windows of an episode.
+        max_units: rows of the unit features; ``None`` takes the number of units.
+        objective: what is minimised.
+        evaluate: whether the job is evaluated after each window, so that it can reach its target.
+
+    Raises:
+        InputError: if the job, the engine's name or a number cannot be used.
+    """
+
+    metadata = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own attribute
+
+    def __init__(
+        self,
+        job: str | Job = "charlm",
+        engine: str | EngineFactory = "torch",
+        *,
+        memory_budget_bytes: int | str | None = None,
+        window_steps: int = 5,
+        max_windows: int = 64,
+        max_units: int | None = None,
+        objective: Objective | None = None,
+        evaluate: bool = True,
+    ) -> None:
+        self.job = load_job(job)
+        self._budget = _budget(memory_budget_bytes)
+        self.memory_budget_bytes: int | None = None
+        self.window_steps = _positive("window_steps", window_steps)
+        self.max_windows = _positive("max_windows", max_windows)
+        self.objective = objective or Objective()
+        self._factory = _factory(self.job, engine)
+        self._evaluate = evaluate
+        self._engine = self._factory(0)
+        self.plan_space: PlanSpace = self._engine.space
+        self._rows = len(self.plan_space.units) if max_units is None else max_units
+        if self._rows < len(self.plan_space.units):
+            raise InputError(f"max_units is {max_units}", allowed=f"at least {len(self.plan_space.units)}")
+        self.action_space = action_space(self.plan_space)
+        self.observation_space = observation_space(self._rows)
+        self.observation: Observation | None = None
+        self._windows = self._crashes = self._samples = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Array], dict[str, Any]]:
+        """Start the job afresh and run one window of the baseline.
+
+        Raises:
+            InputError: if the baseline cannot run, or the objective needs what cannot be measured.
+        """
+        super().reset(seed=seed, options=options)
+        self._engine.close()
+        self._engine = self._factory(int(self.np_random.integers(2**31)))
+        self._windows = self._crashes = self._samples = 0
+        self._engine.apply(self.plan_space.baseline())
+        # The reference must be timed whole, so it alone is not held to the budget.
+        self._engine.memory_budget_bytes = None
+        reference = self._engine.run(self.window_steps)
+        if reference.failure is not None:
+            raise InputError(
+                f"the baseline ends with {reference.failure}: {reference.failure_detail}",
+                where=f"job {self.job.name!r}",
+            )
+        if self._budget is not None:
+            self.memory_budget_bytes = self._budget.resolve(reference.peak_bytes or 0)
+        self._engine.memory_budget_bytes = self.memory_budget_bytes
+        self._samples += reference.samples
+        self.observation = self._observe(self.plan_space.baseline(), reference, reference, None)
+        self.objective.check(self.observation)
+        return self.observation.arrays(self._rows), self._info(self.observation, metric=None)
+
+    def step(self, action: NDArray[np.int64]) -> tuple[dict[str, Array], float, bool, bool, dict[str, Any]]:
+        """Run one window under the plan that an action encodes.
+
+        Raises:
+            PlanError: if the action lies outside the action space.
+            InputError: if the environment was not reset.
+        """
+        if self.observation is None:
+            raise InputError("step was called before reset", where="environment", allowed="reset first")
+        plan = self.plan_space.decode(_indices(action))
+        before = self.observation
+        self._engine.apply(plan)
+        window = self._engine.run(self.window_steps)
+        self._windows += 1
+        self._samples += window.samples
+        self._crashes = self._crashes + 1 if window.failure in (Failure.CRASHED, Failure.NON_FINITE) else 0
+        self.observation = self._observe(plan, window, before.reference, before.window.loss)
+        metric = self._engine.evaluate() if self._evaluate and window.failure is None else None
+        arrived = metric is not None and self.job.arrived(metric)
+        terminated = arrived or self._crashes >= _UNRECOVERABLE_AFTER
+        truncated = self._windows >= self.max_windows or self._samples >= self.job.total_samples
+        return (
+            self.observation.arrays(self._rows),
+            self.objective.reward(self.observation),
+            terminated,
+            truncated and not terminated,
+            self._info(self.observation, metric=metric),
+        )
+
+    def action_masks(self) -> NDArray[np.bool_]:
+        """Return a flat mask over all choices (``MaskablePPO``'s form): every choice of the space is allowed.
+
+        What a plan needs in memory depends on all choices together, which a mask per choice cannot say.
+        """
+        return np.ones(sum(self.plan_space.sizes), dtype=np.bool_)
+
+    def close(self) -> None:
+        """Close the engine."""
+        self._engine.close()
+
+    def _observe(
+        self, plan: Plan, window: Measurement, reference: Measurement, previous_loss: float | None
+    ) -> Observation:
+        return Observation(
+            space=self.plan_space,
+            plan=plan,
+            window=window,
+            reference=reference,
+            previous_loss=previous_loss,
+            memory_budget_bytes=self.memory_budget_bytes,
+            batch_size=self.job.batch_size,
+            adaptive=self.job.batching == "adaptive",
+            progress=min(self._samples / self.job.total_samples, 1.0),
+        )
+
+    def _info(self, observation: Observation, *, metric: float | None) -> dict[str, Any]:
+        """Return what repeats exactly under one seed; measured times are in ``observation.window``."""
+        window = observation.window
+        return {
+            "plan": observation.plan.to_json(),
+            "failure": None if window.failure is None else str(window.failure),
+            "peak_bytes": window.peak_bytes,
+            "loss": window.loss,
+            "samples": self._samples,
+            "metric": metric,
+        }
+
+
+def _factory(job: Job, engine: str | EngineFactory) -> EngineFactory:
+    if callable(engine):
+        return engine
+    if engine != "torch":
+        raise InputError(f"engine is {engine!r}", where="environment", allowed="torch, or a function of a seed")
+
+    def create(seed: int) -> Engine:
+        from autotune.engines.torch_engine import EngineOptions, TorchEngine
+
+        return TorchEngine(job, seed=seed, options=EngineOptions(split_to_learn_noise=True))
+
+    return create
+
+
+def _budget(given: int | str | None) -> MemoryBudget | None:
+    if given is None or isinstance(given, str):
+        return None if given is None else MemoryBudget.parse(given)
+    return MemoryBudget(size_bytes=given)
+
+
+def _indices(action: NDArray[np.int64]) -> list[int]:
+    try:
+        return [int(value) for value in np.asarray(action).reshape(-1)]
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"action is {action!r}", where="environment", allowed="whole numbers") from error
+
+
+def _positive(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name} is {value!r}", where="environment", allowed="a whole number >= 1")
+    return value

@@ -1,0 +1,169 @@
+"""Turn what a window saw into named, bounded numbers: the one schema that policies are trained on.
+
+Every feature is finite and lies in [-LIMIT, LIMIT], whatever was measured; what is unknown is 0 and has a flag.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.measurement import GradientStatistics, Measurement, UnitGradient
+from autotune.plan import Plan, PlanSpace, Precision, Storage
+from autotune.units import Unit
+
+FEATURE_VERSION = 1
+LIMIT = 5.0
+
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """Hold everything that a policy may look at after a window.
+
+    Attributes:
+        space: the plans that can be applied.
+        plan: the plan that the window ran under.
+        window: what it saw.
+        reference: what a window of the baseline plan saw; figures are given as ratios to it.
+        previous_loss: loss of the window before; ``None`` for the first.
+        memory_budget_bytes: the budget; ``None`` for no budget.
+        batch_size: samples in one batch of the job.
+        adaptive: whether a step consumes k batches.
+        progress: share of the run's samples that is done, 0 to 1.
+    """
+
+    space: PlanSpace
+    plan: Plan
+    window: Measurement
+    reference: Measurement
+    previous_loss: float | None = None
+    memory_budget_bytes: int | None = None
+    batch_size: int = 1
+    adaptive: bool = False
+    progress: float = 0.0
+
+    @property
+    def gradient(self) -> GradientStatistics:
+        """Return the gradient statistics; zeros and unknowns where none was sampled."""
+        return self.window.gradient or GradientStatistics(norm=0.0)
+
+    def arrays(self, max_units: int | None = None) -> dict[str, Array]:
+        """Return the features as fresh arrays.
+
+        Args:
+            max_units: rows of the unit array; missing ones are zeros. ``None`` takes the number of units.
+
+        Returns:
+            ``global``: shape (len(GLOBAL_FEATURES),); ``units``: shape (max_units, len(UNIT_FEATURES)).
+
+        Raises:
+            ValueError: if the model has more units than ``max_units``.
+        """
+        units = self.space.units
+        rows = len(units) if max_units is None else max_units
+        if rows < len(units):
+            raise ValueError(f"{len(units)} units do not fit into {rows} rows")
+        table = np.zeros((rows, len(UNIT_FEATURES)), dtype=np.float32)
+        for index, unit in enumerate(units):
+            table[index] = [_bounded(read(self, unit, index)) for read in UNIT_FEATURES.values()]
+        values = [_bounded(read(self)) for read in GLOBAL_FEATURES.values()]
+        return {"global": np.array(values, dtype=np.float32), "units": table}
+
+
+def _bounded(value: float | bool | None) -> float:
+    if value is None or math.isnan(value):
+        return 0.0
+    return float(min(max(value, -LIMIT), LIMIT))
+
+
+def _log(value: float | None, base: float | None = None) -> float:
+    """Return a natural logarithm of a ratio; 0 for what is unknown, the limit's sign for 0 and infinity."""
+    if value is None or base is None or math.isnan(value) or math.isnan(base) or base <= 0 or value < 0:
+        return 0.0
+    if math.isinf(base):
+        return 0.0
+    ratio = value / base
+    return math.log(ratio) if 0 < ratio < math.inf else math.copysign(LIMIT, ratio - 1)
+
+
+def _share(value: float | None, whole: float | None) -> float:
+    return 0.0 if value is None or not whole else value / whole
+
+
+def _loss_trend(o: Observation) -> float:
+    if o.window.loss is None or not o.previous_loss:
+        return 0.0
+    return (o.window.loss - o.previous_loss) / abs(o.previous_loss) * 10
+
+
+def _known_norm(o: Observation) -> float | None:
+    return None if o.window.gradient is None else o.window.gradient.norm
+
+
+def _reference_norm(o: Observation) -> float | None:
+    return None if o.reference.gradient is None else o.reference.gradient.norm
+
+
+def _effective_batches(o: Observation) -> int:
+    return o.plan.accumulation_steps if o.adaptive else 1
+
+
+GLOBAL_FEATURES: dict[str, Callable[[Observation], float | bool | None]] = {
+    "loss": lambda o: _log(o.window.loss, o.reference.loss),
+    "loss_trend": _loss_trend,
+    "gradient_norm": lambda o: _log(_known_norm(o), _reference_norm(o)),
+    "noise_scale_known": lambda o: o.gradient.noise_scale is not None,
+    "noise_scale": lambda o: _log(o.gradient.noise_scale, o.batch_size),
+    "noise_scale_age": lambda o: math.log1p(o.gradient.noise_scale_age_steps or 0) / 2,
+    "accumulation_steps": lambda o: math.log2(o.plan.accumulation_steps),
+    "effective_batches": lambda o: math.log2(_effective_batches(o)),
+    "throughput": lambda o: _log(o.window.throughput, o.reference.throughput),
+    "peak": lambda o: _log(o.window.peak_bytes, o.reference.peak_bytes),
+    "budgeted": lambda o: o.memory_budget_bytes is not None,
+    "budget": lambda o: _share(o.memory_budget_bytes, o.reference.peak_bytes),
+    "pressure": lambda o: _share(o.window.peak_bytes, o.memory_budget_bytes),
+    "failed": lambda o: o.window.failure is not None,
+    "skipped": lambda o: _share(o.window.skipped_steps, o.window.steps),
+    "learning_rate": lambda o: _log(o.window.learning_rate, o.reference.learning_rate),
+    "progress": lambda o: o.progress,
+    "num_units": lambda o: math.log2(1 + len(o.space.units)) / 2,
+}
+
+
+def _unit_gradient(o: Observation, unit: Unit) -> UnitGradient | None:
+    return o.gradient.per_unit.get(unit.name)
+
+
+def _mean_rms(o: Observation) -> float | None:
+    values = [entry.rms for entry in o.gradient.per_unit.values()]
+    return sum(values) / len(values) if values else None
+
+
+def _signal_to_noise(o: Observation, unit: Unit) -> float | None:
+    found = _unit_gradient(o, unit)
+    return None if found is None else found.signal_to_noise
+
+
+UNIT_FEATURES: dict[str, Callable[[Observation, Unit, int], float | bool | None]] = {
+    "present": lambda _o, _u, _i: 1.0,
+    "position": lambda o, _u, i: i / max(len(o.space.units) - 1, 1),
+    "recomputable": lambda _o, u, _i: u.recomputable,
+    "parameters": lambda o, u, _i: _share(
+        u.num_parameters * len(o.space.units), sum(other.num_parameters for other in o.space.units)
+    ),
+    "gradient_rms": lambda o, u, _i: _log(getattr(_unit_gradient(o, u), "rms", None), _mean_rms(o)),
+    "signal_to_noise_known": lambda o, u, _i: _signal_to_noise(o, u) is not None,
+    "signal_to_noise": lambda o, u, _i: _log(_signal_to_noise(o, u), 1.0),
+    "underflow": lambda o, u, _i: getattr(_unit_gradient(o, u), "underflow_frac", 0.0),
+    **{
+        f"is_{precision}": lambda o, u, _i, p=precision: o.plan.precision_of(u.name) is p
+        for precision in Precision
+    },
+    "is_recomputed": lambda o, u, _i: o.plan.storage_of(u.name) is Storage.RECOMPUTE,
+}

@@ -1,0 +1,95 @@
+"""Judge a window: the paper's cost as a ratio to the baseline's, and what becomes of a window that fails."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autotune.errors import InputError
+from autotune.gym.observation import Observation
+from autotune.physics.cost import Constraints, Weights, cost
+from autotune.physics.goodput import efficiency
+
+# A failed window costs more than any plan that anyone would want (the slowest ones take about twice the baseline's
+# time), but not so much that one failure drowns what the other windows teach.
+FAILURE_COST = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """Say what is minimised.
+
+    Attributes:
+        weights: w1, w2, w3 of eq. 3.
+        gradient_norm: the largest gradient norm allowed; ``None`` for no limit.
+    """
+
+    weights: Weights = field(default_factory=Weights)
+    gradient_norm: float | None = None
+
+    def check(self, observation: Observation) -> None:
+        """Refuse an objective that the measurements cannot answer.
+
+        Raises:
+            InputError: if energy has a weight and was not measured.
+        """
+        if self.weights.energy > 0 and observation.reference.energy_j is None:
+            raise InputError(
+                "energy has a weight but cannot be read on this machine", where="objective", allowed="w3 = 0"
+            )
+
+    def cost(self, observation: Observation) -> float:
+        """Return C = w1 T + w2 M + w3 E of a window, lower is better; the baseline costs w1 + w2 + w3.
+
+        T is time per sample, divided by what a sample is worth at the effective batch (Pollux' efficiency) where the
+        noise scale is known and the batch adaptive. A window that failed or broke a constraint costs
+        ``FAILURE_COST`` and more, the further it is over the budget.
+        """
+        excess = overshoot(observation)
+        if excess > 0 or not self.feasible(observation):
+            return FAILURE_COST + min(excess, 1.0)
+        return cost(_time_ratio(observation), _memory_ratio(observation), _energy_ratio(observation), self.weights)
+
+    def feasible(self, observation: Observation) -> bool:
+        """Tell whether a window completed, was timed, and met the constraints."""
+        window = observation.window
+        if window.failure is not None or window.throughput is None or not window.within_budget:
+            return False
+        norm = 0.0 if window.gradient is None else window.gradient.norm
+        limits = Constraints(memory_budget=observation.memory_budget_bytes, gradient_norm=self.gradient_norm)
+        return limits.met(loss=window.loss or 0.0, memory=window.peak_bytes or 0, gradient_norm=norm)
+
+    def reward(self, observation: Observation) -> float:
+        """Return minus the cost."""
+        return -self.cost(observation)
+
+
+def overshoot(observation: Observation) -> float:
+    """Return by what share of the budget a window was over it: 0 if it was not, 1 if it ran out of memory."""
+    window, budget = observation.window, observation.memory_budget_bytes
+    if window.within_budget and (budget is None or (window.peak_bytes or 0) <= budget):
+        return 0.0
+    if not budget or window.peak_bytes is None or window.peak_bytes <= budget:
+        return 1.0
+    return window.peak_bytes / budget - 1
+
+
+def _time_ratio(observation: Observation) -> float:
+    window, reference = observation.window, observation.reference
+    ratio = (reference.throughput or 0.0) / (window.throughput or 1.0)
+    noise = observation.gradient.noise_scale
+    if observation.adaptive and noise is not None:
+        batch = observation.batch_size * observation.plan.accumulation_steps
+        ratio /= efficiency(batch, noise, observation.batch_size)
+    return ratio
+
+
+def _memory_ratio(observation: Observation) -> float:
+    window, reference = observation.window, observation.reference
+    return window.peak_bytes / reference.peak_bytes if window.peak_bytes and reference.peak_bytes else 1.0
+
+
+def _energy_ratio(observation: Observation) -> float | None:
+    window, reference = observation.window, observation.reference
+    if window.energy_j is None or not reference.energy_j:
+        return None
+    return window.energy_j / reference.energy_j
