@@ -60,7 +60,8 @@ class Observation:
             max_units: rows of the unit array; missing ones are zeros. ``None`` takes the number of units.
 
         Returns:
-            ``global``: shape (len(GLOBAL_FEATURES),); ``units``: shape (max_units, len(UNIT_FEATURES)).
+            ``global``: shape (len(GLOBAL_FEATURES),); ``units``: shape (max_units * len(UNIT_FEATURES),), one
+            row of features per unit after another (flat, as stable-baselines3 asks for).
 
         Raises:
             ValueError: if the model has more units than ``max_units``.
@@ -73,7 +74,7 @@ class Observation:
         for index, unit in enumerate(units):
             table[index] = [_bounded(read(self, unit, index)) for read in UNIT_FEATURES.values()]
         values = [_bounded(read(self)) for read in GLOBAL_FEATURES.values()]
-        return {"global": np.array(values, dtype=np.float32), "units": table}
+        return {"global": np.array(values, dtype=np.float32), "units": table.reshape(-1)}
 
 
 def _bounded(value: float | bool | None) -> float:

@@ -17,9 +17,7 @@ def action_space(space: PlanSpace) -> spaces.MultiDiscrete:
 def observation_space(max_units: int) -> spaces.Dict:
     """Return the bounds of :meth:`Observation.arrays`."""
 
-    def box(*shape: int) -> spaces.Box:
-        return spaces.Box(-LIMIT, LIMIT, shape=shape, dtype=np.float32)
+    def box(size: int) -> spaces.Box:
+        return spaces.Box(-LIMIT, LIMIT, shape=(size,), dtype=np.float32)
 
-    return spaces.Dict(
-        {"global": box(len(GLOBAL_FEATURES)), "units": box(max_units, len(UNIT_FEATURES))}
-    )
+    return spaces.Dict({"global": box(len(GLOBAL_FEATURES)), "units": box(max_units * len(UNIT_FEATURES))})

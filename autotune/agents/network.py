@@ -1,0 +1,183 @@
+"""Be the policy network: one encoder shared by all units, so that it fits a model of any depth.
+
+The bare network decides without stable-baselines3; ``agents.ppo`` trains it and ``agents.bundle`` stores it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from autotune.gym.observation import GLOBAL_FEATURES, LIMIT, UNIT_FEATURES, Observation
+from autotune.plan import Plan, PlanSpace, Precision, Storage
+
+_FREQUENCIES = 4
+_POSITION = list(UNIT_FEATURES).index("position")
+_PRESENT = list(UNIT_FEATURES).index("present")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Say which logits an action space has, in the order of ``PlanSpace.sizes``.
+
+    Attributes:
+        accumulation_choices: allowed k.
+        precisions: allowed precisions, as indices into ``Precision``.
+        num_units: units of the model; further rows of an observation are padding.
+        recomputable: rows of the units whose storage can be chosen.
+    """
+
+    accumulation_choices: tuple[int, ...]
+    precisions: tuple[int, ...]
+    num_units: int
+    recomputable: tuple[int, ...]
+
+    @classmethod
+    def of(cls, space: PlanSpace) -> Layout:
+        """Return the layout of a space."""
+        return cls(
+            accumulation_choices=space.accumulation_choices,
+            precisions=tuple(list(Precision).index(precision) for precision in space.precisions),
+            num_units=len(space.units),
+            recomputable=tuple(index for index, unit in enumerate(space.units) if unit.recomputable),
+        )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the number of choices of each coordinate."""
+        return (
+            len(self.accumulation_choices),
+            *(len(self.precisions) for _ in range(self.num_units)),
+            *(len(Storage) for _ in self.recomputable),
+        )
+
+
+class PolicyNetwork(nn.Module):
+    """Map features to the logits of every choice and to a value.
+
+    Units share one encoder; their mean and maximum are pooled with the global features into a context that every
+    unit's choice sees. k is scored choice by choice, so any set of choices fits.
+
+    Args:
+        width: width of every hidden layer.
+    """
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.width = width
+        self.unit_encoder = _two_layers(len(UNIT_FEATURES) + 2 * _FREQUENCIES, width)
+        self.context_encoder = _two_layers(len(GLOBAL_FEATURES) + 2 * width, width)
+        self.unit_decoder = nn.Sequential(nn.Linear(2 * width, width), nn.Tanh())
+        self.precision_head = nn.Linear(width, len(Precision))
+        self.storage_head = nn.Linear(width, len(Storage))
+        self.accumulation_head = nn.Sequential(nn.Linear(width + 2, width), nn.Tanh(), nn.Linear(width, 1))
+        self.value_head = nn.Linear(width, 1)
+        for head in (self.precision_head, self.storage_head, self.accumulation_head[2], self.value_head):
+            # A new network is nearly undecided: every plan is about as likely as every other.
+            nn.init.normal_(head.weight, std=0.01)
+            nn.init.zeros_(head.bias)
+
+    def forward(
+        self, global_features: torch.Tensor, unit_features: torch.Tensor, layout: Layout
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits and values.
+
+        Args:
+            global_features: (batch, len(GLOBAL_FEATURES)).
+            unit_features: (batch, rows * len(UNIT_FEATURES)), rows >= ``layout.num_units``.
+            layout: the choices that logits are wanted for.
+
+        Returns:
+            Logits (batch, sum(layout.sizes)) and values (batch, 1).
+        """
+        batch = global_features.shape[0]
+        units = unit_features.view(batch, -1, len(UNIT_FEATURES))[:, : layout.num_units]
+        encoded = self.unit_encoder(torch.cat([units, _waves(units[..., _POSITION])], dim=-1))
+        present = units[..., _PRESENT].unsqueeze(-1)
+        pooled = torch.cat(
+            [
+                (encoded * present).sum(1) / present.sum(1).clamp(min=1),
+                encoded.masked_fill(present == 0, -1.0).amax(1),
+            ],
+            dim=-1,
+        )
+        context = self.context_encoder(torch.cat([global_features, pooled], dim=-1))
+        decoded = self.unit_decoder(
+            torch.cat([encoded, context.unsqueeze(1).expand(-1, encoded.shape[1], -1)], dim=-1)
+        )
+        logits = torch.cat(
+            [
+                self._accumulation_logits(context, layout),
+                self.precision_head(decoded)[..., list(layout.precisions)].flatten(1),
+                self.storage_head(decoded)[:, list(layout.recomputable)].flatten(1),
+            ],
+            dim=-1,
+        )
+        return logits, self.value_head(context)
+
+    def _accumulation_logits(self, context: torch.Tensor, layout: Layout) -> torch.Tensor:
+        choices = torch.tensor(
+            [[math.log2(k) / 4, 1 / k] for k in layout.accumulation_choices], device=context.device
+        )
+        rows = context.shape[0]
+        pairs = torch.cat(
+            [
+                context.unsqueeze(1).expand(-1, len(choices), -1),
+                choices.unsqueeze(0).expand(rows, -1, -1),
+            ],
+            dim=-1,
+        )
+        return self.accumulation_head(pairs).squeeze(-1)  # type: ignore[no-any-return]
+
+
+class LearnedPolicy:
+    """Decide by the most likely choice of a network.
+
+    Args:
+        network: the network.
+        name: what the policy is called.
+    """
+
+    def __init__(self, network: PolicyNetwork, name: str = "ppo") -> None:
+        self.name = name
+        self.network = network.eval()
+
+    def decide(self, observation: Observation, plan: Plan) -> Plan:  # noqa: ARG002 - the protocol's arguments
+        """Return the most likely plan."""
+        return observation.space.decode(most_likely(self.network, observation.arrays(), Layout.of(observation.space)))
+
+    def reset(self) -> None:
+        """Do nothing: the network has no memory."""
+
+
+def most_likely(network: PolicyNetwork, arrays: dict[str, np.ndarray], layout: Layout) -> list[int]:
+    """Return the index of the most likely choice of each coordinate.
+
+    Args:
+        network: the network.
+        arrays: ``global`` and ``units`` as ``Observation.arrays`` gives them.
+        layout: the choices.
+    """
+    with torch.no_grad():
+        logits, _ = network(
+            torch.from_numpy(arrays["global"]).unsqueeze(0),
+            torch.from_numpy(arrays["units"]).unsqueeze(0),
+            layout,
+        )
+    return [int(part.argmax()) for part in logits[0].split(layout.sizes)]
+
+
+def _two_layers(inputs: int, width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh())
+
+
+def _waves(position: torch.Tensor) -> torch.Tensor:
+    """Return sines and cosines of a position in 0..1, so that neighbouring units can be told apart."""
+    angles = position.clamp(-LIMIT, LIMIT).unsqueeze(-1) * math.pi * 2.0 ** torch.arange(
+        _FREQUENCIES, device=position.device
+    )
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)
