@@ -45,6 +45,7 @@ class TuningEnv(gymnasium.Env[dict[str, Array], NDArray[np.int64]]):
         max_units: rows of the unit features; ``None`` takes the number of units.
         objective: what is minimised.
         evaluate: whether the job is evaluated after each window, so that it can reach its target.
+        run_length: samples after which an episode is truncated; ``None`` takes the job's own length.
 
     Raises:
         InputError: if the job, the engine's name or a number cannot be used.
@@ -63,6 +64,7 @@ class TuningEnv(gymnasium.Env[dict[str, Array], NDArray[np.int64]]):
         max_units: int | None = None,
         objective: Objective | None = None,
         evaluate: bool = True,
+        run_length: float | None = None,
     ) -> None:
         self.job = load_job(job)
         self._budget = _budget(memory_budget_bytes)
@@ -72,6 +74,7 @@ class TuningEnv(gymnasium.Env[dict[str, Array], NDArray[np.int64]]):
         self.objective = objective or Objective()
         self._factory = _factory(self.job, engine)
         self._evaluate = evaluate
+        self._run_length = self.job.total_samples if run_length is None else run_length
         self._engine = self._factory(0)
         self.plan_space: PlanSpace = self._engine.space
         self._rows = len(self.plan_space.units) if max_units is None else max_units
@@ -131,7 +134,7 @@ class TuningEnv(gymnasium.Env[dict[str, Array], NDArray[np.int64]]):
         metric = self._engine.evaluate() if self._evaluate and window.failure is None else None
         arrived = metric is not None and self.job.arrived(metric)
         terminated = arrived or self._crashes >= _UNRECOVERABLE_AFTER
-        truncated = self._windows >= self.max_windows or self._samples >= self.job.total_samples
+        truncated = self._windows >= self.max_windows or self._samples >= self._run_length
         return (
             self.observation.arrays(self._rows),
             self.objective.reward(self.observation),

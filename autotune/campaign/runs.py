@@ -1,0 +1,159 @@
+"""Keep run directories: one folder per command, every document written atomically."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import secrets
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import InputError, RunDirectoryError
+from autotune.files import append_json_line, read_json, write_json
+from autotune.job import Job
+from autotune.plan import Plan
+
+_PACKAGES = ("torch", "numpy", "gymnasium", "stable-baselines3", "sb3-contrib", "optuna", "mlflow-skinny", "scipy")
+
+
+class RunDirectory:
+    """Be one run's folder, ``<runs>/<utc time>-<verb>-<job>-<id>/``.
+
+    Attributes:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, runs: Path, verb: str, job: Job, config: Mapping[str, Any]) -> RunDirectory:
+        """Make the folder and write ``config.json`` and ``environment.json``.
+
+        Raises:
+            RunDirectoryError: if it cannot be written.
+        """
+        stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+        name = "".join(c if c.isalnum() or c in "-_" else "-" for c in job.name)
+        path = runs / f"{stamp}-{verb}-{name}-{secrets.token_hex(3)}"
+        try:
+            path.mkdir(parents=True)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"cannot be written ({error.strerror})", where=f"--runs-dir {runs}", allowed="a writable folder"
+            ) from error
+        run = cls(path)
+        run.write("config.json", {"version": 1, "verb": verb, "job": job.name, **config})
+        run.write("environment.json", describe_environment(job))
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """Open an existing run.
+
+        Raises:
+            RunDirectoryError: if the folder holds no ``config.json``.
+        """
+        if not (path / "config.json").is_file():
+            raise RunDirectoryError("is no run directory", where=str(path), allowed="a folder with config.json")
+        return cls(path)
+
+    def write(self, name: str, document: object) -> Path:
+        """Write one JSON document atomically and return its path."""
+        path = self.path / name
+        write_json(path, document)
+        return path
+
+    def append(self, name: str, record: object) -> None:
+        """Append one record to a JSON-lines file; it is on the disk when this returns."""
+        append_json_line(self.path / name, record)
+
+    def read(self, name: str) -> dict[str, Any]:
+        """Read one of the run's documents.
+
+        Raises:
+            RunDirectoryError: if it is missing or damaged.
+        """
+        try:
+            return read_json(self.path / name)
+        except InputError as error:
+            raise RunDirectoryError(error.problem, where=str(self.path / name), allowed=error.allowed) from error
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """Return a JSON-lines file's records; a torn last line, left by a kill, is dropped."""
+        from autotune.files import parse_json
+
+        path = self.path / name
+        if not path.is_file():
+            return []
+        rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        if rows and not rows[-1].endswith("\n"):
+            rows.pop()
+        return [parse_json(row, where=f"{path} line {number}") for number, row in enumerate(rows, 1)]
+
+
+def require_writable(runs: Path) -> None:
+    """Check that run directories can be made, before anything expensive begins; nothing is left behind.
+
+    Raises:
+        RunDirectoryError: if they cannot.
+    """
+    nearest = runs.absolute()
+    while not nearest.exists():
+        nearest = nearest.parent
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise RunDirectoryError("cannot be written", where=f"--runs-dir {runs}", allowed="a writable folder")
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a plan file.
+
+    Raises:
+        InputError: naming the file, the key and what is allowed.
+    """
+    return Plan.from_json(read_json(path), where=str(path))
+
+
+def describe_environment(job: Job) -> dict[str, Any]:
+    """Return what a run must say of the machine, the versions and the data to be repeated."""
+    import torch
+
+    sources = [] if job.data_sources is None else job.data_sources()
+    return {
+        "version": 1,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": sys.version.split()[0],
+        "system": platform.platform(),
+        "packages": {name: _version(name) for name in ("autotune-rl", *_PACKAGES)},
+        "data": [
+            {"name": source.name, "size_bytes": source.size_bytes, "sha256": source.sha256} for source in sources
+        ],
+    }
+
+
+def device_name() -> str:
+    """Return what the job's device is called: the GPU's name, or the processor's."""
+    import torch
+
+    if torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

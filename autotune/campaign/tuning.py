@@ -1,0 +1,458 @@
+"""Find a plan for a job: the same budget of real steps for every method, and fresh windows for the winner.
+
+A method's best window is never its score: the best few plans are measured again, interleaved, and the fastest of those
+medians is chosen.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from autotune.agents.optuna_search import OptunaSearch
+from autotune.agents.rules import RULES
+from autotune.agents.search import RandomSearch, Search
+from autotune.budget import MemoryBudget, format_bytes
+from autotune.campaign.runs import RunDirectory
+from autotune.campaign.tracking import Tracker
+from autotune.engines.engine import Engine
+from autotune.engines.metered_engine import MeteredEngine, StepsSpentError
+from autotune.engines.torch_engine import EngineOptions, TorchEngine
+from autotune.errors import BudgetError, InputError, JobError
+from autotune.gym.env import TuningEnv
+from autotune.gym.observation import Observation
+from autotune.gym.reward import Objective
+from autotune.job import Job
+from autotune.measurement import Measurement
+from autotune.mechanics.randomness import isolated
+from autotune.plan import Plan
+
+METHODS = ("random", "optuna", "ppo")
+# A window: the metered step, which is not timed, and two timed ones.
+WINDOW_STEPS = 3
+_DISCARDED = 1
+FINALISTS = 3
+FINAL_ROUNDS = 2
+_FINAL_STEPS = 4
+# Plans of hand-made rules that a search which can learn from them measures first.
+_FIRST = ("uniform-bf16", "recompute-all", "paper")
+_EPISODE_WINDOWS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningSettings:
+    """Say what a method may spend.
+
+    Attributes:
+        steps: real optimizer steps, those of the references and of the finals included.
+        trials: plans that may be measured; ``None`` for as many as the steps allow.
+        seed: of the search and of the engine.
+        objective: what is minimised.
+    """
+
+    steps: int = 120
+    trials: int | None = None
+    seed: int = 0
+    objective: Objective = field(default_factory=Objective)
+
+    def __post_init__(self) -> None:
+        least = 2 * WINDOW_STEPS + WINDOW_STEPS + FINALISTS * FINAL_ROUNDS * _FINAL_STEPS
+        if self.steps < least:
+            raise InputError(f"steps is {self.steps}", where="--steps", allowed=f"at least {least}")
+        if self.trials is not None and self.trials < 1:
+            raise InputError(f"trials is {self.trials}", where="--trials", allowed="at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class References:
+    """Hold what was measured before any search: the baseline and the leanest plan.
+
+    Attributes:
+        baseline: the baseline's window, held to no budget.
+        leanest: the leanest plan's window.
+        memory_budget_bytes: the budget in bytes; ``None`` for no budget.
+        steps: real steps that this took.
+        seconds: seconds that this took.
+    """
+
+    baseline: Measurement
+    leanest: Measurement
+    memory_budget_bytes: int | None
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Hold one measured plan of a search.
+
+    Attributes:
+        number: from 0, in the order of measuring.
+        plan: the plan.
+        measurement: its window.
+        cost: its cost against the baseline; lower is better.
+        final: whether the window belongs to the finals.
+    """
+
+    number: int
+    plan: Plan
+    measurement: Measurement
+    cost: float
+    final: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the trial as a JSON object."""
+        return {
+            "number": self.number,
+            "plan": self.plan.to_json(),
+            "measurement": self.measurement.to_json(),
+            "cost": self.cost,
+            "final": self.final,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningResult:
+    """Hold what a method found.
+
+    Attributes:
+        method: the method.
+        plan: the chosen plan.
+        measurement: its windows in the finals, as one.
+        cost: its cost against the baseline.
+        tuning_s: seconds spent, references included.
+        tuning_steps: real optimizer steps spent, references included.
+        trials: everything measured, in order.
+    """
+
+    method: str
+    plan: Plan
+    measurement: Measurement
+    cost: float
+    tuning_s: float
+    tuning_steps: int
+    trials: tuple[Trial, ...]
+
+
+def make_engine(job: Job, seed: int) -> TorchEngine:
+    """Return the engine that tuning measures on."""
+    options = EngineOptions(discard_steps=_DISCARDED, split_to_learn_noise=True)
+    return TorchEngine(job, seed=seed, options=options)
+
+
+def measure_references(engine: Engine, budget: MemoryBudget | None) -> References:
+    """Measure the baseline and the leanest plan, and check that the budget can be met.
+
+    Raises:
+        JobError: if the baseline cannot run.
+        BudgetError: if the leanest plan needs more than the budget; the message says how much.
+    """
+    began = time.perf_counter()
+    engine.memory_budget_bytes = None
+    engine.apply(engine.space.baseline())
+    # The engine's first step cannot be metered, so that two are not timed.
+    baseline = engine.run(WINDOW_STEPS + 1)
+    if baseline.failure is not None or baseline.peak_bytes is None:
+        raise JobError(f"the baseline ends with {baseline.failure}: {baseline.failure_detail}", where="job")
+    engine.apply(engine.space.leanest())
+    leanest = engine.run(WINDOW_STEPS)
+    size = None if budget is None else budget.resolve(baseline.peak_bytes)
+    least = min(peak for peak in (baseline.peak_bytes, leanest.peak_bytes) if peak is not None)
+    if size is not None and least > size:
+        raise BudgetError(
+            f"memory budget is {format_bytes(size)} but the leanest plan needs {format_bytes(least)}",
+            where="--memory-budget",
+            allowed=f"at least {format_bytes(least)} ({least / baseline.peak_bytes:.1%} of the baseline's peak)",
+        )
+    return References(
+        baseline=baseline,
+        leanest=leanest,
+        memory_budget_bytes=size,
+        steps=baseline.steps + leanest.steps,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def tune(
+    job: Job,
+    method: str,
+    engine: Engine,
+    references: References,
+    settings: TuningSettings,
+    *,
+    run: RunDirectory,
+    tracker: Tracker | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> TuningResult:
+    """Find a plan with one method.
+
+    Args:
+        job: the job.
+        method: one of ``METHODS``.
+        engine: where plans are measured; it stays open.
+        references: what :func:`measure_references` returned for the same engine.
+        settings: what may be spent.
+        run: where trials, the study and the policy are written.
+        tracker: where they are logged.
+        on_progress: is told of steps spent and the budget of steps.
+
+    Raises:
+        InputError: if the method is unknown, or no plan that was measured is feasible.
+    """
+    if method not in METHODS:
+        raise InputError(f"method is {method!r}", where="--method", allowed=METHODS)
+    campaign = _Tuning(job, method, engine, references, settings, run, tracker, on_progress)
+    return campaign.result()
+
+
+class _Tuning:
+    """Hold one method to its budget from its first window to the finals."""
+
+    def __init__(
+        self,
+        job: Job,
+        method: str,
+        engine: Engine,
+        references: References,
+        settings: TuningSettings,
+        run: RunDirectory,
+        tracker: Tracker | None,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._job = job
+        self._method = method
+        self._references = references
+        self._settings = settings
+        self._run = run
+        self._tracker = tracker
+        self._on_progress = on_progress
+        self._reserve = FINALISTS * FINAL_ROUNDS * _FINAL_STEPS
+        self._metered = MeteredEngine(engine, settings.steps - references.steps - self._reserve, self._note)
+        space = engine.space
+        self._metered.known[space.leanest()] = _held_to(references.leanest, references.memory_budget_bytes)
+        self._metered.known[space.baseline()] = references.baseline
+        self._trials: list[Trial] = []
+        self._final = False
+        self._began = time.perf_counter()
+
+    def result(self) -> TuningResult:
+        env = self._environment()
+        if self._method == "ppo":
+            favourite = self._train(env)
+        else:
+            favourite = None
+            self._search(env)
+        plan, measurement, cost = self._finals(favourite)
+        return TuningResult(
+            method=self._method,
+            plan=plan,
+            measurement=measurement,
+            cost=cost,
+            tuning_s=time.perf_counter() - self._began + self._references.seconds,
+            tuning_steps=self._metered.steps_spent + self._references.steps,
+            trials=tuple(self._trials),
+        )
+
+    def _environment(self) -> TuningEnv:
+        budget = self._references.memory_budget_bytes
+        return TuningEnv(
+            self._job,
+            lambda _seed: self._metered,
+            memory_budget_bytes=budget,
+            window_steps=WINDOW_STEPS,
+            max_windows=_EPISODE_WINDOWS,
+            objective=self._settings.objective,
+            evaluate=False,
+            run_length=math.inf,
+        )
+
+    def _search(self, env: TuningEnv) -> None:
+        search = self._make_search(env)
+        env.reset(seed=self._settings.seed)
+        # Repeats cost no steps, so a search that only repeats itself must end too.
+        for _ in range(20 * self._settings.steps):
+            if self._trials_spent():
+                break
+            plan = search.ask()
+            try:
+                _, reward, _, truncated, _ = env.step(_array(env, plan))
+            except StepsSpentError:
+                break
+            assert env.observation is not None
+            search.tell(plan, env.observation, -reward)
+            if truncated:
+                env.reset()
+        search.close()
+
+    def _make_search(self, env: TuningEnv) -> Search:
+        if self._method == "random":
+            return RandomSearch(env.plan_space, self._settings.seed)
+        first = [env.plan_space.baseline(), env.plan_space.leanest(), *_first_plans(env)]
+        return OptunaSearch(env.plan_space, self._run.path, self._settings.seed, first)
+
+    def _train(self, env: TuningEnv) -> Plan:
+        """Train PPO from the best hand-made rule that fits; return what it would choose."""
+        from autotune.agents import bundle, ppo
+        from autotune.agents.network import LearnedPolicy
+
+        env.reset(seed=self._settings.seed)
+        start = self._best_rule(env)
+        recipe = ppo.Recipe()
+        with isolated():
+            trained = ppo.train(env, recipe, seed=self._settings.seed, start=start)
+        training = bundle.Training(
+            job=self._job.name,
+            seed=self._settings.seed,
+            windows=trained.windows,
+            steps=self._metered.steps_spent + self._references.steps,
+            memory_budget_bytes=self._references.memory_budget_bytes,
+        )
+        bundle.save_policy(self._run.path / "policy", trained.network, training)
+        env.reset()
+        assert env.observation is not None
+        return LearnedPolicy(trained.network).decide(env.observation, env.plan_space.baseline())
+
+    def _best_rule(self, env: TuningEnv) -> Plan:
+        """Measure the hand-made rules and return the cheapest plan that fits."""
+        costs = {}
+        for plan in [env.plan_space.baseline(), env.plan_space.leanest(), *_first_plans(env)]:
+            try:
+                _, reward, _, _, _ = env.step(_array(env, plan))
+            except StepsSpentError:
+                break
+            costs[plan] = -reward
+        return min(costs, key=costs.__getitem__)
+
+    def _trials_spent(self) -> bool:
+        limit = self._settings.trials
+        return limit is not None and len(self._trials) >= limit
+
+    def _finals(self, favourite: Plan | None) -> tuple[Plan, Measurement, float]:
+        """Measure the best plans again, interleaved, and return the cheapest."""
+        self._final = True
+        self._metered.step_budget += self._reserve
+        budget = self._references.memory_budget_bytes
+        self._metered.memory_budget_bytes = budget
+        fitting = {
+            plan: cost
+            for plan, window in self._metered.known.items()
+            if self._settings.objective.feasible(self._observe(plan, window))
+            and (cost := self._cost(plan, window)) < math.inf
+        }
+        if not fitting:
+            raise InputError(
+                "no plan that was measured is feasible", where=f"method {self._method}", allowed="more --steps"
+            )
+        finalists = sorted(fitting, key=fitting.__getitem__)[:FINALISTS]
+        if favourite is not None and favourite not in finalists:
+            finalists[-1:] = [favourite] if len(finalists) == FINALISTS else [finalists[-1], favourite]
+        windows: dict[Plan, list[Measurement]] = {plan: [] for plan in finalists}
+        for round_number in range(FINAL_ROUNDS):
+            for plan in finalists if round_number % 2 == 0 else reversed(finalists):
+                self._metered.apply(plan)
+                windows[plan].append(self._metered.measure(_FINAL_STEPS))
+        merged = {plan: _merge(seen) for plan, seen in windows.items()}
+        costs = {plan: self._cost(plan, window) for plan, window in merged.items()}
+        best = min(costs, key=costs.__getitem__)
+        return best, merged[best], costs[best]
+
+    def _cost(self, plan: Plan, window: Measurement) -> float:
+        return self._settings.objective.cost(self._observe(plan, window))
+
+    def _observe(self, plan: Plan, window: Measurement) -> Observation:
+        return Observation(
+            space=self._metered.space,
+            plan=plan,
+            window=window,
+            reference=self._references.baseline,
+            memory_budget_bytes=self._references.memory_budget_bytes,
+            batch_size=self._job.batch_size,
+            adaptive=self._job.batching == "adaptive",
+        )
+
+    def _note(self, plan: Plan, window: Measurement) -> None:
+        trial = Trial(
+            number=len(self._trials),
+            plan=plan,
+            measurement=window,
+            cost=self._cost(plan, window),
+            final=self._final,
+        )
+        self._trials.append(trial)
+        self._run.append("trials.jsonl", {"method": self._method, **trial.to_json()})
+        if self._tracker is not None:
+            _track(self._tracker, self._method, trial)
+        if self._on_progress is not None:
+            self._on_progress(self._metered.steps_spent + self._references.steps, self._settings.steps)
+
+
+def save_tuned_plan(run: RunDirectory, result: TuningResult, name: str = "plan.json") -> Path:
+    """Write the chosen plan and return its path."""
+    return run.write(name, result.plan.to_json())
+
+
+def _first_plans(env: TuningEnv) -> list[Plan]:
+    return [RULES[name].plan(env.plan_space) for name in _FIRST]
+
+
+def _array(env: TuningEnv, plan: Plan) -> Any:
+    import numpy as np
+
+    return np.array(env.plan_space.encode(plan))
+
+
+def _held_to(window: Measurement, budget: int | None) -> Measurement:
+    return replace(window, memory_budget_bytes=budget)
+
+
+def _merge(windows: Sequence[Measurement]) -> Measurement:
+    """Return several windows of one plan as one: all timed steps together; a failed window stays the answer."""
+    failed = [window for window in windows if window.failure is not None]
+    if failed:
+        return failed[0]
+    steps = [seconds for window in windows for seconds in window.step_s]
+    return replace(
+        windows[-1],
+        steps=sum(window.steps for window in windows),
+        samples=sum(window.samples for window in windows),
+        items=sum(window.items for window in windows),
+        total_s=sum(window.total_s for window in windows),
+        step_s=tuple(steps),
+        seconds_per_step=statistics.median(steps) if steps else None,
+    )
+
+
+def _track(tracker: Tracker, method: str, trial: Trial) -> None:
+    window = trial.measurement
+    key = tracker.begin(f"{method} trial {trial.number}")
+    tracker.params(
+        {
+            "method": method,
+            "accumulation_steps": trial.plan.accumulation_steps,
+            **{f"precision.{unit}": choice for unit, choice in trial.plan.precision.items()},
+            **{f"storage.{unit}": choice for unit, choice in trial.plan.storage.items()},
+        },
+        run=key,
+    )
+    gradient = window.gradient
+    tracker.metrics(
+        {
+            "cost": trial.cost,
+            "seconds_per_step": window.seconds_per_step,
+            "peak_bytes": window.peak_bytes,
+            "loss": window.loss,
+            "gradient_norm": None if gradient is None else gradient.norm,
+            "noise_scale": None if gradient is None else gradient.noise_scale,
+        },
+        step=trial.number,
+        run=key,
+    )
+    if window.failure is not None:
+        tracker.tags({"failure": window.failure}, run=key)
+    tracker.end(key, failed=window.failure is not None)
+    tracker.settle()
