@@ -1,0 +1,237 @@
+"""Run whole commands: tune a job, or find arms and compare them, from a job to documents on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from autotune.budget import MemoryBudget, format_bytes
+from autotune.campaign import comparison, tuning
+from autotune.campaign.arms import named_arm, static_arm
+from autotune.campaign.runs import RunDirectory, device_name, require_writable
+from autotune.campaign.tracking import Tracker, send_pending
+from autotune.engines.torch_engine import TorchEngine
+from autotune.job import Job
+from autotune.report.figures import draw_comparison
+
+FIGURE = "comparison.png"
+
+
+class Reporter(Protocol):
+    """Show how far a command is. The command line draws bars; a library user may pass nothing."""
+
+    def stage(self, title: str, total: float) -> None:
+        """Begin a stage of so much work."""
+        ...
+
+    def advance(self, done: float, detail: str = "") -> None:
+        """Say how much of the stage is done."""
+        ...
+
+
+class Silent:
+    """Show nothing."""
+
+    def stage(self, title: str, total: float) -> None:
+        """Do nothing."""
+
+    def advance(self, done: float, detail: str = "") -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """Hold what every command needs.
+
+    Attributes:
+        job: the job.
+        runs: the runs folder.
+        budget: the memory budget; ``None`` for none.
+        settings: what a search may spend.
+        reporter: shows progress.
+    """
+
+    job: Job
+    runs: Path
+    budget: MemoryBudget | None
+    settings: tuning.TuningSettings
+    reporter: Reporter
+
+    def tune(self, method: str) -> dict[str, Any]:
+        """Find a plan with one method and return ``tune --json``'s document.
+
+        Raises:
+            InputError: for wrong input, before anything is written.
+        """
+        require_writable(self.runs)
+        engine, references = self._references()
+        run = self._create("tune", {"method": method})
+        tracker = Tracker(self.runs, run.path, f"tune {self.job.name} {method}")
+        result = self._search(method, engine, references, run, tracker)
+        engine.close()
+        document = {
+            "plan": result.plan.to_json(),
+            "predicted": None,
+            "measured": {
+                "seconds_per_step": result.measurement.seconds_per_step,
+                "peak_bytes": result.measurement.peak_bytes,
+                "throughput": result.measurement.throughput,
+                "cost": result.cost,
+                "baseline_seconds_per_step": references.baseline.seconds_per_step,
+                "baseline_peak_bytes": references.baseline.peak_bytes,
+                "memory_budget_bytes": references.memory_budget_bytes,
+            },
+            "tuning_s": result.tuning_s,
+            "tuning_steps": result.tuning_steps,
+            "run": str(run.path),
+        }
+        plan = tuning.save_tuned_plan(run, result)
+        tracker.artifact(plan)
+        if (run.path / "policy").is_dir():
+            tracker.artifact(run.path / "policy")
+        tracker.artifact(run.write("tuned.json", document))
+        tracker.close()
+        return document
+
+    def compare(self, names: Sequence[str], seeds: Sequence[int], *, verb: str = "compare") -> dict[str, Any]:
+        """Find the arms that must be searched for, compare all of them and return ``comparison.json``.
+
+        Args:
+            names: arms: rules, methods, plan files or policy folders; the baseline first.
+            seeds: the paired seeds.
+            verb: what the run directory is called after.
+
+        Raises:
+            InputError: for wrong input, before anything is written.
+        """
+        require_writable(self.runs)
+        engine, references = self._references()
+        arms = {
+            name: named_arm(name, self.job, engine.space) for name in names if name not in tuning.METHODS
+        }
+        run = self._create(verb, {"arms": list(names), "seeds": list(seeds)})
+        tracker = Tracker(self.runs, run.path, f"{verb} {self.job.name}")
+        for method in (name for name in names if name in tuning.METHODS):
+            result = self._search(method, engine, references, run, tracker)
+            tuning.save_tuned_plan(run, result, f"plan-{method}.json")
+            arms[method] = static_arm(
+                method, result.plan, tuning_s=result.tuning_s, tuning_steps=result.tuning_steps
+            )
+        engine.close()
+        return self._compare(names, arms, seeds, references, run, tracker)
+
+    def _compare(
+        self,
+        names: Sequence[str],
+        arms: dict[str, comparison.Arm],
+        seeds: Sequence[int],
+        references: tuning.References,
+        run: RunDirectory,
+        tracker: Tracker,
+    ) -> dict[str, Any]:
+        length = self._horizon()
+        protocol = comparison.Protocol(
+            job=self.job.name,
+            arms=tuple(arms[name].name for name in names),
+            seeds=tuple(seeds),
+            horizon_samples=length,
+            memory_budget_bytes=references.memory_budget_bytes,
+        )
+        total = len(names) * len(seeds)
+        self.reporter.stage(f"compare {len(names)} arms on {len(seeds)} seeds", total)
+        finished: set[tuple[str, int]] = set()
+
+        def on_progress(arm: str, seed: int, share: float) -> None:
+            if share >= 1:
+                finished.add((arm, seed))
+            self.reporter.advance(len(finished) + (share if share < 1 else 0), f"{arm}, seed {seed}")
+
+        document = comparison.compare(
+            self.job,
+            [arms[name] for name in names],
+            protocol,
+            device=device_name(),
+            tracker=tracker,
+            on_progress=on_progress,
+        )
+        document = {**document, "run": str(run.path)}
+        tracker.artifact(run.write("comparison.json", document))
+        tracker.artifact(draw_comparison(document, run.path / FIGURE))
+        best = fastest_fitting_plan(document)
+        if best is not None:
+            tracker.artifact(run.write("plan.json", best))
+        for entry in document["against_baseline"]:
+            tracker.metrics({f"time_ratio.{entry['arm']}": entry["time_ratio"]})
+            tracker.tags({f"verdict.{entry['arm']}": entry["verdict"]})
+        if (run.path / "policy").is_dir():
+            tracker.artifact(run.path / "policy")
+        tracker.close()
+        return document
+
+    def _horizon(self) -> int:
+        self.reporter.stage("pilot run of the baseline, to fix the length of all runs", self.job.total_samples)
+        baseline = comparison.pilot(self.job, on_step=lambda samples: self.reporter.advance(samples))
+        return comparison.horizon(self.job, baseline)
+
+    def _references(self) -> tuple[TorchEngine, tuning.References]:
+        self.reporter.stage("measure the baseline and the leanest plan", 1)
+        engine = tuning.make_engine(self.job, self.settings.seed)
+        references = tuning.measure_references(engine, self.budget)
+        size = references.memory_budget_bytes
+        self.reporter.advance(1, "" if size is None else f"budget {format_bytes(size)}")
+        return engine, references
+
+    def _search(
+        self,
+        method: str,
+        engine: TorchEngine,
+        references: tuning.References,
+        run: RunDirectory,
+        tracker: Tracker,
+    ) -> tuning.TuningResult:
+        self.reporter.stage(f"tune with {method}", self.settings.steps)
+        # The database's first connection migrates its schema, which must not fall into a timed window.
+        tracker.settle(20.0)
+        return tuning.tune(
+            self.job,
+            method,
+            engine,
+            references,
+            self.settings,
+            run=run,
+            tracker=tracker,
+            on_progress=lambda done, _total: self.reporter.advance(done),
+        )
+
+    def _create(self, verb: str, config: dict[str, Any]) -> RunDirectory:
+        budget = None
+        if self.budget is not None:
+            budget = {"size_bytes": self.budget.size_bytes, "share": self.budget.share}
+        run = RunDirectory.create(
+            self.runs,
+            verb,
+            self.job,
+            {**config, "memory_budget": budget, "steps": self.settings.steps, "seed": self.settings.seed},
+        )
+        send_pending(self.runs)
+        return run
+
+
+def fastest_fitting_plan(document: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the plan of the fastest arm that stayed within the budget on every seed; ``None`` if there is none."""
+    ratios = {document["baseline"]: 1.0}
+    ratios.update({entry["arm"]: entry["time_ratio"] for entry in document["against_baseline"]})
+    fitting = [
+        arm
+        for arm in document["arms"]
+        if "plan" in arm
+        and ratios[arm["name"]] is not None
+        and all(run["within_budget"] and run["reached"] for run in arm["runs"])
+    ]
+    if not fitting:
+        return None
+    best = min(fitting, key=lambda arm: ratios[arm["name"]])
+    plan: dict[str, Any] = best["plan"]
+    return plan

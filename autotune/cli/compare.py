@@ -1,0 +1,54 @@
+"""``autotune compare``: compare arms on paired seeds."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from autotune.budget import MemoryBudget
+from autotune.cli import console as shared
+from autotune.cli.console import BudgetOption, JsonOption, RunsOption, SeedOption, StepsOption, TrialsOption
+
+
+def command(
+    job: Annotated[str, typer.Argument(help="A catalog name, package.module:attribute, or file.py:attribute.")],
+    arms: Annotated[
+        str, typer.Option("--arms", help="Rules, methods, plan files or policy folders, separated by commas.")
+    ] = "baseline,uniform-bf16,recompute-all,sqrt,paper,random,optuna,ppo",
+    seeds: Annotated[int, typer.Option("--seeds", help="Paired fresh seeds; fewer than 6 give an indication.")] = 10,
+    memory_budget: BudgetOption = None,
+    steps: StepsOption = 120,
+    trials: TrialsOption = None,
+    seed: SeedOption = 0,
+    runs_dir: RunsOption = shared.RUNS,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the arms that must be searched for, then compare all of them on paired, interleaved, fresh seeds."""
+    budget = None if memory_budget is None else MemoryBudget.parse(memory_budget)
+    from autotune.campaign import arms as naming
+    from autotune.campaign.comparison import paired_seeds
+    from autotune.campaign.session import Session
+    from autotune.campaign.tuning import TuningSettings
+    from autotune.catalog import load_job
+
+    names, drawn = naming.parse_arms(arms), paired_seeds(seeds)
+    settings = TuningSettings(steps=steps, trials=trials, seed=seed)
+    found = load_job(job)
+    output = shared.console(as_json=as_json)
+    with shared.Bars(output) as bars:
+        session = Session(job=found, runs=runs_dir, budget=budget, settings=settings, reporter=bars)
+        document = session.compare(names, drawn)
+    show(document, output, as_json=as_json)
+
+
+def show(document: dict[str, Any], output: Console, *, as_json: bool) -> None:
+    """Print a comparison: a table, one sentence, and where the files are; or the document itself."""
+    from autotune.report.tables import comparison_table, verdict_line
+
+    output.print(comparison_table(document))
+    output.print(verdict_line(document))
+    output.print(f"Written: {document['run']}/ (comparison.json, plan.json, comparison.png)", soft_wrap=True)
+    if as_json:
+        shared.print_json(document)

@@ -1,0 +1,86 @@
+"""Hold what the verbs share: options, progress bars, and where output goes.
+
+Under ``--json`` stdout carries one document and nothing else; bars appear only on a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, the rest on stderr.")]
+RunsOption = Annotated[Path, typer.Option("--runs-dir", help="Where run directories are written.")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of the search and of the tuning engine.")]
+BudgetOption = Annotated[
+    str | None,
+    typer.Option("--memory-budget", help="A size (20GiB, 900MiB) or a share of the FP32 baseline's peak (75%)."),
+]
+StepsOption = Annotated[int, typer.Option("--steps", help="Real optimizer steps that each search may spend.")]
+TrialsOption = Annotated[int | None, typer.Option("--trials", help="Plans that each search may measure at most.")]
+RUNS = Path("runs")
+
+
+def console(*, as_json: bool) -> Console:
+    """Return where people's output goes: stdout, or stderr while stdout carries JSON."""
+    return Console(file=sys.stderr if as_json else sys.stdout, highlight=False)
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document on stdout."""
+    print(json.dumps(document, indent=2, allow_nan=False))
+
+
+class Bars:
+    """Draw one bar per stage with the time left; on something other than a terminal, one line per stage."""
+
+    def __init__(self, output: Console) -> None:
+        self._output = output
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[detail]}"),
+            console=output,
+            refresh_per_second=2,
+            disable=not output.is_terminal,
+        )
+        self._task: TaskID | None = None
+        self._total = 0.0
+
+    def __enter__(self) -> Bars:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._finish()
+        self._progress.stop()
+
+    def stage(self, title: str, total: float) -> None:
+        """Begin a stage."""
+        self._finish()
+        if not self._output.is_terminal:
+            self._output.print(f"{title} ...")
+        self._task = self._progress.add_task(title, total=total, detail="")
+        self._total = total
+
+    def advance(self, done: float, detail: str = "") -> None:
+        """Say how much of the stage is done."""
+        if self._task is not None:
+            self._progress.update(self._task, completed=min(done, self._total), detail=detail)
+
+    def _finish(self) -> None:
+        """Fill the bar: a pilot that arrives early, say, is done all the same."""
+        if self._task is not None:
+            self._progress.update(self._task, completed=self._total, detail="")
+            self._task = None

@@ -1,0 +1,48 @@
+"""``autotune demo``: the whole story on one real job, in about a quarter of an hour."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from autotune.budget import MemoryBudget
+from autotune.cli import console as shared
+from autotune.cli.compare import show
+from autotune.cli.console import JsonOption, RunsOption, SeedOption, StepsOption
+
+_ARMS = ("baseline", "uniform-bf16", "recompute-all", "sqrt", "paper", "random", "optuna", "ppo")
+
+
+def command(
+    job: Annotated[str, typer.Option("--job", help="The job to demonstrate with.")] = "charlm",
+    memory_budget: Annotated[str, typer.Option("--memory-budget", help="As for tune.")] = "40%",
+    seeds: Annotated[int, typer.Option("--seeds", help="Paired fresh seeds.")] = 3,
+    steps: StepsOption = 120,
+    seed: SeedOption = 0,
+    runs_dir: RunsOption = shared.RUNS,
+    as_json: JsonOption = False,
+) -> None:
+    """Tune a real training job inside 40 % of its memory, then compare the result with static configurations."""
+    budget = MemoryBudget.parse(memory_budget)
+    from autotune.campaign.comparison import paired_seeds
+    from autotune.campaign.session import Session
+    from autotune.campaign.tuning import TuningSettings
+    from autotune.catalog import load_job
+
+    found = load_job(job)
+    output = shared.console(as_json=as_json)
+    output.print(
+        f"Training {found.name} for real: tuning inside {memory_budget} of the FP32 baseline's peak memory with three "
+        f"methods of {steps} real steps each, then comparing {len(_ARMS)} arms on {seeds} fresh seeds."
+    )
+    began = time.perf_counter()
+    with shared.Bars(output) as bars:
+        settings = TuningSettings(steps=steps, seed=seed)
+        session = Session(job=found, runs=runs_dir, budget=budget, settings=settings, reporter=bars)
+        document = session.compare(_ARMS, paired_seeds(seeds), verb="demo")
+    show(document, output, as_json=as_json)
+    output.print(f"That took {(time.perf_counter() - began) / 60:.1f} minutes. Why the plan is what it is:")
+    output.print(f"    autotune explain {document['run']}", soft_wrap=True)
+    output.print(f"Everything is in MLflow: mlflow ui --backend-store-uri sqlite:///{runs_dir}/mlflow.db", soft_wrap=True)

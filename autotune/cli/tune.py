@@ -1,0 +1,58 @@
+"""``autotune tune``: find a plan for a job."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from autotune.budget import MemoryBudget, format_bytes
+from autotune.cli import console as shared
+from autotune.cli.console import BudgetOption, JsonOption, RunsOption, SeedOption, StepsOption, TrialsOption
+
+
+def command(
+    job: Annotated[str, typer.Argument(help="A catalog name, package.module:attribute, or file.py:attribute.")],
+    method: Annotated[str, typer.Option("--method", help="random, optuna or ppo.")] = "ppo",
+    memory_budget: BudgetOption = None,
+    steps: StepsOption = 120,
+    trials: TrialsOption = None,
+    seed: SeedOption = 0,
+    runs_dir: RunsOption = shared.RUNS,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the fastest plan within a memory budget by measuring plans on the real job."""
+    budget = None if memory_budget is None else MemoryBudget.parse(memory_budget)
+    from autotune.campaign import tuning
+    from autotune.campaign.session import Session
+    from autotune.catalog import load_job
+    from autotune.errors import InputError
+    from autotune.plan import Plan
+
+    if method not in tuning.METHODS:
+        raise InputError(f"method is {method!r}", where="--method", allowed=tuning.METHODS)
+    settings = tuning.TuningSettings(steps=steps, trials=trials, seed=seed)
+    found = load_job(job)
+    output = shared.console(as_json=as_json)
+    with shared.Bars(output) as bars:
+        session = Session(job=found, runs=runs_dir, budget=budget, settings=settings, reporter=bars)
+        document = session.tune(method)
+    if as_json:
+        shared.print_json(document)
+        return
+    measured = document["measured"]
+    table = Table(title=f"{found.name}: {method}", title_justify="left")
+    for name in ("", "plan", "step", "peak"):
+        table.add_column(name)
+    baseline = format_bytes(measured["baseline_peak_bytes"])
+    table.add_row("baseline", "fp32, k=1", f"{measured['baseline_seconds_per_step'] * 1000:.0f} ms", baseline)
+    plan = str(Plan.from_json(document["plan"]))
+    table.add_row("tuned", plan, f"{measured['seconds_per_step'] * 1000:.0f} ms", format_bytes(measured["peak_bytes"]))
+    output.print(table)
+    output.print(
+        f"Tuned steps cost {measured['cost']:.2f} of the baseline's time per sample and "
+        f"{measured['peak_bytes'] / measured['baseline_peak_bytes']:.0%} of its memory; found in "
+        f"{document['tuning_s']:.0f} s and {document['tuning_steps']} real steps. Compare it on fresh seeds before you "
+        f"rely on it: autotune compare {job} --arms baseline,{document['run']}/plan.json"
+    )

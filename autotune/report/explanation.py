@@ -1,0 +1,141 @@
+"""Say why a plan is what it is: by the rule that made it, or by what the search's windows show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autotune.agents.rules import Rule
+from autotune.plan import Plan, PlanSpace, Storage
+
+# Ridge weight: choices are collinear when few plans were measured, and effects must not explode then.
+_RIDGE = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Hold one line of an explanation.
+
+    Attributes:
+        unit: the unit's name, or ``accumulation_steps``.
+        kind: the unit's class.
+        choice: what the plan chose.
+        reason: why.
+    """
+
+    unit: str
+    kind: str
+    choice: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """Hold what a choice does on average, as factors against the baseline's choice.
+
+    Attributes:
+        time: factor on seconds per step.
+        peak: factor on peak bytes.
+        windows: measured windows that had the choice.
+    """
+
+    time: float
+    peak: float
+    windows: int
+
+    def __str__(self) -> str:
+        return f"time {self.time - 1:+.1%}, peak {self.peak - 1:+.1%} ({self.windows} windows)"
+
+
+def explain_rule(plan: Plan, space: PlanSpace, rule: Rule) -> list[Row]:
+    """Return the explanation of a rule's plan."""
+    rows = [Row(unit="accumulation_steps", kind="", choice=f"k = {plan.accumulation_steps}", reason=rule.accumulation_reason)]
+    for unit in space.units:
+        reason = rule.precision_reason
+        if unit.recomputable:
+            reason += f"; {rule.storage_reason}"
+        rows.append(Row(unit=unit.name, kind=unit.kind, choice=_choice(plan, unit.name, unit.recomputable), reason=reason))
+    return rows
+
+
+def explain_file(plan: Plan, space: PlanSpace) -> list[Row]:
+    """Return a plan's choices where nothing is known of who made them."""
+    reason = "stands in the plan file"
+    rows = [Row(unit="accumulation_steps", kind="", choice=f"k = {plan.accumulation_steps}", reason=reason)]
+    return rows + [
+        Row(unit=unit.name, kind=unit.kind, choice=_choice(plan, unit.name, unit.recomputable), reason=reason)
+        for unit in space.units
+    ]
+
+
+def explain_search(plan: Plan, space: PlanSpace, trials: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Return the explanation of a searched plan: each choice with its average effect over the search's windows."""
+    effects = estimate_effects(space, trials)
+    baseline = space.baseline()
+
+    def reason(keys: Sequence[tuple[str, str]]) -> str:
+        found = [f"{choice}: {effects[key, choice]}" for key, choice in keys if (key, choice) in effects]
+        return "; ".join(found) or "as in the baseline; no window had another choice that was better"
+
+    k = plan.accumulation_steps
+    rows = [Row(unit="accumulation_steps", kind="", choice=f"k = {k}", reason=reason([("k", f"k = {k}")]))]
+    for unit in space.units:
+        keys = [(f"precision {unit.name}", str(plan.precision_of(unit.name)))]
+        if unit.recomputable:
+            keys.append((f"storage {unit.name}", str(plan.storage_of(unit.name))))
+        if plan.precision_of(unit.name) == baseline.precision_of(unit.name):
+            keys = keys[1:]
+        choice = _choice(plan, unit.name, unit.recomputable)
+        rows.append(Row(unit=unit.name, kind=unit.kind, choice=choice, reason=reason(keys)))
+    return rows
+
+
+def estimate_effects(space: PlanSpace, trials: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], Effect]:
+    """Return each choice's average effect, by a ridge regression of log time and log peak on all choices.
+
+    Args:
+        space: the space; its baseline's choices are what effects are relative to.
+        trials: records of ``trials.jsonl``; windows that failed are left out.
+    """
+    good = [
+        trial["measurement"] | {"plan": Plan.from_json(trial["plan"])}
+        for trial in trials
+        if trial["measurement"]["failure"] is None and trial["measurement"]["seconds_per_step"]
+    ]
+    columns = sorted({key for row in good for key in _features(space, row["plan"])})
+    if not columns:
+        return {}
+    matrix = np.array([[key in _features(space, row["plan"]) for key in columns] for row in good], dtype=float)
+    centred = matrix - matrix.mean(axis=0)
+    penalty = centred.T @ centred + _RIDGE * np.eye(len(columns))
+    factors = []
+    for name in ("seconds_per_step", "peak_bytes"):
+        target = np.log([row[name] or math.nan for row in good])
+        factors.append(np.exp(np.linalg.solve(penalty, centred.T @ (target - target.mean()))))
+    counts = matrix.sum(axis=0).astype(int)
+    return {
+        key: Effect(float(time), float(peak), int(count))
+        for key, time, peak, count in zip(columns, *factors, counts, strict=True)
+    }
+
+
+def _features(space: PlanSpace, plan: Plan) -> set[tuple[str, str]]:
+    """Return the choices in which a plan differs from the baseline."""
+    baseline = space.baseline()
+    found = set()
+    if plan.accumulation_steps != baseline.accumulation_steps:
+        found.add(("k", f"k = {plan.accumulation_steps}"))
+    for unit in space.units:
+        if plan.precision_of(unit.name) != baseline.precision_of(unit.name):
+            found.add((f"precision {unit.name}", str(plan.precision_of(unit.name))))
+        if plan.storage_of(unit.name) is Storage.RECOMPUTE:
+            found.add((f"storage {unit.name}", str(Storage.RECOMPUTE)))
+    return found
+
+
+def _choice(plan: Plan, unit: str, recomputable: bool) -> str:
+    return str(plan.precision_of(unit)) + (f", {plan.storage_of(unit)}" if recomputable else "")

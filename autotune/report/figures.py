@@ -1,0 +1,107 @@
+"""Draw what a comparison found."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from autotune.budget import format_bytes
+
+_INK, _FAINT, _BUDGET = "#1f2328", "#8c959f", "#cf222e"
+# Okabe and Ito's palette: told apart by colour-blind readers.
+_COLOURS = ("#000000", "#e69f00", "#56b4e9", "#009e73", "#d55e00", "#0072b2", "#cc79a7", "#999999", "#b8a900")
+_MARKERS = "osD^vPX*h"
+
+
+def draw_comparison(comparison: Mapping[str, Any], path: Path) -> Path:
+    """Draw time to target against peak memory, and the metric against time, one colour per arm.
+
+    Args:
+        comparison: a ``comparison.json`` document.
+        path: the PNG to write.
+
+    Returns:
+        The path.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    style = {"font.size": 10, "axes.edgecolor": _FAINT, "axes.labelcolor": _INK, "text.color": _INK}
+    with plt.rc_context(style):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.4), layout="constrained")
+        colours = {arm["name"]: _COLOURS[i % len(_COLOURS)] for i, arm in enumerate(comparison["arms"])}
+        markers = {arm["name"]: _MARKERS[i % len(_MARKERS)] for i, arm in enumerate(comparison["arms"])}
+        _draw_trade(left, comparison, colours, markers)
+        _draw_curves(right, comparison, colours)
+        seeds = len(comparison["seeds"])
+        figure.suptitle(
+            f"{comparison['job']} on {comparison['device']}: {seeds} paired seeds"
+            + (" (an indication, not a claim)" if comparison.get("indication_only") else ""),
+            fontsize=11,
+        )
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+    return path
+
+
+def _draw_trade(axes: Any, comparison: Mapping[str, Any], colours: Mapping[str, str], markers: Mapping[str, str]) -> None:
+    for arm in comparison["arms"]:
+        times = reached_times(arm)
+        peaks = [run["peak_bytes"] for run in arm["runs"] if run["peak_bytes"]]
+        if not peaks:
+            continue
+        memory = max(peaks) / 2**20
+        label, colour, marker = arm["name"], colours[arm["name"]], markers[arm["name"]]
+        if len(times) < len(arm["runs"]):
+            axes.plot([], [], marker=marker, color=colour, linestyle="none", label=f"{label} (did not arrive)")
+            continue
+        middle = statistics.fmean(times)
+        spread = [[middle - min(times)], [max(times) - middle]]
+        axes.errorbar(memory, middle, yerr=spread, fmt=marker, markersize=8, capsize=4, color=colour, label=label)
+    budget = comparison["memory_budget_bytes"]
+    if budget is not None:
+        axes.axvline(budget / 2**20, color=_BUDGET, linestyle="--", linewidth=1.2)
+        axes.annotate(
+            f"budget {format_bytes(budget)} ",
+            (budget / 2**20, 0.99),
+            xycoords=("data", "axes fraction"),
+            rotation=90,
+            va="top",
+            ha="right",
+            color=_BUDGET,
+        )
+    axes.set(xlabel="peak memory, MiB", ylabel="training time to target, s", title="Time against memory (mean, range)")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=9, frameon=False, loc="best")
+
+
+def _draw_curves(axes: Any, comparison: Mapping[str, Any], colours: Mapping[str, str]) -> None:
+    target = comparison["metric"]["target"]
+    for arm in comparison["arms"]:
+        curve = _mean_curve([run["curve"] for run in arm["runs"]])
+        axes.plot(*zip(*curve, strict=True), color=colours[arm["name"]], linewidth=1.8, label=arm["name"])
+    axes.axhline(target, color=_FAINT, linestyle=":", linewidth=1.4)
+    axes.annotate("target", (0.995, target), xycoords=("axes fraction", "data"), va="bottom", ha="right", color=_FAINT)
+    axes.set(xlabel="training time, s", ylabel="validation metric", title="Progress against time (mean over seeds)")
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=9, frameon=False, ncols=2)
+
+
+def reached_times(arm: Mapping[str, Any]) -> list[float]:
+    """Return the times to target of the runs that arrived, in seconds."""
+    return [run["time_to_target_s"] for run in arm["runs"] if run["reached"]]
+
+
+def _mean_curve(curves: Sequence[Sequence[Sequence[float]]]) -> list[tuple[float, float]]:
+    """Return the mean over seeds of time and metric at each evaluation."""
+    return [
+        (statistics.fmean(point[0] for point in points), statistics.fmean(point[2] for point in points))
+        for points in zip(*curves, strict=False)
+    ] or [(0.0, float("nan"))]

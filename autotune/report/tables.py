@@ -1,0 +1,94 @@
+"""Say in words and tables what was measured: for terminals."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+from autotune.budget import format_bytes
+from autotune.plan import Plan
+from autotune.report.figures import reached_times
+
+
+def comparison_table(comparison: Mapping[str, Any]) -> Table:
+    """Return one row per arm of a ``comparison.json`` document."""
+    budget = comparison["memory_budget_bytes"]
+    table = Table(title=f"{comparison['job']}: {len(comparison['seeds'])} paired seeds", title_justify="left")
+    for name in ("arm", "plan"):
+        table.add_column(name, overflow="fold")
+    for name in ("time to target", "vs baseline", "95 % interval", "peak", "of baseline", "final metric", "tuning"):
+        table.add_column(name, justify="right")
+    table.add_column("verdict")
+    judged = {entry["arm"]: entry for entry in comparison["against_baseline"]}
+    baseline_peak = _peak(comparison["arms"][0])
+    for arm in comparison["arms"]:
+        entry = judged.get(arm["name"])
+        peak = _peak(arm)
+        fits = budget is None or (peak is not None and peak <= budget)
+        table.add_row(
+            arm["name"],
+            str(Plan.from_json(arm["plan"])) if "plan" in arm else "changes during the run",
+            _time(arm),
+            "" if entry is None or entry["time_ratio"] is None else f"{1 / entry['time_ratio']:.2f}x",
+            _interval(entry),
+            "?" if peak is None else format_bytes(peak),
+            "" if not peak or not baseline_peak else f"{peak / baseline_peak:.0%}",
+            _metric(arm),
+            f"{arm['tuning_s']:.0f} s" if arm["tuning_s"] else "",
+            ("reference" if entry is None else entry["verdict"]) + ("" if fits else ", over budget"),
+            style=None if fits else "dim",
+        )
+    return table
+
+
+def verdict_line(comparison: Mapping[str, Any]) -> str:
+    """Return one sentence: the fastest arm within the budget, its uncertainty, and what it is worth."""
+    fitting = [
+        entry
+        for entry in comparison["against_baseline"]
+        if entry["time_ratio"] is not None and _all_fit(comparison, entry["arm"])
+    ]
+    if not fitting:
+        return "No arm within the budget reached the target on every seed."
+    best = min(fitting, key=lambda entry: entry["time_ratio"])
+    low, high = (1 / bound for bound in reversed(best["time_ratio_ci95"]))
+    seeds = len(comparison["seeds"])
+    caution = " - an indication, not a claim" if comparison["indication_only"] else ""
+    budget = "" if comparison["memory_budget_bytes"] is None else " within the budget"
+    memory = "" if best["memory_ratio"] is None else f" with {best['memory_ratio']:.0%} of its memory"
+    return (
+        f"Fastest{budget}: {best['arm']} reaches the target {1 / best['time_ratio']:.2f}x as fast as the baseline "
+        f"(95 % interval {low:.2f}x to {high:.2f}x){memory}; final metric {best['metric_difference']:+.2%}; "
+        f"verdict: {best['verdict']}; {seeds} paired seeds{caution}."
+    )
+
+
+def _all_fit(comparison: Mapping[str, Any], name: str) -> bool:
+    arm = next(arm for arm in comparison["arms"] if arm["name"] == name)
+    return all(run["within_budget"] for run in arm["runs"])
+
+
+def _peak(arm: Mapping[str, Any]) -> int | None:
+    return max((run["peak_bytes"] for run in arm["runs"] if run["peak_bytes"]), default=None)
+
+
+def _time(arm: Mapping[str, Any]) -> str:
+    times = reached_times(arm)
+    if len(times) < len(arm["runs"]):
+        return f"not reached in {len(arm['runs']) - len(times)} of {len(arm['runs'])}"
+    return f"{statistics.fmean(times):.1f} s"
+
+
+def _interval(entry: Mapping[str, Any] | None) -> str:
+    if entry is None or entry["time_ratio_ci95"] is None:
+        return ""
+    low, high = entry["time_ratio_ci95"]
+    return f"{1 / high:.2f}x to {1 / low:.2f}x"
+
+
+def _metric(arm: Mapping[str, Any]) -> str:
+    values = [run["final_metric"] for run in arm["runs"] if run["final_metric"] is not None]
+    return f"{statistics.fmean(values):.4g}" if values else "?"
