@@ -181,7 +181,8 @@ class _Sender:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(_REQUEST_TIMEOUT_S))
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-        logging.getLogger("mlflow").setLevel(logging.ERROR)
+        # Read when mlflow is imported: its migrations would announce themselves line by line.
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
         logging.getLogger("alembic").setLevel(logging.ERROR)
         from mlflow import MlflowClient
 

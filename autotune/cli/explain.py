@@ -12,6 +12,7 @@ from autotune.cli import console as shared
 from autotune.cli.console import JsonOption
 
 if TYPE_CHECKING:
+    from autotune.campaign.runs import RunDirectory
     from autotune.plan import Plan, PlanSpace
     from autotune.report.explanation import Row
 
@@ -45,7 +46,7 @@ def _explain(subject: str, job: str | None) -> tuple[Plan, PlanSpace, list[Row]]
     path = Path(subject)
     if path.is_dir():
         run = RunDirectory.open(path)
-        space = _space(job or str(run.read("config.json")["reference"]))
+        space = _space(job or _catalog_job(run))
         plan = space.check(read_plan(path / "plan.json"), where=str(path / "plan.json"))
         return plan, space, explanation.explain_search(plan, space, run.lines("trials.jsonl"))
     if job is None:
@@ -61,6 +62,17 @@ def _explain(subject: str, job: str | None) -> tuple[Plan, PlanSpace, list[Row]]
         trials = RunDirectory(path.parent).lines("trials.jsonl")
         return plan, space, explanation.explain_search(plan, space, trials)
     return plan, space, explanation.explain_file(plan, space)
+
+
+def _catalog_job(run: RunDirectory) -> str:
+    """Return the run's job if it is a reference job: any other is code, which only the command line may name."""
+    from autotune.catalog import catalog
+    from autotune.errors import InputError
+
+    name = str(run.read("config.json").get("job"))
+    if name not in catalog():
+        raise InputError(f"the run's job {name!r} is not in the catalog", where="--job", allowed="the job's reference")
+    return name
 
 
 def _space(reference: str) -> PlanSpace:

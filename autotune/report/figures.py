@@ -87,7 +87,7 @@ def _draw_curves(axes: Any, comparison: Mapping[str, Any], colours: Mapping[str,
         curve = _mean_curve([run["curve"] for run in arm["runs"]])
         axes.plot(*zip(*curve, strict=True), color=colours[arm["name"]], linewidth=1.8, label=arm["name"])
     axes.axhline(target, color=_FAINT, linestyle=":", linewidth=1.4)
-    axes.annotate("target", (0.995, target), xycoords=("axes fraction", "data"), va="bottom", ha="right", color=_FAINT)
+    axes.annotate("target ", (1, target), xycoords=("axes fraction", "data"), va="top", ha="right", color=_INK)
     axes.set(xlabel="training time, s", ylabel="validation metric", title="Progress against time (mean over seeds)")
     axes.set_xlim(left=0)
     axes.grid(alpha=0.25)

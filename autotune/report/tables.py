@@ -14,34 +14,38 @@ from autotune.report.figures import reached_times
 
 
 def comparison_table(comparison: Mapping[str, Any]) -> Table:
-    """Return one row per arm of a ``comparison.json`` document."""
-    budget = comparison["memory_budget_bytes"]
+    """Return one row per arm of a ``comparison.json`` document, narrow enough for 80 columns."""
     table = Table(title=f"{comparison['job']}: {len(comparison['seeds'])} paired seeds", title_justify="left")
-    for name in ("arm", "plan"):
-        table.add_column(name, overflow="fold")
-    for name in ("time to target", "vs baseline", "95 % interval", "peak", "of baseline", "final metric", "tuning"):
+    table.add_column("arm", no_wrap=True)
+    for name in ("time to\ntarget", "speed-up\n(95 % interval)", "peak memory\n(of baseline)", "final\nmetric"):
         table.add_column(name, justify="right")
     table.add_column("verdict")
     judged = {entry["arm"]: entry for entry in comparison["against_baseline"]}
     baseline_peak = _peak(comparison["arms"][0])
     for arm in comparison["arms"]:
         entry = judged.get(arm["name"])
-        peak = _peak(arm)
-        fits = budget is None or (peak is not None and peak <= budget)
+        fits = _all_fit(comparison, arm["name"])
         table.add_row(
             arm["name"],
-            str(Plan.from_json(arm["plan"])) if "plan" in arm else "changes during the run",
             _time(arm),
-            "" if entry is None or entry["time_ratio"] is None else f"{1 / entry['time_ratio']:.2f}x",
-            _interval(entry),
-            "?" if peak is None else format_bytes(peak),
-            "" if not peak or not baseline_peak else f"{peak / baseline_peak:.0%}",
+            _speedup(entry),
+            _memory(_peak(arm), baseline_peak),
             _metric(arm),
-            f"{arm['tuning_s']:.0f} s" if arm["tuning_s"] else "",
             ("reference" if entry is None else entry["verdict"]) + ("" if fits else ", over budget"),
             style=None if fits else "dim",
         )
     return table
+
+
+def plan_lines(comparison: Mapping[str, Any]) -> list[str]:
+    """Return one line per arm: its plan and what it cost to find."""
+    width = max(len(arm["name"]) for arm in comparison["arms"])
+    lines = []
+    for arm in comparison["arms"]:
+        plan = str(Plan.from_json(arm["plan"])) if "plan" in arm else "changes during the run"
+        cost = f"  (found in {arm['tuning_s']:.0f} s, {arm['tuning_steps']} real steps)" if arm["tuning_s"] else ""
+        lines.append(f"{arm['name']:{width}}  {plan}{cost}")
+    return lines
 
 
 def verdict_line(comparison: Mapping[str, Any]) -> str:
@@ -78,15 +82,21 @@ def _peak(arm: Mapping[str, Any]) -> int | None:
 def _time(arm: Mapping[str, Any]) -> str:
     times = reached_times(arm)
     if len(times) < len(arm["runs"]):
-        return f"not reached in {len(arm['runs']) - len(times)} of {len(arm['runs'])}"
+        return f"not reached\n({len(arm['runs']) - len(times)} of {len(arm['runs'])})"
     return f"{statistics.fmean(times):.1f} s"
 
 
-def _interval(entry: Mapping[str, Any] | None) -> str:
-    if entry is None or entry["time_ratio_ci95"] is None:
+def _speedup(entry: Mapping[str, Any] | None) -> str:
+    if entry is None or entry["time_ratio"] is None:
         return ""
     low, high = entry["time_ratio_ci95"]
-    return f"{1 / high:.2f}x to {1 / low:.2f}x"
+    return f"{1 / entry['time_ratio']:.2f}x\n({1 / high:.2f} to {1 / low:.2f})"
+
+
+def _memory(peak: int | None, baseline: int | None) -> str:
+    if peak is None:
+        return "?"
+    return format_bytes(peak) + (f"\n({peak / baseline:.1%})" if baseline else "")
 
 
 def _metric(arm: Mapping[str, Any]) -> str:
