@@ -8,8 +8,15 @@ from dataclasses import dataclass
 from autotune.errors import BudgetError
 
 _UNITS = {
-    **{"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
-    **{"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+    "B": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
 }
 _ALLOWED = "a size such as 20GiB or 900MiB, or a share of the baseline's peak such as 75%"
 _PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+|%)")

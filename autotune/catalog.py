@@ -65,7 +65,9 @@ def _take(module: ModuleType, attribute: str, reference: str) -> Job:
         found = found()
     if not isinstance(found, Job):
         raise JobError(
-            f"{attribute!r} is no autotune.Job", where=reference, allowed="a Job, or a function that returns one"
+            f"{attribute!r} is no autotune.Job",
+            where=reference,
+            allowed="a Job, or a function that returns one",
         )
     return found
 

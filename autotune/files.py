@@ -67,14 +67,10 @@ def read_json(path: Path, *, limit_bytes: int = 64 * 2**20) -> dict[str, Any]:
     where = str(path)
     try:
         if path.stat().st_size > limit_bytes:
-            raise InputError(
-                f"the file is larger than {limit_bytes} bytes", where=where, allowed="a JSON document"
-            )
+            raise InputError(f"the file is larger than {limit_bytes} bytes", where=where, allowed="a JSON document")
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise InputError(
-            f"cannot be read ({error.strerror})", where=where, allowed="a readable JSON file"
-        ) from error
+        raise InputError(f"cannot be read ({error.strerror})", where=where, allowed="a readable JSON file") from error
     except UnicodeDecodeError as error:
         raise InputError("is not UTF-8 text", where=where, allowed="a JSON file") from error
     return parse_json(text, where=where)

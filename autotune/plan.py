@@ -65,9 +65,7 @@ class Launch:
     compile: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.zero_stage is not None and (
-            isinstance(self.zero_stage, bool) or self.zero_stage not in (0, 1, 2, 3)
-        ):
+        if self.zero_stage is not None and (isinstance(self.zero_stage, bool) or self.zero_stage not in (0, 1, 2, 3)):
             raise PlanError(f"launch.zero_stage is {self.zero_stage!r}", where="plan", allowed="0, 1, 2, 3")
         if self.optimizer is not None and not (isinstance(self.optimizer, str) and self.optimizer):
             raise PlanError(f"launch.optimizer is {self.optimizer!r}", where="plan", allowed="a name")
@@ -216,17 +214,13 @@ class PlanSpace:
         """Return the 16-bit precision that rules use (bf16 before fp16), or the first where there is none."""
         return next((p for p in (Precision.BF16, Precision.FP16) if p in self.precisions), self.precisions[0])
 
-    def plan(
-        self, *, accumulation_steps: int, precision: Precision, recomputed: Iterable[str] = ()
-    ) -> Plan:
+    def plan(self, *, accumulation_steps: int, precision: Precision, recomputed: Iterable[str] = ()) -> Plan:
         """Return the plan with one precision everywhere and the named units recomputed."""
         names = frozenset(recomputed)
         return Plan(
             accumulation_steps=accumulation_steps,
             precision={unit.name: precision for unit in self.units},
-            storage={
-                name: Storage.RECOMPUTE if name in names else Storage.SAVE for name in self.recomputable
-            },
+            storage={name: Storage.RECOMPUTE if name in names else Storage.SAVE for name in self.recomputable},
         )
 
     def baseline(self) -> Plan:
@@ -249,7 +243,9 @@ class PlanSpace:
         """
         if plan.accumulation_steps not in self.accumulation_choices:
             raise PlanError(
-                f"accumulation_steps is {plan.accumulation_steps}", where=where, allowed=self.accumulation_choices
+                f"accumulation_steps is {plan.accumulation_steps}",
+                where=where,
+                allowed=self.accumulation_choices,
             )
         names = [unit.name for unit in self.units]
         for key, chosen, known in (
@@ -262,9 +258,7 @@ class PlanSpace:
         allowed = {*self.precisions, Precision.INHERIT}
         for name, choice in plan.precision.items():
             if choice not in allowed:
-                raise PlanError(
-                    f"precision of {name!r} is {str(choice)!r}", where=where, allowed=sorted(allowed)
-                )
+                raise PlanError(f"precision of {name!r} is {str(choice)!r}", where=where, allowed=sorted(allowed))
         return plan.changed(
             precision={name: plan.precision_of(name) for name in names},
             storage={name: plan.storage_of(name) for name in self.recomputable},
@@ -300,13 +294,9 @@ class PlanSpace:
         return Plan(
             accumulation_steps=self.accumulation_choices[values[0]],
             precision={
-                unit.name: self.precisions[value]
-                for unit, value in zip(self.units, values[1:split], strict=True)
+                unit.name: self.precisions[value] for unit, value in zip(self.units, values[1:split], strict=True)
             },
-            storage={
-                name: list(Storage)[value]
-                for name, value in zip(self.recomputable, values[split:], strict=True)
-            },
+            storage={name: list(Storage)[value] for name, value in zip(self.recomputable, values[split:], strict=True)},
         )
 
     def sample(self, generator: np.random.Generator) -> Plan:

@@ -7,10 +7,10 @@ import functools
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
+from pydoc_data.topics import topics
 
 import torch
 import torch.nn.functional as F
-from pydoc_data.topics import topics
 from torch import nn
 
 from autotune import DataSource, Job, WarmupCosine

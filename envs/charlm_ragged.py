@@ -7,11 +7,11 @@ unequally. The text is that of ``charlm``.
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator
+from pydoc_data.topics import topics
 from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
-from pydoc_data.topics import topics
 from torch import nn
 
 from autotune import DataSource, Job, WarmupCosine
@@ -102,17 +102,13 @@ def count_bytes(batch: Batch) -> int:
 
 
 def mean_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    return F.cross_entropy(
-        model(batch["inputs"]).flatten(0, 1), batch["targets"].flatten(), ignore_index=IGNORED
-    )
+    return F.cross_entropy(model(batch["inputs"]).flatten(0, 1), batch["targets"].flatten(), ignore_index=IGNORED)
 
 
 def validation_loss(model: nn.Module) -> float:
     device = next(model.parameters()).device
     held_out = collate(paragraphs()[1][:32])
-    return mean_loss(
-        model, {"inputs": held_out["inputs"].to(device), "targets": held_out["targets"].to(device)}
-    ).item()
+    return mean_loss(model, {"inputs": held_out["inputs"].to(device), "targets": held_out["targets"].to(device)}).item()
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -143,7 +143,9 @@ def _fill(network: PolicyNetwork, weights: bytes, where: str) -> None:
     for name, tensor in tensors.items():
         if tensor.shape != wanted[name].shape or tensor.dtype != wanted[name].dtype:
             allowed = f"{tuple(wanted[name].shape)} {wanted[name].dtype}"
-            raise PolicyFileError(f"tensor {name!r} is {tuple(tensor.shape)} {tensor.dtype}", where=where, allowed=allowed)
+            raise PolicyFileError(
+                f"tensor {name!r} is {tuple(tensor.shape)} {tensor.dtype}", where=where, allowed=allowed
+            )
         if not torch.isfinite(tensor).all():
             raise PolicyFileError(f"tensor {name!r} is not finite", where=where)
     network.load_state_dict(tensors)
@@ -174,11 +176,13 @@ def _probe(network: PolicyNetwork) -> list[int]:
 
 def _card(network: PolicyNetwork, training: Training) -> str:
     count = sum(parameter.numel() for parameter in network.parameters())
-    return (
-        "# Policy\n\n"
-        f"A network of {count:,} parameters that maps gradient statistics and memory pressure to k, precision per unit and "
-        "storage per unit.\n\n"
-        f"Trained by PPO on the job `{training.job}` (seed {training.seed}): {training.windows} windows, of which real ones "
-        f"took {training.steps} optimizer steps; memory budget {training.memory_budget_bytes} bytes.\n\n"
-        "It has seen this one job, device and budget and knows nothing of others.\n"
-    )
+    return f"""# Policy
+
+A network of {count:,} parameters that maps gradient statistics and memory pressure to k, precision per unit and
+storage per unit.
+
+Trained by PPO on the job `{training.job}` (seed {training.seed}): {training.windows} windows, for which
+{training.steps} real optimizer steps were taken; memory budget {training.memory_budget_bytes} bytes.
+
+It has seen this one job, device and budget and knows nothing of others.
+"""

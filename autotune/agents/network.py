@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -74,9 +75,10 @@ class PolicyNetwork(nn.Module):
         self.unit_decoder = nn.Sequential(nn.Linear(2 * width, width), nn.Tanh())
         self.precision_head = nn.Linear(width, len(Precision))
         self.storage_head = nn.Linear(width, len(Storage))
-        self.accumulation_head = nn.Sequential(nn.Linear(width + 2, width), nn.Tanh(), nn.Linear(width, 1))
+        self.accumulation_encoder = nn.Sequential(nn.Linear(width + 2, width), nn.Tanh())
+        self.accumulation_head = nn.Linear(width, 1)
         self.value_head = nn.Linear(width, 1)
-        for head in (self.precision_head, self.storage_head, self.accumulation_head[2], self.value_head):
+        for head in (self.precision_head, self.storage_head, self.accumulation_head, self.value_head):
             # A new network is nearly undecided: every plan is about as likely as every other.
             nn.init.normal_(head.weight, std=0.01)
             nn.init.zeros_(head.bias)
@@ -106,9 +108,7 @@ class PolicyNetwork(nn.Module):
             dim=-1,
         )
         context = self.context_encoder(torch.cat([global_features, pooled], dim=-1))
-        decoded = self.unit_decoder(
-            torch.cat([encoded, context.unsqueeze(1).expand(-1, encoded.shape[1], -1)], dim=-1)
-        )
+        decoded = self.unit_decoder(torch.cat([encoded, context.unsqueeze(1).expand(-1, encoded.shape[1], -1)], dim=-1))
         logits = torch.cat(
             [
                 self._accumulation_logits(context, layout),
@@ -120,9 +120,7 @@ class PolicyNetwork(nn.Module):
         return logits, self.value_head(context)
 
     def _accumulation_logits(self, context: torch.Tensor, layout: Layout) -> torch.Tensor:
-        choices = torch.tensor(
-            [[math.log2(k) / 4, 1 / k] for k in layout.accumulation_choices], device=context.device
-        )
+        choices = torch.tensor([[math.log2(k) / 4, 1 / k] for k in layout.accumulation_choices], device=context.device)
         rows = context.shape[0]
         pairs = torch.cat(
             [
@@ -131,7 +129,7 @@ class PolicyNetwork(nn.Module):
             ],
             dim=-1,
         )
-        return self.accumulation_head(pairs).squeeze(-1)  # type: ignore[no-any-return]
+        return cast("torch.Tensor", self.accumulation_head(self.accumulation_encoder(pairs)).squeeze(-1))
 
 
 class LearnedPolicy:
@@ -146,7 +144,7 @@ class LearnedPolicy:
         self.name = name
         self.network = network.eval()
 
-    def decide(self, observation: Observation, plan: Plan) -> Plan:  # noqa: ARG002 - the protocol's arguments
+    def decide(self, observation: Observation, plan: Plan) -> Plan:
         """Return the most likely plan."""
         return observation.space.decode(most_likely(self.network, observation.arrays(), Layout.of(observation.space)))
 
@@ -177,7 +175,9 @@ def _two_layers(inputs: int, width: int) -> nn.Sequential:
 
 def _waves(position: torch.Tensor) -> torch.Tensor:
     """Return sines and cosines of a position in 0..1, so that neighbouring units can be told apart."""
-    angles = position.clamp(-LIMIT, LIMIT).unsqueeze(-1) * math.pi * 2.0 ** torch.arange(
-        _FREQUENCIES, device=position.device
+    angles = (
+        position.clamp(-LIMIT, LIMIT).unsqueeze(-1)
+        * math.pi
+        * 2.0 ** torch.arange(_FREQUENCIES, device=position.device)
     )
     return torch.cat([angles.sin(), angles.cos()], dim=-1)

@@ -13,7 +13,7 @@ import optuna
 from autotune.gym.observation import Observation
 from autotune.gym.reward import overshoot
 from autotune.measurement import Failure
-from autotune.plan import Plan, PlanSpace, Storage
+from autotune.plan import Plan, PlanSpace, Precision, Storage
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +23,9 @@ STORAGE_FILE = "optuna.db"
 class OptunaSearch:
     """Propose plans by TPE over k, every unit's precision and every unit's storage.
 
-    Being over the budget is told as a constraint: told as a failure it would be invisible to TPE (88-90 of 100 trials ran
-    out of memory then, 41-50 when it was told). Trials are kept in SQLite, which loses nothing of what was told when the
-    process is killed; a trial that was running then is told as failed when the study is opened again.
+    Being over the budget is told as a constraint: told as a failure it would be invisible to TPE (88-90 of 100 trials
+    ran out of memory then, 41-50 when it was told). Trials are kept in SQLite, which loses nothing of what was told
+    when the process is killed; a trial that was running then is told as failed when the study is opened again.
 
     Args:
         space: the plans that can be proposed.
@@ -58,14 +58,16 @@ class OptunaSearch:
         """Return the next proposal."""
         trial = self.study.ask()
         self._trial = trial
+        precisions = [str(precision) for precision in self._space.precisions]
+        storages = [str(storage) for storage in Storage]
         return Plan(
             accumulation_steps=trial.suggest_categorical("k", self._space.accumulation_choices),
             precision={
-                unit.name: trial.suggest_categorical(f"precision {unit.name}", [str(p) for p in self._space.precisions])
+                unit.name: Precision(trial.suggest_categorical(f"precision {unit.name}", precisions))
                 for unit in self._space.units
             },
             storage={
-                name: trial.suggest_categorical(f"storage {name}", [str(s) for s in Storage])
+                name: Storage(trial.suggest_categorical(f"storage {name}", storages))
                 for name in self._space.recomputable
             },
         )

@@ -44,7 +44,7 @@ class StaticPolicy:
         self.name = name
         self.plan = plan
 
-    def decide(self, observation: Observation, plan: Plan) -> Plan:  # noqa: ARG002 - the protocol's arguments
+    def decide(self, observation: Observation, plan: Plan) -> Plan:
         """Return the one plan."""
         return self.plan
 

@@ -5,6 +5,7 @@ The only file that knows stable-baselines3; what it trains leaves it as a bare n
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -102,11 +103,9 @@ def train(
     if start is not None:
         _clone(features, arrays, env.plan_space.encode(start), recipe.start_confidence)
     counter = _Counter(on_window)
-    try:
+    # The budget of real steps is what usually ends training; the network stands as the last update left it.
+    with contextlib.suppress(StepsSpentError):
         model.learn(recipe.windows, callback=counter)
-    except StepsSpentError:
-        # The budget of real steps is what usually ends training; the network stands as the last update left it.
-        pass
     return Trained(features.network.eval(), counter.windows)
 
 
@@ -143,9 +142,9 @@ class _NetworkPolicy(MaskableMultiInputActorCriticPolicy):
     def _build(self, lr_schedule: Any) -> None:
         super()._build(lr_schedule)
         logits = self.features_dim - 1
-        self.action_net = _Columns(0, logits)  # type: ignore[assignment]
+        self.action_net = _Columns(0, logits)
         self.value_net = _Columns(logits, logits + 1)  # type: ignore[assignment]
-        self.optimizer = self.optimizer_class(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)
+        self.optimizer = torch.optim.Adam(self.parameters(), lr=lr_schedule(1), eps=1e-5)
 
 
 class _Columns(nn.Module):

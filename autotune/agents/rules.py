@@ -135,35 +135,37 @@ class PaperPolicy:
 
     Args:
         space: the plans that can be applied.
-        plan: the plan whose precision and storage stay.
+        plan: the plan to begin with, whose precision and storage stay.
     """
 
     name = "paper"
 
     def __init__(self, space: PlanSpace, plan: Plan) -> None:
+        self.plan = plan
         self._space = space
-        self._plan = plan
-        self.reset()
+        self._target_std: float | None = None
+        self._seen: list[float] = []
+        self._steps = 0
 
-    def decide(self, observation: Observation, plan: Plan) -> Plan:  # noqa: ARG002 - the protocol's arguments
+    def decide(self, observation: Observation, plan: Plan) -> Plan:
         """Return the plan with the k that eq. 6 gives for the variance last seen."""
         variance = observation.gradient.variance
         if variance is None:
-            return self._plan
+            return self.plan
         if self._target_std is None:
             self._seen.append(variance)
             self._steps += observation.window.steps
             if self._steps < _PAPER_LEARNING_STEPS:
-                return self._plan
+                return self.plan
             mean = sum(self._seen) / len(self._seen)
             self._target_std = (mean / PAPER_ACCUMULATION) ** 0.5
         largest = self._space.accumulation_choices[-1]
         # k = 1 would end the estimate of eq. 7, which needs two micro-batches.
         wanted = max(adaptive_accumulation(variance, self._target_std, largest), 2)
-        return self._plan.changed(accumulation_steps=nearest_accumulation(self._space, wanted))
+        return self.plan.changed(accumulation_steps=nearest_accumulation(self._space, wanted))
 
     def reset(self) -> None:
         """Forget the variances of a former run."""
-        self._target_std: float | None = None
-        self._seen: list[float] = []
+        self._target_std = None
+        self._seen = []
         self._steps = 0

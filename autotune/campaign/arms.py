@@ -52,7 +52,10 @@ def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:
 def static_arm(name: str, plan: Plan, *, tuning_s: float = 0.0, tuning_steps: int = 0) -> Arm:
     """Return the arm of a plan."""
     return Arm(
-        name=name, policy=lambda _space: StaticPolicy(name, plan), tuning_s=tuning_s, tuning_steps=tuning_steps
+        name=name,
+        policy=lambda _space: StaticPolicy(name, plan),
+        tuning_s=tuning_s,
+        tuning_steps=tuning_steps,
     )
 
 
@@ -65,4 +68,3 @@ def _policy_arm(folder: Path) -> Arm:
         return policy
 
     return Arm(name=folder.name, policy=make)
-

@@ -350,10 +350,18 @@ def judge(
         "break_even_steps": None,
     }
     if not all(record.reached for record in baseline):
-        return {**entry, "verdict": "not comparable", "reason": "the baseline did not reach its target on every seed"}
+        return {
+            **entry,
+            "verdict": "not comparable",
+            "reason": "the baseline did not reach its target on every seed",
+        }
     failed = [record.failure for record in runs if record.failure is not None]
     if failed:
-        return {**entry, "verdict": "not comparable", "reason": f"{len(failed)} of its runs ended with {failed[0]}"}
+        return {
+            **entry,
+            "verdict": "not comparable",
+            "reason": f"{len(failed)} of its runs ended with {failed[0]}",
+        }
     worse = _relative_losses(runs, baseline, goal)
     entry["metric_difference"] = _metric_difference(runs, baseline)
     entry["non_inferior"] = upper_bound(worse, protocol.confidence) <= protocol.margin
@@ -361,9 +369,7 @@ def judge(
     if missed:
         reason = f"{missed} of {len(runs)} runs did not reach the target"
         return {**entry, "verdict": "slower", "reason": reason}
-    logs = [
-        math.log(_time(run) / _time(other)) for run, other in zip(runs, baseline, strict=True)
-    ]
+    logs = [math.log(_time(run) / _time(other)) for run, other in zip(runs, baseline, strict=True)]
     low, high = interval(logs, protocol.confidence)
     entry["time_ratio"] = math.exp(statistics.fmean(logs))
     entry["time_ratio_ci95"] = [math.exp(low), math.exp(high)]
@@ -433,8 +439,7 @@ def _relative_losses(runs: Sequence[RunRecord], baseline: Sequence[RunRecord], g
     """Return by what share each final metric is worse than its pair's; below 0 is better."""
     sign = 1 if goal == "min" else -1
     return [
-        sign * (_metric(run) - _metric(other)) / abs(_metric(other))
-        for run, other in zip(runs, baseline, strict=True)
+        sign * (_metric(run) - _metric(other)) / abs(_metric(other)) for run, other in zip(runs, baseline, strict=True)
     ]
 
 
@@ -474,4 +479,3 @@ def _track(tracker: Tracker, arm: Arm, record: RunRecord) -> None:
     )
     tracker.end(key, failed=record.failure is not None)
     tracker.settle(5.0)
-

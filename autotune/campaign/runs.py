@@ -17,7 +17,16 @@ from autotune.files import append_json_line, read_json, write_json
 from autotune.job import Job
 from autotune.plan import Plan
 
-_PACKAGES = ("torch", "numpy", "gymnasium", "stable-baselines3", "sb3-contrib", "optuna", "mlflow-skinny", "scipy")
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "gymnasium",
+    "stable-baselines3",
+    "sb3-contrib",
+    "optuna",
+    "mlflow-skinny",
+    "scipy",
+)
 
 
 class RunDirectory:
@@ -44,7 +53,9 @@ class RunDirectory:
             path.mkdir(parents=True)
         except OSError as error:
             raise RunDirectoryError(
-                f"cannot be written ({error.strerror})", where=f"--runs-dir {runs}", allowed="a writable folder"
+                f"cannot be written ({error.strerror})",
+                where=f"--runs-dir {runs}",
+                allowed="a writable folder",
             ) from error
         run = cls(path)
         run.write("config.json", {"version": 1, "verb": verb, "job": job.name, **config})
@@ -132,9 +143,7 @@ def describe_environment(job: Job) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "system": platform.platform(),
         "packages": {name: _version(name) for name in ("autotune-rl", *_PACKAGES)},
-        "data": [
-            {"name": source.name, "size_bytes": source.size_bytes, "sha256": source.sha256} for source in sources
-        ],
+        "data": [{"name": source.name, "size_bytes": source.size_bytes, "sha256": source.sha256} for source in sources],
     }
 
 

@@ -108,17 +108,13 @@ class Session:
         """
         require_writable(self.runs)
         engine, references = self._references()
-        arms = {
-            name: named_arm(name, self.job, engine.space) for name in names if name not in tuning.METHODS
-        }
+        arms = {name: named_arm(name, self.job, engine.space) for name in names if name not in tuning.METHODS}
         run = self._create(verb, {"arms": list(names), "seeds": list(seeds)})
         tracker = Tracker(self.runs, run.path, f"{verb} {self.job.name}")
         for method in (name for name in names if name in tuning.METHODS):
             result = self._search(method, engine, references, run, tracker)
             tuning.save_tuned_plan(run, result, f"plan-{method}.json")
-            arms[method] = static_arm(
-                method, result.plan, tuning_s=result.tuning_s, tuning_steps=result.tuning_steps
-            )
+            arms[method] = static_arm(method, result.plan, tuning_s=result.tuning_s, tuning_steps=result.tuning_steps)
         engine.close()
         return self._compare(names, arms, seeds, references, run, tracker)
 

@@ -1,7 +1,7 @@
 """Log to MLflow without ever stopping or slowing what is logged.
 
-Every record is appended to ``tracking.jsonl`` in the run directory first; one background thread sends it on. A server that
-does not answer costs one short time-out: from then on records are only kept, and the next command sends them.
+Every record is appended to ``tracking.jsonl`` in the run directory first; one background thread sends it on. A server
+that does not answer costs one short time-out: from then on records are only kept, and the next command sends them.
 
 The only file that knows mlflow.
 """
@@ -153,7 +153,9 @@ class _Sender:
         self._runs = runs
         self._cursor = folder / CURSOR
         self._client: Any = None
-        state = json.loads(self._cursor.read_text()) if self._cursor.is_file() else {"sent": 0, "ids": {}}
+        state: dict[str, Any] = (
+            json.loads(self._cursor.read_text()) if self._cursor.is_file() else {"sent": 0, "ids": {}}
+        )
         self.sent: int = state["sent"]
         self._ids: dict[str, str] = state["ids"]
 

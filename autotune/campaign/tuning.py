@@ -346,7 +346,9 @@ class _Tuning:
         }
         if not fitting:
             raise InputError(
-                "no plan that was measured is feasible", where=f"method {self._method}", allowed="more --steps"
+                "no plan that was measured is feasible",
+                where=f"method {self._method}",
+                allowed="more --steps",
             )
         finalists = sorted(fitting, key=fitting.__getitem__)[:FINALISTS]
         if favourite is not None and favourite not in finalists:

@@ -45,4 +45,7 @@ def command(
     show(document, output, as_json=as_json)
     output.print(f"That took {(time.perf_counter() - began) / 60:.1f} minutes. Why the plan is what it is:")
     output.print(f"    autotune explain {document['run']}", soft_wrap=True)
-    output.print(f"Everything is in MLflow: mlflow ui --backend-store-uri sqlite:///{runs_dir}/mlflow.db", soft_wrap=True)
+    output.print(
+        f"Everything is in MLflow: mlflow ui --backend-store-uri sqlite:///{runs_dir}/mlflow.db",
+        soft_wrap=True,
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -28,8 +28,7 @@ for module in (demo, tune, compare, explain, doctor):
 app.add_typer(bench.app, name="bench")
 
 # Typer carries its own copy of click or uses an installed one; both are reached through its exceptions.
-_UsageError = typer.BadParameter.__mro__[1]
-_ClickException = typer.BadParameter.__mro__[2]
+_UsageError, _ClickException = cast("tuple[type[Exception], type[Exception]]", typer.BadParameter.__mro__[1:3])
 
 
 @app.callback()

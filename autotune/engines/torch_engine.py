@@ -22,7 +22,7 @@ from autotune.engines.inspection import classify, inspect_job
 from autotune.engines.window import StepReport, Window
 from autotune.errors import EngineError
 from autotune.job import Job
-from autotune.measurement import Failure, GradientStatistics, Measurement
+from autotune.measurement import Failure, Measurement
 from autotune.mechanics import controls, randomness, stepping
 from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors, tensor_bytes
@@ -104,7 +104,12 @@ class TorchEngine:
     """
 
     def __init__(
-        self, job: Job, *, seed: int = 0, device: str | torch.device = "cpu", options: EngineOptions | None = None
+        self,
+        job: Job,
+        *,
+        seed: int = 0,
+        device: str | torch.device = "cpu",
+        options: EngineOptions | None = None,
     ) -> None:
         self.job = job
         self.options = options or EngineOptions()
@@ -426,11 +431,7 @@ class _Attempt:
         self.items = sum(counts)
         self.representative = self.representative and not metered
         # A micro-batch without loss-bearing items has weight 0 and, as a mean over nothing, no loss.
-        live = [
-            (piece, weight)
-            for piece, weight in zip(pieces, stepping.weights(counts), strict=True)
-            if weight > 0
-        ]
+        live = [(piece, weight) for piece, weight in zip(pieces, stepping.weights(counts), strict=True) if weight > 0]
         if self._sample and not metered:
             self._run_sampled(live)
         else:

@@ -81,7 +81,8 @@ class TuningEnv(gymnasium.Env[dict[str, Array], NDArray[np.int64]]):
         if self._rows < len(self.plan_space.units):
             raise InputError(f"max_units is {max_units}", allowed=f"at least {len(self.plan_space.units)}")
         self.action_space = action_space(self.plan_space)
-        self.observation_space = observation_space(self._rows)
+        # Gymnasium's Dict is a space of dictionaries, which its own type does not say.
+        self.observation_space: Any = observation_space(self._rows)
         self.observation: Observation | None = None
         self._windows = self._crashes = self._samples = 0
 

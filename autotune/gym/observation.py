@@ -151,6 +151,10 @@ def _signal_to_noise(o: Observation, unit: Unit) -> float | None:
     return None if found is None else found.signal_to_noise
 
 
+def _is_in(precision: Precision) -> Callable[[Observation, Unit, int], bool]:
+    return lambda o, u, _i: o.plan.precision_of(u.name) is precision
+
+
 UNIT_FEATURES: dict[str, Callable[[Observation, Unit, int], float | bool | None]] = {
     "present": lambda _o, _u, _i: 1.0,
     "position": lambda o, _u, i: i / max(len(o.space.units) - 1, 1),
@@ -162,9 +166,6 @@ UNIT_FEATURES: dict[str, Callable[[Observation, Unit, int], float | bool | None]
     "signal_to_noise_known": lambda o, u, _i: _signal_to_noise(o, u) is not None,
     "signal_to_noise": lambda o, u, _i: _log(_signal_to_noise(o, u), 1.0),
     "underflow": lambda o, u, _i: getattr(_unit_gradient(o, u), "underflow_frac", 0.0),
-    **{
-        f"is_{precision}": lambda o, u, _i, p=precision: o.plan.precision_of(u.name) is p
-        for precision in Precision
-    },
+    **{f"is_{precision}": _is_in(precision) for precision in Precision},
     "is_recomputed": lambda o, u, _i: o.plan.storage_of(u.name) is Storage.RECOMPUTE,
 }

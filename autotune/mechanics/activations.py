@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-
 # The names of a module's buffers that its forward leaves alone and that need no copy, once a pass was watched.
 _constant_buffers: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 

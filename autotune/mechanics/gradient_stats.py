@@ -111,17 +111,20 @@ class GradientMonitor:
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
         parameters = dict(model.named_parameters())
         self._unit_of = {
-            id(parameters[name]): unit.name
-            for unit in units
-            for name in unit.parameter_names
-            if name in parameters
+            id(parameters[name]): unit.name for unit in units for name in unit.parameter_names if name in parameters
         }
         self.average = NoiseScaleAverage()
         self.latest: GradientStatistics | None = None
         self._learnt_at: int | None = None
 
     def observe(
-        self, probed: ProbedStep, *, step: int, norm: float, micro_samples: Sequence[int], scales: Sequence[float]
+        self,
+        probed: ProbedStep,
+        *,
+        step: int,
+        norm: float,
+        micro_samples: Sequence[int],
+        scales: Sequence[float],
     ) -> None:
         """Take in one sampled step.
 
@@ -134,9 +137,7 @@ class GradientMonitor:
         """
         if not math.isfinite(norm) or not probed.parameters:
             return
-        micro = [
-            [square / scale**2 for square in row] for row, scale in zip(probed.micro, scales, strict=True)
-        ]
+        micro = [[square / scale**2 for square in row] for row, scale in zip(probed.micro, scales, strict=True)]
         variance = None if self.latest is None else self.latest.variance
         if len(micro) >= 2:
             totals = [sum(row) for row in micro]
@@ -166,9 +167,7 @@ class GradientMonitor:
             name = self._unit_of.get(id(parameter))
             if name is not None:
                 columns.setdefault(name, []).append(index)
-        return {
-            name: _unit_gradient(probed, micro, micro_samples, indices) for name, indices in columns.items()
-        }
+        return {name: _unit_gradient(probed, micro, micro_samples, indices) for name, indices in columns.items()}
 
 
 def _unit_gradient(
@@ -179,15 +178,11 @@ def _unit_gradient(
     return UnitGradient(
         rms=math.sqrt(whole / sum(sizes)),
         signal_to_noise=_signal_to_noise([sum(row[i] for i in indices) for row in micro], micro_samples, whole),
-        underflow_frac=sum(
-            probed.underflow[i] * size for i, size in zip(indices, sizes, strict=True)
-        ) / sum(sizes),
+        underflow_frac=sum(probed.underflow[i] * size for i, size in zip(indices, sizes, strict=True)) / sum(sizes),
     )
 
 
-def _signal_to_noise(
-    squares: Sequence[float], micro_samples: Sequence[int], whole: float
-) -> float | None:
+def _signal_to_noise(squares: Sequence[float], micro_samples: Sequence[int], whole: float) -> float | None:
     if len(squares) < 2 or not all(math.isfinite(square) for square in squares):
         return None
     sample = noise_sample(squares, micro_samples, whole)

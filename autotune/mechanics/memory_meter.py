@@ -59,7 +59,10 @@ class MemoryMeter:
         level = os.environ.get("KINETO_LOG_LEVEL")
         os.environ["KINETO_LOG_LEVEL"] = level or "99"
         try:
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace, record_function("step"):
+            with (
+                profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace,
+                record_function("step"),
+            ):
                 yield
         finally:
             if level is None:
@@ -92,9 +95,7 @@ def resident_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, batches
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the tensors' storages; a storage that several tensors share counts once."""
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
-    }
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 

@@ -34,9 +34,7 @@ def computing_in(precision: Precision, device_type: str) -> Iterator[None]:
     Autocast's cache of weight copies is off: with recomputation it can hand a copy of one graph to another
     (pytorch#141896), and it made no difference to peak memory.
     """
-    if precision is Precision.INHERIT or (
-        precision is Precision.FP32 and not torch.is_autocast_enabled(device_type)
-    ):
+    if precision is Precision.INHERIT or (precision is Precision.FP32 and not torch.is_autocast_enabled(device_type)):
         yield
         return
     if precision is Precision.FP32:

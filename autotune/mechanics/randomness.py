@@ -14,11 +14,11 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """Hold the states of the python, numpy, torch and CUDA generators."""
+    """Hold the states of the python, numpy, torch CPU and torch CUDA generators."""
 
     python: Any
     numpy: Any
-    torch: torch.Tensor
+    cpu: torch.Tensor
     cuda: tuple[torch.Tensor, ...]
 
 
@@ -28,7 +28,7 @@ def capture() -> RandomState:
     return RandomState(
         python=random.getstate(),
         numpy=np.random.get_state(),  # noqa: NPY002 - user code may draw from the legacy generator
-        torch=torch.get_rng_state(),
+        cpu=torch.get_rng_state(),
         cuda=tuple(torch.cuda.get_rng_state_all()) if initialized else (),
     )
 
@@ -37,7 +37,7 @@ def restore(state: RandomState) -> None:
     """Set all generators to a captured state."""
     random.setstate(state.python)
     np.random.set_state(state.numpy)  # noqa: NPY002
-    torch.set_rng_state(state.torch)
+    torch.set_rng_state(state.cpu)
     if state.cuda:
         torch.cuda.set_rng_state_all(list(state.cuda))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,7 +72,7 @@ def count_items(batch: Any, count: Count | None) -> int:
     """
     if count is None:
         return num_samples(batch)
-    items = count(batch)
+    items: Any = count(batch)
     if isinstance(items, torch.Tensor) and items.numel() == 1:
         items = items.item()
     if isinstance(items, bool) or items != int(items) or items < 0:
@@ -117,7 +117,7 @@ class Update:
     @property
     def loss_scale(self) -> float:
         """Return the factor on the loss and thereby on the gradients; 1 while scaling is off."""
-        return cast(float, self._scaler.get_scale()) if self.scaled else 1.0
+        return self._scaler.get_scale() if self.scaled else 1.0
 
     def backward(self, loss: torch.Tensor, weight: float) -> None:
         """Accumulate the gradient of one micro-batch.
@@ -185,7 +185,7 @@ class Update:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scaler's state."""
-        return cast("dict[str, Any]", self._scaler.state_dict())
+        return self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""

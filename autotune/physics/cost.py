@@ -139,8 +139,8 @@ def recomputation(forward: float, num_layers: int) -> float:
         forward: forward cost of one layer.
         num_layers: L, layers of equal cost.
 
-    Source: Chen et al. 2016 (arXiv:1604.06174), section 4.1. Eq. 20 of the paper states O(sqrt(L)) layers instead, which
-    the memory of eq. 19 does not allow: layers that are neither kept nor recomputed have no activations.
+    Source: Chen et al. 2016 (arXiv:1604.06174), section 4.1. Eq. 20 of the paper states O(sqrt(L)) layers instead,
+    which the memory of eq. 19 does not allow: layers that are neither kept nor recomputed have no activations.
     """
     return (num_layers - math.ceil(math.sqrt(num_layers))) * forward if num_layers else 0.0
 

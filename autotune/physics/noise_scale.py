@@ -59,9 +59,7 @@ class NoiseSample:
     square: float
 
 
-def noise_sample(
-    micro_squares: Sequence[float], micro_samples: Sequence[int], whole_square: float
-) -> NoiseSample:
+def noise_sample(micro_squares: Sequence[float], micro_samples: Sequence[int], whole_square: float) -> NoiseSample:
     """Return unbiased estimates of tr(Sigma) and |G|^2 from micro-batches and their whole.
 
     Args:

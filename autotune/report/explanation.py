@@ -53,12 +53,26 @@ class Effect:
 
 def explain_rule(plan: Plan, space: PlanSpace, rule: Rule) -> list[Row]:
     """Return the explanation of a rule's plan."""
-    rows = [Row(unit="accumulation_steps", kind="", choice=f"k = {plan.accumulation_steps}", reason=rule.accumulation_reason)]
+    rows = [
+        Row(
+            unit="accumulation_steps",
+            kind="",
+            choice=f"k = {plan.accumulation_steps}",
+            reason=rule.accumulation_reason,
+        )
+    ]
     for unit in space.units:
         reason = rule.precision_reason
         if unit.recomputable:
             reason += f"; {rule.storage_reason}"
-        rows.append(Row(unit=unit.name, kind=unit.kind, choice=_choice(plan, unit.name, unit.recomputable), reason=reason))
+        rows.append(
+            Row(
+                unit=unit.name,
+                kind=unit.kind,
+                choice=_choice(plan, unit.name, unit.recomputable),
+                reason=reason,
+            )
+        )
     return rows
 
 

@@ -30,8 +30,7 @@ def draw_comparison(comparison: Mapping[str, Any], path: Path) -> Path:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    style = {"font.size": 10, "axes.edgecolor": _FAINT, "axes.labelcolor": _INK, "text.color": _INK}
-    with plt.rc_context(style):
+    with plt.rc_context({"font.size": 10, "axes.edgecolor": _FAINT, "axes.labelcolor": _INK, "text.color": _INK}):
         figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.4), layout="constrained")
         colours = {arm["name"]: _COLOURS[i % len(_COLOURS)] for i, arm in enumerate(comparison["arms"])}
         markers = {arm["name"]: _MARKERS[i % len(_MARKERS)] for i, arm in enumerate(comparison["arms"])}
@@ -48,7 +47,9 @@ def draw_comparison(comparison: Mapping[str, Any], path: Path) -> Path:
     return path
 
 
-def _draw_trade(axes: Any, comparison: Mapping[str, Any], colours: Mapping[str, str], markers: Mapping[str, str]) -> None:
+def _draw_trade(
+    axes: Any, comparison: Mapping[str, Any], colours: Mapping[str, str], markers: Mapping[str, str]
+) -> None:
     for arm in comparison["arms"]:
         times = reached_times(arm)
         peaks = [run["peak_bytes"] for run in arm["runs"] if run["peak_bytes"]]
@@ -74,7 +75,11 @@ def _draw_trade(axes: Any, comparison: Mapping[str, Any], colours: Mapping[str, 
             ha="right",
             color=_BUDGET,
         )
-    axes.set(xlabel="peak memory, MiB", ylabel="training time to target, s", title="Time against memory (mean, range)")
+    axes.set(
+        xlabel="peak memory, MiB",
+        ylabel="training time to target, s",
+        title="Time against memory (mean, range)",
+    )
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)

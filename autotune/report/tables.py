@@ -17,7 +17,12 @@ def comparison_table(comparison: Mapping[str, Any]) -> Table:
     """Return one row per arm of a ``comparison.json`` document, narrow enough for 80 columns."""
     table = Table(title=f"{comparison['job']}: {len(comparison['seeds'])} paired seeds", title_justify="left")
     table.add_column("arm", no_wrap=True)
-    for name in ("time to\ntarget", "speed-up\n(95 % interval)", "peak memory\n(of baseline)", "final\nmetric"):
+    for name in (
+        "time to\ntarget",
+        "speed-up\n(95 % interval)",
+        "peak memory\n(of baseline)",
+        "final\nmetric",
+    ):
         table.add_column(name, justify="right")
     table.add_column("verdict")
     judged = {entry["arm"]: entry for entry in comparison["against_baseline"]}
