@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from autotune.agents.policy import Policy, StaticPolicy
@@ -13,18 +14,22 @@ from autotune.job import Job
 from autotune.plan import Plan, PlanSpace
 
 
-def parse_arms(text: str) -> list[str]:
-    """Return the names in a comma-separated list, each once, the baseline first.
+_ALLOWED = (*RULES, "random", "optuna", "ppo", "a plan file (.json)", "a policy folder")
+
+
+def arm_names(given: Sequence[str]) -> list[str]:
+    """Return arms with the baseline first, added if it is missing.
 
     Raises:
         InputError: if a name is empty or stands twice, or nothing is left to compare.
     """
-    names = [name.strip() for name in text.split(",")]
-    if not all(names) or len(set(names)) < len(names):
-        raise InputError(f"arms are {text!r}", where="--arms", allowed="different names, separated by commas")
-    names = ["baseline", *(name for name in names if name != "baseline")]
+    if not all(given) or len(set(given)) < len(given):
+        raise InputError(
+            f"arms are {','.join(given)!r}", where="--arms", allowed="different names, separated by commas"
+        )
+    names = ["baseline", *(name for name in given if name != "baseline")]
     if len(names) < 2:
-        raise InputError("there is nothing to compare with the baseline", where="--arms", allowed=[*RULES, "plan.json"])
+        raise InputError("there is nothing to compare with the baseline", where="--arms", allowed=_ALLOWED)
     return names
 
 
@@ -45,7 +50,7 @@ def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:
     raise InputError(
         f"arm {name!r} is unknown",
         where="--arms",
-        allowed=[*RULES, "random", "optuna", "ppo", "a plan file (.json)", "a policy folder"],
+        allowed=_ALLOWED,
     )
 
 

@@ -227,6 +227,7 @@ class _Run:
         self._apply(plan)
         reference: Measurement | None = None
         previous: Measurement | None = None
+        self._evaluate()
         while engine.progress.samples < self._samples:
             window = engine.run(self._window_steps())
             reference = reference or window
@@ -355,6 +356,8 @@ def judge(
             "verdict": "not comparable",
             "reason": "the baseline did not reach its target on every seed",
         }
+    if any(_time(record) == 0 for record in [*baseline, *(run for run in runs if run.reached)]):
+        return {**entry, "verdict": "not comparable", "reason": "the target is met before any training"}
     failed = [record.failure for record in runs if record.failure is not None]
     if failed:
         return {

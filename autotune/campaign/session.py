@@ -9,10 +9,12 @@ from typing import Any, Protocol
 
 from autotune.budget import MemoryBudget, format_bytes
 from autotune.campaign import comparison, tuning
-from autotune.campaign.arms import named_arm, static_arm
+from autotune.campaign.arms import arm_names, named_arm, static_arm
 from autotune.campaign.runs import RunDirectory, device_name, require_writable
 from autotune.campaign.tracking import Tracker, send_pending
+from autotune.catalog import load_job
 from autotune.engines.torch_engine import TorchEngine
+from autotune.errors import InputError
 from autotune.job import Job
 from autotune.report.figures import draw_comparison
 
@@ -65,6 +67,8 @@ class Session:
         Raises:
             InputError: for wrong input, before anything is written.
         """
+        if method not in tuning.METHODS:
+            raise InputError(f"method is {method!r}", where="--method", allowed=tuning.METHODS)
         require_writable(self.runs)
         engine, references = self._references()
         run = self._create("tune", {"method": method})
@@ -213,6 +217,91 @@ class Session:
         )
         send_pending(self.runs)
         return run
+
+
+def tune(
+    job: str | Job,
+    method: str = "ppo",
+    *,
+    memory_budget: str | None = None,
+    steps: int = 120,
+    trials: int | None = None,
+    seed: int = 0,
+    runs_dir: str | Path = "runs",
+    reporter: Reporter | None = None,
+) -> dict[str, Any]:
+    """Find the fastest plan for a job within a memory budget, by measuring plans on the job itself.
+
+    Args:
+        job: the job, or its reference.
+        method: ``random``, ``optuna`` or ``ppo``.
+        memory_budget: a size (``20GiB``) or a share of the FP32 baseline's peak (``75%``); ``None`` for no budget.
+        steps: real optimizer steps that may be spent.
+        trials: plans that may be measured; ``None`` for as many as the steps allow.
+        seed: of the search and of the engine.
+        runs_dir: where the run directory is made.
+        reporter: shows progress; ``None`` shows nothing.
+
+    Returns:
+        The document that ``autotune tune --json`` prints.
+
+    Raises:
+        InputError: for wrong input, before anything is written.
+    """
+    return _session(job, memory_budget, steps, trials, seed, runs_dir, reporter).tune(method)
+
+
+def compare(
+    job: str | Job,
+    arms: Sequence[str],
+    *,
+    seeds: int = 10,
+    memory_budget: str | None = None,
+    steps: int = 120,
+    trials: int | None = None,
+    seed: int = 0,
+    runs_dir: str | Path = "runs",
+    reporter: Reporter | None = None,
+    verb: str = "compare",
+) -> dict[str, Any]:
+    """Compare arms on paired, interleaved, fresh seeds; methods among them are searched for first.
+
+    Args:
+        job: the job, or its reference.
+        arms: rules, methods, plan files or policy folders.
+        seeds: how many paired seeds; fewer than six give an indication.
+        memory_budget: as for :func:`tune`.
+        steps: as for :func:`tune`, for each search.
+        trials: as for :func:`tune`, for each search.
+        seed: of the searches and of the tuning engine.
+        runs_dir: where the run directory is made.
+        reporter: shows progress; ``None`` shows nothing.
+        verb: what the run directory is called after.
+
+    Returns:
+        The document ``comparison.json``.
+
+    Raises:
+        InputError: for wrong input, before anything is written.
+    """
+    names, drawn = arm_names(arms), comparison.paired_seeds(seeds)
+    return _session(job, memory_budget, steps, trials, seed, runs_dir, reporter).compare(names, drawn, verb=verb)
+
+
+def _session(
+    job: str | Job,
+    memory_budget: str | None,
+    steps: int,
+    trials: int | None,
+    seed: int,
+    runs_dir: str | Path,
+    reporter: Reporter | None,
+) -> Session:
+    budget = None if memory_budget is None else MemoryBudget.parse(memory_budget)
+    settings = tuning.TuningSettings(steps=steps, trials=trials, seed=seed)
+    return Session(
+        job=load_job(job), runs=Path(runs_dir), budget=budget, settings=settings, reporter=reporter or Silent()
+    )
 
 
 def fastest_fitting_plan(document: dict[str, Any]) -> dict[str, Any] | None:

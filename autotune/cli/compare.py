@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from autotune.budget import MemoryBudget
 from autotune.cli import console as shared
 from autotune.cli.console import BudgetOption, JsonOption, RunsOption, SeedOption, StepsOption, TrialsOption
 
@@ -26,20 +25,21 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Find the arms that must be searched for, then compare all of them on paired, interleaved, fresh seeds."""
-    budget = None if memory_budget is None else MemoryBudget.parse(memory_budget)
-    from autotune.campaign import arms as naming
-    from autotune.campaign.comparison import paired_seeds
-    from autotune.campaign.session import Session
-    from autotune.campaign.tuning import TuningSettings
-    from autotune.catalog import load_job
+    from autotune.campaign import session
 
-    names, drawn = naming.parse_arms(arms), paired_seeds(seeds)
-    settings = TuningSettings(steps=steps, trials=trials, seed=seed)
-    found = load_job(job)
     output = shared.console(as_json=as_json)
     with shared.Bars(output) as bars:
-        session = Session(job=found, runs=runs_dir, budget=budget, settings=settings, reporter=bars)
-        document = session.compare(names, drawn)
+        document = session.compare(
+            job,
+            [name.strip() for name in arms.split(",")],
+            seeds=seeds,
+            memory_budget=memory_budget,
+            steps=steps,
+            trials=trials,
+            seed=seed,
+            runs_dir=runs_dir,
+            reporter=bars,
+        )
     show(document, output, as_json=as_json)
 
 

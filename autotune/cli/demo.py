@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from autotune.budget import MemoryBudget
 from autotune.cli import console as shared
 from autotune.cli.compare import show
 from autotune.cli.console import JsonOption, RunsOption, SeedOption, StepsOption
@@ -25,23 +24,26 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Tune a real training job inside 40 % of its memory, then compare the result with static configurations."""
-    budget = MemoryBudget.parse(memory_budget)
-    from autotune.campaign.comparison import paired_seeds
-    from autotune.campaign.session import Session
-    from autotune.campaign.tuning import TuningSettings
-    from autotune.catalog import load_job
+    from autotune.campaign import session
 
-    found = load_job(job)
     output = shared.console(as_json=as_json)
     output.print(
-        f"Training {found.name} for real: tuning inside {memory_budget} of the FP32 baseline's peak memory with three "
+        f"Training {job} for real: tuning inside {memory_budget} of the FP32 baseline's peak memory with three "
         f"methods of {steps} real steps each, then comparing {len(_ARMS)} arms on {seeds} fresh seeds."
     )
     began = time.perf_counter()
     with shared.Bars(output) as bars:
-        settings = TuningSettings(steps=steps, seed=seed)
-        session = Session(job=found, runs=runs_dir, budget=budget, settings=settings, reporter=bars)
-        document = session.compare(_ARMS, paired_seeds(seeds), verb="demo")
+        document = session.compare(
+            job,
+            _ARMS,
+            seeds=seeds,
+            memory_budget=memory_budget,
+            steps=steps,
+            seed=seed,
+            runs_dir=runs_dir,
+            reporter=bars,
+            verb="demo",
+        )
     show(document, output, as_json=as_json)
     output.print(f"That took {(time.perf_counter() - began) / 60:.1f} minutes. Why the plan is what it is:")
     output.print(f"    autotune explain {document['run']}", soft_wrap=True)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from autotune.budget import MemoryBudget, format_bytes
+from autotune.budget import format_bytes
 from autotune.cli import console as shared
 from autotune.cli.console import BudgetOption, JsonOption, RunsOption, SeedOption, StepsOption, TrialsOption
 
@@ -23,26 +23,26 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Find the fastest plan within a memory budget by measuring plans on the real job."""
-    budget = None if memory_budget is None else MemoryBudget.parse(memory_budget)
-    from autotune.campaign import tuning
-    from autotune.campaign.session import Session
-    from autotune.catalog import load_job
-    from autotune.errors import InputError
+    from autotune.campaign import session
     from autotune.plan import Plan
 
-    if method not in tuning.METHODS:
-        raise InputError(f"method is {method!r}", where="--method", allowed=tuning.METHODS)
-    settings = tuning.TuningSettings(steps=steps, trials=trials, seed=seed)
-    found = load_job(job)
     output = shared.console(as_json=as_json)
     with shared.Bars(output) as bars:
-        session = Session(job=found, runs=runs_dir, budget=budget, settings=settings, reporter=bars)
-        document = session.tune(method)
+        document = session.tune(
+            job,
+            method,
+            memory_budget=memory_budget,
+            steps=steps,
+            trials=trials,
+            seed=seed,
+            runs_dir=runs_dir,
+            reporter=bars,
+        )
     if as_json:
         shared.print_json(document)
         return
     measured = document["measured"]
-    table = Table(title=f"{found.name}: {method}", title_justify="left")
+    table = Table(title=f"{job}: {method}", title_justify="left")
     for name in ("", "plan", "step", "peak"):
         table.add_column(name)
     baseline = format_bytes(measured["baseline_peak_bytes"])
