@@ -26,7 +26,7 @@ from autotune.plan import Launch, Plan, PlanSpace, Precision, Storage
 from autotune.units import Unit, find_units, name_units
 
 if TYPE_CHECKING:
-    from autotune.campaign.session import compare, tune
+    from autotune.api import compare, tune
     from autotune.engines.torch_engine import EngineOptions, TorchEngine
 
 __version__ = "0.1.0"
@@ -69,8 +69,8 @@ register_environments()
 _LAZY = {
     "EngineOptions": "autotune.engines.torch_engine",
     "TorchEngine": "autotune.engines.torch_engine",
-    "compare": "autotune.campaign.session",
-    "tune": "autotune.campaign.session",
+    "compare": "autotune.api",
+    "tune": "autotune.api",
 }
 
 

@@ -115,7 +115,7 @@ class Measurement:
         for name in ("steps", "samples", "items", "skipped_steps", "total_s"):
             value = getattr(self, name)
             _require(value >= 0, name, value, ">= 0")
-        for name in ("seconds_per_step", "loss", "learning_rate", "energy_j"):
+        for name in ("seconds_per_step", "samples_per_step", "loss", "learning_rate", "energy_j"):
             value = getattr(self, name)
             _require(value is None or math.isfinite(value), name, value, "a finite number")
         _require((self.energy_j is None) == (self.energy_source == "absent"), "energy_source", self.energy_source)

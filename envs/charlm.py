@@ -138,7 +138,7 @@ job = Job(
     accumulation_choices=(1, 2, 4),
     schedule=WarmupCosine(),
     clip_norm=1.0,
-    max_steps=60,
+    max_steps=46,
     evaluate_every=2,
     data_sources=data_sources,
 )

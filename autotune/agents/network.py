@@ -117,7 +117,8 @@ class PolicyNetwork(nn.Module):
             ],
             dim=-1,
         )
-        return logits, self.value_head(context)
+        # Costs of failed windows are large; their value errors must not steer what the choices are made from.
+        return logits, self.value_head(context.detach())
 
     def _accumulation_logits(self, context: torch.Tensor, layout: Layout) -> torch.Tensor:
         choices = torch.tensor([[math.log2(k) / 4, 1 / k] for k in layout.accumulation_choices], device=context.device)

@@ -1,1 +1,1 @@
-"""Whole commands: run directories, tracking, tuning, comparing."""
+"""What commands are made of: run directories, tracking, tuning, arms, comparing."""

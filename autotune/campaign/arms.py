@@ -13,7 +13,6 @@ from autotune.errors import InputError
 from autotune.job import Job
 from autotune.plan import Plan, PlanSpace
 
-
 _ALLOWED = (*RULES, "random", "optuna", "ppo", "a plan file (.json)", "a policy folder")
 
 

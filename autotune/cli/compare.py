@@ -25,11 +25,11 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Find the arms that must be searched for, then compare all of them on paired, interleaved, fresh seeds."""
-    from autotune.campaign import session
+    from autotune import api
 
     output = shared.console(as_json=as_json)
     with shared.Bars(output) as bars:
-        document = session.compare(
+        document = api.compare(
             job,
             [name.strip() for name in arms.split(",")],
             seeds=seeds,

@@ -24,7 +24,7 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Tune a real training job inside 40 % of its memory, then compare the result with static configurations."""
-    from autotune.campaign import session
+    from autotune import api
 
     output = shared.console(as_json=as_json)
     output.print(
@@ -33,7 +33,7 @@ def command(
     )
     began = time.perf_counter()
     with shared.Bars(output) as bars:
-        document = session.compare(
+        document = api.compare(
             job,
             _ARMS,
             seeds=seeds,

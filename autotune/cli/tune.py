@@ -23,12 +23,12 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Find the fastest plan within a memory budget by measuring plans on the real job."""
-    from autotune.campaign import session
+    from autotune import api
     from autotune.plan import Plan
 
     output = shared.console(as_json=as_json)
     with shared.Bars(output) as bars:
-        document = session.tune(
+        document = api.tune(
             job,
             method,
             memory_budget=memory_budget,

@@ -1,4 +1,4 @@
-"""Run whole commands: tune a job, or find arms and compare them, from a job to documents on the disk."""
+"""Offer whole commands as functions: tune a job, or find arms and compare them, down to the documents on disk."""
 
 from __future__ import annotations
 

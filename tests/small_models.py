@@ -1,0 +1,109 @@
+"""Hold models that train in milliseconds, in plain torch: a process without this project can import them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Block(nn.Module):
+    """Be a transformer block whose dropout draws from the global generator."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.dropout = dropout
+        self.num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        query, key, value = self.mix(self.norm(x)).chunk(3, -1)
+        scores = (query @ key.transpose(-2, -1)).softmax(-1).to(value.dtype)
+        return x + F.dropout(self.out(F.gelu(scores @ value)), self.dropout, self.training)
+
+
+class TinyGPT(nn.Module):
+    """Predict the next of a few tokens; the units are embedding, blocks.0 ... and head."""
+
+    def __init__(self, *, tokens: int = 11, width: int = 8, blocks: int = 3, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, width)
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(blocks))
+        self.head = nn.Linear(width, tokens)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class ConvolutionBlock(nn.Module):
+    """Be a convolution with BatchNorm on a residual path."""
+
+    def __init__(self, width: int, *, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width, momentum=momentum)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x + self.norm(self.convolution(x)))
+
+
+class TinyConvolution(nn.Module):
+    """Classify 4x4 images; the units are stem, blocks.0 ... and head."""
+
+    def __init__(self, *, width: int = 4, blocks: int = 3, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, width, 3, padding=1)
+        self.blocks = nn.Sequential(*(ConvolutionBlock(width, momentum=momentum) for _ in range(blocks)))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.stem(images)).mean(dim=(2, 3)))
+
+
+class Perceptron(nn.Module):
+    """Be two equal linear layers: the smallest model with recomputable units."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class ReplacedBuffer(nn.Module):
+    """Keep a running sum by replacing the buffer, not by writing to it; twice in a call where it is clamped."""
+
+    def __init__(self, width: int, *, clamped: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.clamped = clamped
+        self.register_buffer("shift", torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.shift = self.shift + 0.1 * x.detach().float().mean(0)
+            if self.clamped:
+                self.shift = self.shift.clamp(-1, 1)
+        return torch.tanh(self.linear(x - self.shift))
+
+
+class ReplacedBuffers(nn.Module):
+    """Stack two modules that replace a buffer."""
+
+    def __init__(self, width: int = 3, *, clamped: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ReplacedBuffer(width, clamped=clamped) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x

@@ -1,0 +1,291 @@
+"""Recomputation changes no number: not in outputs, gradients, buffers or generators."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_jobs import differences, global_generators, momentum_sgd, recomputed
+from small_models import TinyConvolution, TinyGPT, ReplacedBuffers
+from torch import nn
+
+from autotune import Plan
+from autotune.mechanics import controls
+from autotune.mechanics.randomness import capture, isolated, restore
+
+
+def spectral_layers(*, parametrized: bool) -> nn.Module:
+    wrap = nn.utils.parametrizations.spectral_norm if parametrized else nn.utils.spectral_norm
+    return nn.Sequential(*(nn.Sequential(wrap(nn.Linear(3, 3)), nn.Tanh()) for _ in range(2)))
+
+
+class Counted(nn.Module):
+    """Write a count and a moving norm into buffers, and let the count change the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("constant", torch.full((3,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.count += 1
+        return torch.tanh(self.linear(x) * self.constant / (1 + self.count))
+
+
+class Alternating(Counted):
+    """Write to its buffer in every third call only, the first one not among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # The step, not the call, decides: a recomputation belongs to the step of its forward.
+        if self.training and self.num_steps % 3 == 2:
+            self.count += 1
+        return torch.tanh(self.linear(x) * self.constant / (1 + self.count))
+
+
+def image_loss(model: nn.Module) -> torch.Tensor:
+    return model(torch.randn(4, 1, 4, 4)).square().mean()
+
+
+def vector_loss(model: nn.Module) -> torch.Tensor:
+    return model(torch.randn(4, 3)).square().mean()
+
+
+def token_loss(model: nn.Module) -> torch.Tensor:
+    tokens = torch.randint(11, (4, 6))
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.Tensor]]] = {
+    "dropout": (TinyGPT, token_loss),
+    "BatchNorm": (TinyConvolution, image_loss),
+    "BatchNorm with a cumulative average": (lambda: TinyConvolution(momentum=None), image_loss),
+    "spectral norm by hook": (lambda: spectral_layers(parametrized=False), vector_loss),
+    "spectral norm by parametrization": (lambda: spectral_layers(parametrized=True), vector_loss),
+    "a buffer that is written to": (lambda: nn.Sequential(Counted(), Counted()), vector_loss),
+    "a buffer that is replaced": (ReplacedBuffers, vector_loss),
+    "a buffer that is replaced twice a call": (lambda: ReplacedBuffers(clamped=True), vector_loss),
+}
+UNITS = {
+    "dropout": ["blocks.0", "blocks.2"],
+    "BatchNorm": ["blocks.0", "blocks.2"],
+    "BatchNorm with a cumulative average": ["blocks.0", "blocks.2"],
+    "a buffer that is replaced": ["layers.0", "layers.1"],
+    "a buffer that is replaced twice a call": ["layers.0", "layers.1"],
+}
+
+
+def train(
+    model: nn.Module,
+    loss: Callable[[nn.Module], torch.Tensor],
+    *,
+    steps: int,
+    before_step: Callable[[nn.Module, int], None] = lambda model, step: None,
+) -> dict[str, Any]:
+    """Train and return everything that training leaves behind."""
+    optimizer = momentum_sgd(model.parameters())
+    losses = []
+    with isolated():
+        torch.manual_seed(1)
+        for step in range(steps):
+            before_step(model, step)
+            value = loss(model)
+            value.backward()
+            losses.append(value.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"losses": tuple(losses), **copied_state(model), **global_generators()}
+
+
+def copied_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_with_recomputed_units_is_bit_identical(name):
+    build, loss = MODELS[name]
+    torch.manual_seed(0)
+    plain = build()
+    other = copy.deepcopy(plain)
+    units = UNITS.get(name, ["0", "1"])
+    controls.apply(other, Plan(storage=recomputed(*units)))
+    initial = copied_state(plain)
+    expected, seen = train(plain, loss, steps=6), train(other, loss, steps=6)
+    assert differences(expected, seen) == []
+    assert controls.recomputations(other) == dict.fromkeys(units, 6)
+    changed = differences(initial, copied_state(plain))
+    # Otherwise the buffers of the case would prove nothing.
+    assert not list(plain.buffers()) or any(key in dict(plain.named_buffers()) for key in changed)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_in_bf16_with_recomputed_units_is_bit_identical(name):
+    build, loss = MODELS[name]
+    units = UNITS.get(name, ["0", "1"])
+    results = []
+    for storage in ({}, recomputed(*units)):
+        torch.manual_seed(0)
+        model = build()
+        controls.apply(model, Plan(precision=dict.fromkeys(units, "bf16"), storage=storage))
+        results.append(train(model, loss, steps=4))
+    assert differences(*results) == []
+    assert set(controls.recomputations(model).values()) == {4}
+
+
+def test_a_buffer_that_begins_to_change_when_it_is_unfrozen_is_still_updated_once():
+    def thaw(model: nn.Module, step: int) -> None:
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.train(step >= 2)
+
+    torch.manual_seed(0)
+    plain = TinyConvolution()
+    other = copy.deepcopy(plain)
+    controls.apply(other, Plan(storage=recomputed("blocks.0", "blocks.1", "blocks.2")))
+    expected = train(plain, image_loss, steps=4, before_step=thaw)
+    seen = train(other, image_loss, steps=4, before_step=thaw)
+    assert int(plain.blocks[0].norm.num_batches_tracked) == 2
+    assert differences(expected, seen) == []
+
+
+def test_a_buffer_that_changes_in_some_steps_only_is_still_updated_once():
+    def count_steps(model: nn.Module, step: int) -> None:
+        for layer in model:
+            layer.num_steps = step
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(Alternating(), Alternating())
+    other = copy.deepcopy(plain)
+    controls.apply(other, Plan(storage=recomputed("0", "1")))
+    expected = train(plain, vector_loss, steps=6, before_step=count_steps)
+    seen = train(other, vector_loss, steps=6, before_step=count_steps)
+    assert int(plain[0].count) == 2
+    assert differences(expected, seen) == []
+
+
+def test_a_unit_called_several_times_in_one_pass_recomputes_each_call_with_its_own_buffers():
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Counted()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.layer(self.layer(x)))
+
+    torch.manual_seed(0)
+    plain = Repeated()
+    other = copy.deepcopy(plain)
+    controls.apply(other, Plan(storage=recomputed("layer")))
+    assert differences(train(plain, vector_loss, steps=3), train(other, vector_loss, steps=3)) == []
+    assert controls.recomputations(other) == {"layer": 9}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_unit_in_evaluation_mode_with_gradients_is_recomputed_too(training):
+    torch.manual_seed(0)
+    plain = TinyConvolution().train(training)
+    other = copy.deepcopy(plain)
+    controls.apply(other, Plan(storage=recomputed("blocks.1")))
+    assert differences(train(plain, image_loss, steps=2), train(other, image_loss, steps=2)) == []
+    assert controls.recomputations(other) == {"blocks.1": 2}
+
+
+def test_nothing_is_recomputed_without_gradients():
+    model = TinyGPT()
+    controls.apply(model, Plan(storage=recomputed("blocks.0")))
+    with torch.no_grad():
+        model(torch.zeros(1, 2, dtype=torch.long))
+    assert controls.recomputations(model) == {"blocks.0": 0}
+    assert model.blocks[0].num_calls == 1
+
+
+def test_arguments_in_trees_and_by_keyword_reach_a_recomputed_unit_and_get_their_gradients():
+    class Weighted(nn.Module):
+        def forward(self, pair, *, scale, options):
+            first, second = pair
+            return {"sum": (first * scale + second["deep"]) * options["factor"], "none": None}
+
+    def run(module: nn.Module) -> tuple[torch.Tensor, ...]:
+        leaves = [torch.arange(3.0).requires_grad_() for _ in range(3)]
+        result = module((leaves[0], {"deep": leaves[1]}), scale=leaves[2], options={"factor": 3})
+        assert result["none"] is None
+        result["sum"].square().sum().backward()
+        return (result["sum"].detach(), *(leaf.grad for leaf in leaves))
+
+    plain, other = nn.ModuleList([Weighted()]), nn.ModuleList([Weighted()])
+    controls.apply(other, Plan(storage=recomputed("0")))
+    for expected, seen in zip(run(plain[0]), run(other[0]), strict=True):
+        assert torch.equal(expected, seen)
+    assert controls.recomputations(other) == {"0": 1}
+
+
+def test_an_exception_during_recomputation_leaves_the_buffers_as_forward_left_them():
+    class Faulty(Counted):
+        broken = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            if self.broken:
+                raise KeyError("during recomputation")
+            return torch.tanh(self.linear(x) / self.count)
+
+    model = nn.Sequential(Faulty(), Faulty())
+    controls.apply(model, Plan(storage=recomputed("0", "1")))
+    loss = vector_loss(model)
+    held = [model[0].count, model[1].count]
+    model[0].broken = True
+    with pytest.raises(KeyError, match="during recomputation"):
+        loss.backward()
+    assert [model[0].count, model[1].count] == held
+    assert model[0].count is held[0]
+    assert [int(count) for count in held] == [1, 1]
+
+
+def test_recomputation_repeats_the_draws_of_forward_whatever_was_drawn_in_between():
+    torch.manual_seed(0)
+    plain = TinyGPT(dropout=0.5)
+    other = copy.deepcopy(plain)
+    controls.apply(other, Plan(storage=recomputed("blocks.0", "blocks.1", "blocks.2")))
+    gradients = []
+    for model in (plain, other):
+        torch.manual_seed(3)
+        loss = token_loss(model)
+        torch.rand(100)
+        state = capture()
+        loss.backward()
+        assert torch.equal(torch.get_rng_state(), state.cpu)
+        restore(state)
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    assert differences(*gradients) == []
+
+
+def test_less_is_kept_between_forward_and_backward():
+    def kept_bytes(model: nn.Module) -> int:
+        storages: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = token_loss(model)
+        assert loss.requires_grad
+        return sum(storages.values())
+
+    model = TinyGPT()
+    seen = []
+    for count in range(4):
+        controls.apply(model, Plan(storage=recomputed(*(f"blocks.{index}" for index in range(count)))))
+        seen.append(kept_bytes(model))
+    assert seen == sorted(seen, reverse=True)
+    assert seen[3] < 0.7 * seen[0]

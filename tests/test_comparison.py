@@ -1,0 +1,224 @@
+"""Comparing fairly: the statistics against their own laws, and whole comparisons of a real tiny job."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_job
+from scipy import stats
+
+import autotune
+from autotune.agents.policy import StaticPolicy
+from autotune.campaign.comparison import (
+    Arm,
+    Protocol,
+    RunRecord,
+    horizon,
+    interval,
+    judge,
+    pilot,
+    sign_flip,
+    upper_bound,
+)
+from autotune.report.tables import comparison_table, plan_lines, verdict_line
+
+PROTOCOL = Protocol(
+    job="j", arms=("baseline", "a"), seeds=tuple(range(10)), horizon_samples=100, memory_budget_bytes=None
+)
+ARM = Arm(name="a", policy=lambda space: StaticPolicy("a", space.baseline()), tuning_s=30.0, tuning_steps=50)
+
+
+def record(seed: int, time_s: float | None, metric: float = 1.0, failure: str | None = None) -> RunRecord:
+    return RunRecord(
+        seed=seed,
+        reached=time_s is not None,
+        time_to_target_s=time_s,
+        steps=100,
+        samples=1000,
+        final_metric=metric,
+        peak_bytes=100,
+        failure=failure,
+    )
+
+
+def judged(times: list[float | None], baseline: list[float], **metrics: list[float]) -> dict:
+    own = metrics.get("own", [1.0] * len(times))
+    other = metrics.get("other", [1.0] * len(times))
+    runs = [record(i, value, own[i]) for i, value in enumerate(times)]
+    return judge(ARM, runs, [record(i, value, other[i]) for i, value in enumerate(baseline)], PROTOCOL, "min")
+
+
+def test_the_interval_is_students_and_a_constant_is_a_point() -> None:
+    values = [1.0, 2.0, 4.0, 3.0]
+    expected = stats.t.interval(0.95, 3, loc=2.5, scale=stats.sem(values))
+    assert interval(values, 0.95) == pytest.approx(expected)
+    assert interval([2.0, 2.0], 0.95) == (2.0, 2.0)
+    assert upper_bound(values, 0.95) == pytest.approx(2.5 + stats.t.ppf(0.95, 3) * stats.sem(values))
+
+
+def test_the_smallest_sign_flip_p_with_three_pairs_is_a_quarter() -> None:
+    assert sign_flip([-1.0, -2.0, -3.0]) == 0.25
+    assert sign_flip([-1.0] * 10) == pytest.approx(2 / 2**10)
+    assert sign_flip([1.0, -1.0]) == 1.0
+    assert sign_flip([-1.0] * 14) < 0.01
+
+
+def test_ratios_verdicts_and_break_even_are_what_the_times_say() -> None:
+    faster = judged([5.0, 5.2, 4.9, 5.1] * 2, [10.0, 10.1, 9.9, 10.0] * 2)
+    assert faster["verdict"] == "faster"
+    assert faster["time_ratio"] == pytest.approx(0.505, abs=0.01)
+    assert faster["time_ratio_ci95"][0] < faster["time_ratio"] < faster["time_ratio_ci95"][1]
+    # 30 s of tuning are won back at 4.95 of 10 s per 100 steps: about 606 steps.
+    assert faster["break_even_steps"] == pytest.approx(606, abs=10)
+    assert judged([10.0, 10.2, 9.8, 10.1], [5.0, 5.1, 5.0, 4.9])["verdict"] == "slower"
+    assert judged([10.0, 9.0, 11.0, 10.2], [10.0, 10.1, 9.9, 10.0])["verdict"] == "no difference shown"
+
+
+def test_a_run_that_converged_worse_cannot_be_faster() -> None:
+    worse = judged([5.0, 5.1, 4.9, 5.0], [10.0, 10.1, 9.9, 10.0], own=[1.02, 1.03, 1.02, 1.02])
+    assert not worse["non_inferior"]
+    assert worse["verdict"] == "no difference shown"
+    assert worse["metric_difference"] == pytest.approx(0.0225)
+
+
+def test_missed_targets_and_failures_stay_in() -> None:
+    missed = judged([5.0, None, 4.9, 5.0], [10.0, 10.1, 9.9, 10.0])
+    assert (missed["verdict"], missed["time_ratio"]) == ("slower", None)
+    assert "1 of 4" in missed["reason"]
+    runs = [record(0, 5.0), record(1, None, failure="out_of_memory")]
+    failed = judge(ARM, runs, [record(0, 10.0), record(1, 10.0)], PROTOCOL, "min")
+    assert failed["verdict"] == "not comparable"
+    assert "out_of_memory" in failed["reason"]
+    assert judge(ARM, runs, [record(0, None), record(1, 10.0)], PROTOCOL, "min")["verdict"] == "not comparable"
+
+
+def test_a_goal_of_max_turns_the_sign_of_quality_only() -> None:
+    runs, base = [record(i, 5.0 + i / 10, 0.99) for i in range(4)], [record(i, 10.0, 0.95) for i in range(4)]
+    entry = judge(ARM, runs, base, PROTOCOL, "max")
+    assert entry["non_inferior"]
+    assert entry["metric_difference"] > 0
+    assert not judge(ARM, runs, base, PROTOCOL, "min")["non_inferior"]
+
+
+def test_an_arm_against_itself_is_rarely_called_different_and_a_planted_effect_is_found() -> None:
+    generator = np.random.default_rng(0)
+
+    def verdicts(shift: float, count: int) -> list[str]:
+        found = []
+        for _ in range(count):
+            noise = generator.normal(size=(2, 10))
+            times = np.exp(0.05 * noise[0] / math.sqrt(2) + 0.05 * shift), np.exp(0.05 * noise[1] / math.sqrt(2))
+            found.append(judged(times[0].tolist(), times[1].tolist())["verdict"])
+        return found
+
+    assert sum(verdict != "no difference shown" for verdict in verdicts(0.0, 200)) <= 18
+    assert np.mean([verdict == "faster" for verdict in verdicts(-1.0, 500)]) >= 0.75
+
+
+def test_the_horizon_is_a_quarter_past_the_baselines_arrival_in_whole_evaluations() -> None:
+    job = tiny_job.make(evaluate_every=5)
+    baseline = pilot(job)
+    assert baseline.reached
+    length = horizon(job, baseline)
+    assert length >= 1.25 * baseline.samples
+    assert length % (5 * job.batch_size) == 0
+    assert length - 1.25 * baseline.samples < 5 * job.batch_size
+    assert horizon(tiny_job.never_met(), pilot(tiny_job.never_met())) == 10 * job.batch_size
+
+
+def test_a_protocol_has_one_hash_and_any_change_another() -> None:
+    from dataclasses import replace
+
+    assert PROTOCOL.digest == replace(PROTOCOL).digest
+    assert PROTOCOL.digest != replace(PROTOCOL, margin=0.01).digest
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    runs = tmp_path_factory.mktemp("runs")
+    return autotune.compare(
+        tiny_job.job(), ["uniform-bf16", "random", "ppo"], seeds=2, memory_budget="90%", steps=40, runs_dir=runs
+    )
+
+
+def test_the_comparison_is_the_documented_one_and_is_on_the_disk(document: dict) -> None:
+    run = Path(document["run"])
+    assert json.loads((run / "comparison.json").read_text()) == document
+    assert [arm["name"] for arm in document["arms"]] == ["baseline", "uniform-bf16", "random", "ppo"]
+    assert {"version", "job", "device", "seeds", "memory_budget_bytes", "baseline", "arms", "against_baseline"} <= set(
+        document
+    )
+    wanted = {
+        *("seed", "reached", "time_to_target_s", "steps", "samples", "final_metric", "throughput", "peak_bytes"),
+        *("within_budget", "energy_j", "energy_source", "failure"),
+    }
+    for arm in document["arms"]:
+        assert {"name", "plan", "tuning_s", "tuning_steps", "runs"} <= set(arm)
+        assert all(wanted <= set(entry) for entry in arm["runs"])
+        # Every arm runs to the same number of samples.
+        assert {entry["samples"] for entry in arm["runs"]} == {document["horizon_samples"]}
+    for entry in document["against_baseline"]:
+        keys = {"arm", "time_ratio", "time_ratio_ci95", "p_value", "memory_ratio", "metric_difference", "non_inferior"}
+        assert keys | {"break_even_steps", "verdict"} <= set(entry)
+
+
+def test_searched_arms_have_paid_their_real_steps_and_their_trials_are_recorded(document: dict) -> None:
+    rows = [json.loads(row) for row in Path(document["run"], "trials.jsonl").read_text().splitlines()]
+    for arm in document["arms"]:
+        if arm["name"] in ("random", "ppo"):
+            assert 0 < arm["tuning_steps"] <= 40
+            assert arm["tuning_s"] > 0
+            own = [row for row in rows if row["method"] == arm["name"]]
+            assert [row["number"] for row in own] == list(range(len(own)))
+            assert sum(row["final"] for row in own) > 0
+    assert Path(document["run"], "policy", "policy.safetensors").is_file()
+
+
+def test_a_picture_a_plan_and_provenance_are_written(document: dict) -> None:
+    run = Path(document["run"])
+    assert (run / "comparison.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (run / "comparison.png").stat().st_size > 20_000
+    environment = json.loads((run / "environment.json").read_text())
+    assert environment["packages"]["torch"]
+    assert environment["data"] == []
+    assert json.loads((run / "config.json").read_text())["memory_budget"]["share"] == 0.9
+
+
+def test_two_runs_of_one_arm_and_seed_learn_the_same(document: dict) -> None:
+    again = autotune.compare(tiny_job.job(), ["uniform-bf16"], seeds=2, runs_dir=Path(document["run"]).parent)
+    first, second = (next(arm for arm in found["arms"] if arm["name"] == "uniform-bf16") for found in (document, again))
+    assert [run["final_metric"] for run in first["runs"]] == [run["final_metric"] for run in second["runs"]]
+
+
+def test_the_tables_say_what_the_document_says(document: dict) -> None:
+    table = comparison_table(document)
+    assert table.row_count == 4
+    assert len(plan_lines(document)) == 4
+    line = verdict_line(document)
+    assert "an indication, not a claim" in line or "No arm" in line
+
+
+def test_a_target_that_is_met_before_training_or_never_is_said_and_is_no_error(tmp_path: Path) -> None:
+    met = autotune.compare(tiny_job.already_met(), ["uniform-bf16"], seeds=2, runs_dir=tmp_path)
+    assert met["against_baseline"][0]["verdict"] == "not comparable"
+    assert "before any training" in met["against_baseline"][0]["reason"]
+    missed = autotune.compare(tiny_job.never_met(), ["uniform-bf16"], seeds=2, runs_dir=tmp_path)
+    assert missed["against_baseline"][0]["verdict"] == "not comparable"
+    assert not any(run["reached"] for arm in missed["arms"] for run in arm["runs"])
+    assert "No arm" in verdict_line(missed)
+
+
+def test_a_plan_file_is_an_arm_and_a_live_arm_lists_its_plans(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"version": 1, "accumulation_steps": 2, "precision": {"head": "bf16"}}))
+    job = tiny_job.make(batching="adaptive", max_steps=40, target=0.0)
+    found = autotune.compare(job, [str(path), "paper"], seeds=2, runs_dir=tmp_path)
+    arms = {arm["name"]: arm for arm in found["arms"]}
+    assert arms["mine"]["plan"]["accumulation_steps"] == 2
+    assert arms["mine"]["plan"]["precision"]["head"] == "bf16"
+    for arm in arms.values():
+        assert {run["samples"] for run in arm["runs"]} == {found["horizon_samples"]}
+        for run in arm["runs"]:
+            assert ("plans" in run) == ("plan" not in arm)

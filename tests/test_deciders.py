@@ -1,0 +1,424 @@
+"""What decides: rules, searches, the network, its file, and PPO on a problem whose answer is known."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_job
+import torch
+from safetensors.torch import save
+from test_env import SPACE, plain_window, replay_env
+
+from autotune import GradientStatistics, Measurement, Plan, PolicyFileError, Precision, Storage
+from autotune.agents import bundle, ppo
+from autotune.agents.network import Layout, LearnedPolicy, PolicyNetwork, most_likely
+from autotune.agents.optuna_search import STORAGE_FILE, OptunaSearch
+from autotune.agents.policy import Policy
+from autotune.agents.rules import PAPER_ACCUMULATION, RULES, PaperPolicy, rule_policy
+from autotune.agents.search import RandomSearch, Search
+from autotune.gym.env import TuningEnv
+from autotune.gym.observation import Observation
+from autotune.measurement import Failure
+from autotune.plan import PlanSpace
+
+
+def observe(plan: Plan, window: Measurement, budget: int | None = None) -> Observation:
+    reference = plain_window(SPACE.baseline(), 3)
+    return Observation(space=SPACE, plan=plan, window=window, reference=reference, memory_budget_bytes=budget)
+
+
+def known_cost(plan: Plan) -> float:
+    """Be a problem whose best plan is k = 2, bf16 everywhere, only blocks.1 recomputed."""
+    seconds = 0.1 + 0.02 * sum(plan.precision_of(unit.name) is Precision.FP32 for unit in SPACE.units)
+    seconds += 0.01 * sum(choice is Storage.RECOMPUTE for choice in plan.storage.values())
+    return seconds + {1: 0.0, 2: 0.005, 4: 0.05}[plan.accumulation_steps]
+
+
+def known_peak(plan: Plan) -> int:
+    saved = sum(plan.storage_of(unit.name) is Storage.SAVE for unit in SPACE.units)
+    wide = sum(plan.precision_of(unit.name) is Precision.FP32 for unit in SPACE.units)
+    return (
+        100
+        + int((100 * saved + 100 * wide) / plan.accumulation_steps)
+        + 5 * (plan.storage_of("blocks.2") is Storage.RECOMPUTE)
+        + 5 * (plan.storage_of("blocks.3") is Storage.RECOMPUTE)
+    )
+
+
+def known_window(budget: int) -> Callable[[Plan, int], Measurement]:
+    def answer(plan: Plan, steps: int) -> Measurement:
+        over = known_peak(plan) > budget and plan != SPACE.baseline()
+        return Measurement(
+            steps=1 if over else steps,
+            samples=8 * steps,
+            items=8 * steps,
+            total_s=1.0,
+            seconds_per_step=None if over else known_cost(plan),
+            samples_per_step=None if over else 8.0,
+            peak_bytes=known_peak(plan),
+            memory_budget_bytes=budget,
+            loss=1.0,
+            failure=Failure.OVER_BUDGET if over else None,
+        )
+
+    return answer
+
+
+def known_env(budget: int) -> TuningEnv:
+    return replay_env(known_window(budget), memory_budget_bytes=budget, evaluate=False, max_windows=8, run_length=1e9)
+
+
+def best_known(budget: int) -> float:
+    grid = np.stack(np.meshgrid(*(range(size) for size in SPACE.sizes), indexing="ij"), -1).reshape(
+        -1, len(SPACE.sizes)
+    )
+    plans = [SPACE.decode(row) for row in grid.tolist()]
+    return min(known_cost(plan) for plan in plans if known_peak(plan) <= budget)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_makes_a_plan_of_the_space(name: str) -> None:
+    plan = RULES[name].plan(SPACE)
+    assert SPACE.check(plan) == plan
+    policy = rule_policy(name, SPACE, tiny_job.job())
+    assert isinstance(policy, Policy)
+    assert policy.decide(observe(plan, plain_window(plan, 3)), plan) == plan
+
+
+def test_the_rules_are_what_their_names_say() -> None:
+    plans = {name: rule.plan(SPACE) for name, rule in RULES.items()}
+    assert plans["baseline"] == SPACE.baseline()
+    assert set(plans["uniform-bf16"].precision.values()) == {Precision.BF16}
+    assert set(plans["recompute-all"].storage.values()) == {Storage.RECOMPUTE}
+    assert set(plans["sqrt"].precision.values()) == {Precision.FP32}
+    assert plans["paper"].accumulation_steps == PAPER_ACCUMULATION
+    # ceil(sqrt(3)) = 2 of the three recomputable units are kept, the last among them.
+    assert [name for name, choice in plans["sqrt"].storage.items() if choice is Storage.RECOMPUTE] == ["blocks.1"]
+
+
+def test_the_paper_follows_the_variance_under_adaptive_batching() -> None:
+    job = tiny_job.make(batching="adaptive")
+    policy = rule_policy("paper", SPACE, job)
+    assert isinstance(policy, PaperPolicy)
+    plan = policy.plan
+
+    def after(variance: float) -> int:
+        window = Measurement(
+            steps=5, samples=40, items=40, total_s=1, gradient=GradientStatistics(norm=1.0, variance=variance)
+        )
+        return policy.decide(observe(plan, window), plan).accumulation_steps
+
+    assert [after(8.0), after(8.0)] == [4, 4]
+    assert after(4.0) == 2
+    assert after(0.1) == 2
+    assert after(1e9) == 4
+    policy.reset()
+    assert after(100.0) == 4
+
+
+class SearchContract:
+    """What every search must hold."""
+
+    def make(self, folder: Path) -> Search:
+        raise NotImplementedError
+
+    def test_it_is_a_search(self, tmp_path: Path) -> None:
+        search = self.make(tmp_path)
+        assert isinstance(search, Search)
+        search.close()
+
+    def test_it_proposes_plans_of_the_space_whatever_it_is_told(self, tmp_path: Path) -> None:
+        search = self.make(tmp_path)
+        for number, failure in enumerate([None, *Failure] * 3):
+            plan = search.ask()
+            assert SPACE.check(plan) == plan
+            window = (
+                plain_window(plan, 3)
+                if failure is None
+                else Measurement(steps=1, samples=8, items=8, total_s=0.1, peak_bytes=2000, failure=failure)
+            )
+            search.tell(plan, observe(plan, window, budget=900), 1.0 + number)
+        search.close()
+
+    def test_it_repeats_itself_under_a_seed(self, tmp_path: Path) -> None:
+        def proposals(folder: Path) -> list[Plan]:
+            folder.mkdir()
+            search = self.make(folder)
+            plans = []
+            for _ in range(25):
+                plans.append(search.ask())
+                search.tell(plans[-1], observe(plans[-1], plain_window(plans[-1], 3)), known_cost(plans[-1]))
+            search.close()
+            return plans
+
+        assert proposals(tmp_path / "a") == proposals(tmp_path / "b")
+
+
+class TestRandomSearch(SearchContract):
+    def make(self, folder: Path) -> Search:
+        return RandomSearch(SPACE, 3)
+
+
+class TestOptunaSearch(SearchContract):
+    def make(self, folder: Path) -> Search:
+        return OptunaSearch(SPACE, folder, 3)
+
+
+def test_optuna_begins_with_the_plans_it_is_given_and_learns_from_the_rest(tmp_path: Path) -> None:
+    first = [SPACE.baseline(), SPACE.leanest()]
+    search = OptunaSearch(SPACE, tmp_path, 0, first)
+    costs = []
+    for _ in range(60):
+        plan = search.ask()
+        costs.append(known_cost(plan))
+        if len(costs) <= 2:
+            assert plan == first[len(costs) - 1]
+        search.tell(plan, observe(plan, plain_window(plan, 3)), costs[-1])
+    search.close()
+    assert np.mean(costs[-15:]) < np.mean(costs[2:17])
+
+
+def test_optuna_told_of_the_budget_as_a_constraint_stays_within_it_more_and_more(tmp_path: Path) -> None:
+    search = OptunaSearch(SPACE, tmp_path, 0)
+    over = []
+    for _ in range(60):
+        plan = search.ask()
+        window = known_window(300)(plan, 3)
+        over.append(window.failure is not None)
+        search.tell(plan, observe(plan, window, budget=300), 4.0 if over[-1] else known_cost(plan))
+    search.close()
+    assert sum(over[:20]) > 0
+    assert sum(over[-20:]) < sum(over[:20])
+
+
+_ENDLESS = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_deciders import SPACE, observe, plain_window
+from autotune.agents.optuna_search import OptunaSearch
+search = OptunaSearch(SPACE, Path({folder!r}), 0)
+while True:
+    plan = search.ask()
+    search.tell(plan, observe(plan, plain_window(plan, 3)), 1.0)
+    print(len(search.study.trials), flush=True)
+"""
+
+
+def test_what_optuna_was_told_survives_a_kill_and_what_ran_then_does_not_stay_running(tmp_path: Path) -> None:
+    code = _ENDLESS.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    told = 0
+    for round_number in range(3):
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                told = int(line)
+                if told >= 5 * (round_number + 1):
+                    break
+            os.kill(process.pid, signal.SIGKILL)
+        search = OptunaSearch(SPACE, tmp_path, 0)
+        states = [trial.state.name for trial in search.study.trials]
+        search.close()
+        assert states.count("COMPLETE") >= told
+        assert "RUNNING" not in states
+    assert (tmp_path / STORAGE_FILE).is_file()
+
+
+def test_the_network_is_small_and_fits_models_of_any_depth() -> None:
+    network = PolicyNetwork()
+    assert sum(parameter.numel() for parameter in network.parameters()) <= 100_000
+    for count in (1, 4, 200):
+        layout = Layout((1, 2), (1, 2), count, tuple(range(count)))
+        features = torch.randn(3, 18), torch.randn(3, (count + 2) * 13)
+        logits, value = network(*features, layout)
+        assert logits.shape == (3, sum(layout.sizes))
+        assert value.shape == (3, 1)
+
+
+def test_padding_never_changes_a_decision() -> None:
+    network = PolicyNetwork()
+    env = replay_env(plain_window, evaluate=False)
+    env.reset(seed=0)
+    assert env.observation is not None
+    layout = Layout.of(SPACE)
+    bare = most_likely(network, env.observation.arrays(), layout)
+    assert most_likely(network, env.observation.arrays(40), layout) == bare
+    assert SPACE.check(LearnedPolicy(network).decide(env.observation, SPACE.baseline()))
+
+
+def test_ppo_from_nothing_comes_near_the_best_plan_where_random_play_is_far_off() -> None:
+    env = known_env(budget=300)
+    generator = np.random.default_rng(0)
+    env.reset(seed=0)
+    random_play = [env.step(np.array(SPACE.encode(SPACE.sample(generator))))[1] for _ in range(300)]
+    recipe = ppo.Recipe(windows=2000, rollout=32, learning_rate=1e-3, entropy=0.02)
+    trained = ppo.train(env, recipe, seed=0)
+    env.reset(seed=0)
+    assert env.observation is not None
+    plan = LearnedPolicy(trained.network).decide(env.observation, SPACE.baseline())
+    cost = -env.step(np.array(SPACE.encode(plan)))[1]
+    best = best_known(300) / known_cost(SPACE.baseline())
+    assert cost < 1.3 * best
+    assert -np.median(random_play) > 1.5 * best
+
+
+def test_ppo_that_starts_at_a_plan_first_plays_near_it_and_repeats_under_a_seed() -> None:
+    start = RULES["paper"].plan(SPACE)
+
+    def first_plays() -> list[list[int]]:
+        env = known_env(budget=300)
+        played: list[list[int]] = []
+        step = env.step
+
+        def spy(action: np.ndarray) -> object:
+            played.append(action.tolist())
+            return step(action)
+
+        env.step = spy  # type: ignore[method-assign,assignment]
+        ppo.train(env, ppo.Recipe(windows=16), seed=1, start=start)
+        return played
+
+    plays = first_plays()
+    wanted = SPACE.encode(start)
+    agreement = np.mean([np.mean(np.array(play) == wanted) for play in plays[:8]])
+    assert agreement > 0.7
+    assert plays == first_plays()
+
+
+TRAINING = bundle.Training(job="tiny", seed=0, windows=1, steps=1, memory_budget_bytes=None)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    bundle.save_policy(tmp_path / "policy", PolicyNetwork(), TRAINING)
+    return tmp_path / "policy"
+
+
+def test_a_policy_survives_its_round_trip_and_no_pickle_is_written(folder: Path) -> None:
+    loaded = bundle.load_policy(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "manifest.json", "policy.safetensors"]
+    torch.manual_seed(0)
+    for name, tensor in PolicyNetwork().state_dict().items():
+        assert torch.equal(tensor, loaded.network.state_dict()[name])
+
+
+def edit(folder: Path, **changes: object) -> None:
+    path = folder / "manifest.json"
+    document = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in document.items() if value is not ...}))
+
+
+class Payload:
+    def __reduce__(self) -> tuple:
+        return os.system, ("touch /tmp/autotune-was-here",)
+
+
+def put_weights(folder: Path, weights: bytes) -> None:
+    import hashlib
+
+    (folder / "policy.safetensors").write_bytes(weights)
+    edit(folder, weights_sha256=hashlib.sha256(weights).hexdigest(), weights_bytes=len(weights))
+
+
+def changed_tensors(change: Callable[[dict], None]) -> bytes:
+    tensors = {name: tensor.clone() for name, tensor in PolicyNetwork().state_dict().items()}
+    change(tensors)
+    return save(tensors)
+
+
+HOSTILE: dict[str, Callable[[Path], object]] = {
+    "no manifest": lambda f: (f / "manifest.json").unlink(),
+    "no weights": lambda f: (f / "policy.safetensors").unlink(),
+    "truncated manifest": lambda f: (f / "manifest.json").write_text('{"version": 1'),
+    "manifest that is a list": lambda f: (f / "manifest.json").write_text("[]"),
+    "manifest with a key twice": lambda f: (f / "manifest.json").write_text('{"version": 1, "version": 1}'),
+    "manifest with NaN": lambda f: edit(f, width=float("nan")),
+    "manifest nested without end": lambda f: (f / "manifest.json").write_text("[" * 60_000),
+    "manifest too large": lambda f: (f / "manifest.json").write_text('{"a": "' + "x" * 2**17 + '"}'),
+    "unknown key": lambda f: edit(f, run="rm -rf"),
+    "missing key": lambda f: edit(f, width=...),
+    "newer version": lambda f: edit(f, version=2),
+    "newer features": lambda f: edit(f, feature_version=99),
+    "other kind": lambda f: edit(f, kind="pickle"),
+    "width of another network": lambda f: edit(f, width=32),
+    "width without bound": lambda f: edit(f, width=10**9),
+    "number as text": lambda f: edit(f, width="64"),
+    "other probe": lambda f: edit(f, probe_action=[0] * 11),
+    "other hash": lambda f: edit(f, weights_sha256="0" * 64),
+    "truncated weights": lambda f: (f / "policy.safetensors").write_bytes(b"x"),
+    "one flipped bit": lambda f: (f / "policy.safetensors").write_bytes(
+        (data := bytearray((f / "policy.safetensors").read_bytes()))[:-1] + bytes([data[-1] ^ 1])
+    ),
+    "pickle in disguise": lambda f: put_weights(f, pickle.dumps(Payload())),
+    "torch file in disguise": lambda f: (torch.save({}, f / "x"), put_weights(f, (f / "x").read_bytes())),
+    "tensor that is not finite": lambda f: put_weights(
+        f, changed_tensors(lambda t: t["value_head.bias"].fill_(float("nan")))
+    ),
+    "tensor of another dtype": lambda f: put_weights(
+        f, changed_tensors(lambda t: t.update({"value_head.bias": t["value_head.bias"].double()}))
+    ),
+    "tensor of another shape": lambda f: put_weights(
+        f, changed_tensors(lambda t: t.update({"value_head.bias": torch.zeros(2)}))
+    ),
+    "tensor too many": lambda f: put_weights(f, changed_tensors(lambda t: t.update(extra=torch.zeros(1)))),
+    "tensor too few": lambda f: put_weights(f, changed_tensors(lambda t: t.pop("value_head.bias"))),
+    "link": lambda f: ((f / "policy.safetensors").rename(f / "w"), (f / "policy.safetensors").symlink_to(f / "w")),
+    "folder in place of weights": lambda f: (
+        (f / "policy.safetensors").unlink(),
+        (f / "policy.safetensors").mkdir(),
+    ),
+    "pipe": lambda f: ((f / "manifest.json").unlink(), os.mkfifo(f / "manifest.json")),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_damaged_or_hostile_policy_is_one_clear_error(case: str, folder: Path) -> None:
+    HOSTILE[case](folder)
+    began = time.perf_counter()
+    with pytest.raises(PolicyFileError, match=r"manifest\.json|policy\.safetensors|probe") as caught:
+        bundle.load_policy(folder)
+    assert "\n" not in str(caught.value)
+    assert time.perf_counter() - began < 10
+    assert not Path("/tmp/autotune-was-here").exists()
+
+
+def test_random_damage_is_never_loaded_as_other_weights(folder: Path) -> None:
+    generator = np.random.default_rng(0)
+    files = {name: (folder / name).read_bytes() for name in ("manifest.json", "policy.safetensors")}
+    original = bundle.load_policy(folder).network.state_dict()
+    refused = 0
+    for _ in range(300):
+        name = ("manifest.json", "policy.safetensors")[generator.integers(2)]
+        data = bytearray(files[name])
+        for position in generator.integers(len(data), size=generator.integers(1, 4)):
+            data[position] = generator.integers(256)
+        (folder / name).write_bytes(data)
+        try:
+            loaded = bundle.load_policy(folder).network.state_dict()
+        except PolicyFileError:
+            refused += 1
+        else:
+            assert all(torch.equal(tensor, loaded[key]) for key, tensor in original.items())
+        (folder / name).write_bytes(files[name])
+    assert refused > 200
+
+
+def test_a_policy_folder_is_an_arm(folder: Path) -> None:
+    from autotune.campaign.arms import named_arm
+
+    arm = named_arm(str(folder), tiny_job.job(), SPACE)
+    assert isinstance(arm.policy(SPACE), LearnedPolicy)
+
+
+def test_a_space_round_trips_through_the_layout() -> None:
+    assert Layout.of(SPACE).sizes == SPACE.sizes
+    assert isinstance(SPACE, PlanSpace)

@@ -1,0 +1,86 @@
+"""The floors of design: a file imports from its own floor and from those above it, and heavy packages stay in one file."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "autotune"
+FLOORS = ["", "physics", "mechanics", "engines", "gym", "agents", "live", "campaign", "report", "api", "cli"]
+# Root files that are the public face, not vocabulary.
+FACES = {"__init__": "cli", "api": "api"}
+HEAVY = {
+    "stable_baselines3": {"agents/ppo.py"},
+    "sb3_contrib": {"agents/ppo.py"},
+    "optuna": {"agents/optuna_search.py"},
+    "mlflow": {"campaign/tracking.py"},
+    "deepspeed": set(),
+    "ray": set(),
+    "matplotlib": {"report/figures.py"},
+}
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if "_envs" not in path.parts and "_policies" not in path.parts)
+
+
+def floor_of(module: str) -> str:
+    parts = module.split(".")[1:]
+    if not parts:
+        return FACES["__init__"]
+    if len(parts) == 1 and not (PACKAGE / parts[0]).is_dir():
+        return FACES.get(parts[0], "")
+    return parts[0]
+
+
+def imports_of(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += (
+                [f"{node.module}.{name.name}" for name in node.names] if node.module == "autotune" else [node.module]
+            )
+    return found
+
+
+def module_name(path: Path) -> str:
+    parts = ["autotune", *path.relative_to(PACKAGE).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_imports_from_its_own_floor_and_those_above_it_only(path: Path) -> None:
+    # ``from autotune import __version__`` reads a string, not a floor.
+    own = FLOORS.index(floor_of(module_name(path)))
+    below = [
+        name
+        for name in imports_of(path)
+        if name.startswith("autotune.") and not name.endswith("__version__") and FLOORS.index(floor_of(name)) > own
+    ]
+    assert not below
+
+
+@pytest.mark.parametrize("package", HEAVY)
+def test_a_heavy_package_is_imported_in_its_one_file_only(package: str) -> None:
+    users = {
+        str(path.relative_to(PACKAGE))
+        for path in FILES
+        if any(name.split(".")[0] == package for name in imports_of(path))
+    }
+    assert users == HEAVY[package]
+
+
+def test_physics_knows_no_torch() -> None:
+    vocabulary = [PACKAGE / f"{name}.py" for name in ("plan", "measurement", "budget", "files", "errors")]
+    for path in [*vocabulary, *(PACKAGE / "physics").glob("*.py")]:
+        assert not any(name.split(".")[0] == "torch" for name in imports_of(path)), path
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, autotune; "
+        "print([m for m in ('torch', 'mlflow', 'optuna', 'stable_baselines3', 'matplotlib') if m in sys.modules])"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"

@@ -1,0 +1,24 @@
+import autotune
+
+
+def test_every_public_name_exists_and_the_list_is_sorted() -> None:
+    assert sorted(autotune.__all__) == autotune.__all__
+    for name in autotune.__all__:
+        assert getattr(autotune, name) is not None
+
+
+def test_nothing_public_is_left_out_of_the_list() -> None:
+    modules = {"agents", "campaign", "cli", "engines", "gym", "mechanics", "physics", "report"}
+    files = {"api", "budget", "catalog", "errors", "files", "job", "measurement", "plan", "units", "annotations"}
+    helpers = {"Any", "TYPE_CHECKING", "importlib", "register_environments"}
+    public = {name for name in vars(autotune) if not name.startswith("_")}
+    assert public - modules - files - helpers <= set(autotune.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    try:
+        autotune.nothing_of_that_name  # noqa: B018
+    except AttributeError as error:
+        assert "nothing_of_that_name" in str(error)
+    else:
+        raise AssertionError("no AttributeError")

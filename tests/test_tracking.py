@@ -1,0 +1,147 @@
+"""MLflow: what is logged arrives, and a server that does not answer changes nothing but one warning."""
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import tiny_job
+
+import autotune
+from autotune.campaign.tracking import CURSOR, EXPERIMENT, SPOOL, Tracker, send_pending, tracking_uri
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # MLflow's own dependencies warn while they are imported.
+
+
+def runs_in(uri: str) -> list:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    return [] if experiment is None else client.search_runs([experiment.experiment_id])
+
+
+def log_something(tracker: Tracker, folder: Path) -> None:
+    tracker.params({"a": 1})
+    key = tracker.begin("trial 0")
+    tracker.metrics({"cost": 0.5, "missing": None}, step=3, run=key)
+    tracker.tags({"failure": "timeout"}, run=key)
+    tracker.end(key, failed=True)
+    (folder / "plan.json").write_text("{}")
+    tracker.artifact(folder / "plan.json")
+
+
+def test_a_command_is_a_parent_run_with_nested_runs_and_artifacts(tmp_path: Path) -> None:
+    folder = tmp_path / "r"
+    folder.mkdir()
+    tracker = Tracker(tmp_path, folder, "parent")
+    log_something(tracker, folder)
+    tracker.close()
+    found = {run.info.run_name: run for run in runs_in(tracking_uri(tmp_path))}
+    parent, trial = found["parent"], found["trial 0"]
+    assert trial.data.tags["mlflow.parentRunId"] == parent.info.run_id
+    assert trial.data.metrics == {"cost": 0.5}
+    assert trial.data.tags["failure"] == "timeout"
+    assert (parent.info.status, trial.info.status) == ("FINISHED", "FAILED")
+    assert parent.data.params == {"a": "1"}
+    assert list((tmp_path / "artifacts").rglob("plan.json"))
+
+
+def test_tuning_is_logged_trial_by_trial_with_plan_and_policy(tmp_path: Path) -> None:
+    document = autotune.tune(tiny_job.job(), "ppo", steps=40, runs_dir=tmp_path)
+    found = runs_in(tracking_uri(tmp_path))
+    trials = [run for run in found if "trial" in run.info.run_name]
+    rows = Path(document["run"], "trials.jsonl").read_text().splitlines()
+    assert len(trials) == len(rows)
+    assert all("seconds_per_step" in run.data.metrics or "failure" in run.data.tags for run in trials)
+    names = {path.name for path in (tmp_path / "artifacts").rglob("*")}
+    assert {"plan.json", "manifest.json", "policy.safetensors"} <= names
+
+
+class _Refusing(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:  # noqa: N802
+        self.send_response(500)
+        self.end_headers()
+
+    do_POST = do_GET  # noqa: N815
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@contextmanager
+def dead_server(kind: str) -> Iterator[str]:
+    if kind == "absent":
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    elif kind == "hanging":
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(16)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    else:
+        server = HTTPServer(("127.0.0.1", 0), _Refusing)
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.mark.parametrize("kind", ["absent", "hanging", "answering 500"])
+def test_a_server_that_does_not_answer_costs_one_warning_and_everything_is_sent_later(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "r"
+    folder.mkdir()
+    with dead_server(kind) as uri:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        tracker = Tracker(tmp_path, folder, "parent")
+        began = time.perf_counter()
+        for _ in range(200):
+            tracker.metrics({"x": 1.0})
+        # Whoever logs only appends to a file.
+        assert time.perf_counter() - began < 5
+        log_something(tracker, folder)
+        with caplog.at_level(logging.WARNING):
+            tracker.close()
+    assert len([line for line in caplog.messages if "does not answer" in line]) == 1
+    count = len((folder / SPOOL).read_text().splitlines())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'later.db'}")
+    assert send_pending(tmp_path) == count
+    assert {run.info.run_name for run in runs_in(tracking_uri(tmp_path))} == {"parent", "trial 0"}
+    assert json.loads((folder / CURSOR).read_text())["sent"] == count
+    assert send_pending(tmp_path) == 0
+
+
+def test_a_command_goes_on_without_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with dead_server("absent") as uri:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        document = autotune.tune(tiny_job.job(), "random", steps=40, runs_dir=tmp_path)
+    assert Path(document["run"], "plan.json").is_file()
+
+
+def test_a_full_disk_drops_records_and_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "r"
+    folder.mkdir()
+    tracker = Tracker(tmp_path, folder, "parent")
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("autotune.campaign.tracking.append_json_line", full)
+    with caplog.at_level(logging.WARNING):
+        tracker.metrics({"x": 1.0})
+        tracker.close()
+    assert any("No space left" in line for line in caplog.messages)

@@ -1,0 +1,174 @@
+"""Tuning: budgets of real steps are kept, memory budgets too, and what is chosen was measured afresh."""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny_job
+from test_deciders import known_cost, known_peak
+from test_env import SPACE
+
+import autotune
+from autotune import BudgetError, InputError, Measurement, Plan
+from autotune.budget import MemoryBudget
+from autotune.campaign import tuning
+from autotune.campaign.bench_overhead import PlainLoop, bench_overhead, bootstrap_median
+from autotune.campaign.runs import RunDirectory
+from autotune.engines.metered_engine import MeteredEngine, StepsSpentError
+from autotune.engines.replay_engine import ReplayEngine
+from autotune.engines.torch_engine import EngineOptions, TorchEngine
+from autotune.measurement import Failure
+from autotune.report.explanation import estimate_effects, explain_search
+
+
+class KnownEngine(ReplayEngine):
+    """A problem whose costs are a formula, held to its budget as the real engine is."""
+
+    def __init__(self) -> None:
+        super().__init__(SPACE, self._answer)
+
+    def _answer(self, plan: Plan, steps: int) -> Measurement:
+        budget = self.memory_budget_bytes
+        over = budget is not None and known_peak(plan) > budget
+        return Measurement(
+            steps=1 if over else steps,
+            samples=8 * steps,
+            items=8 * steps,
+            total_s=0.1,
+            step_s=() if over else (known_cost(plan),) * 2,
+            seconds_per_step=None if over else known_cost(plan),
+            samples_per_step=None if over else 8.0,
+            peak_bytes=known_peak(plan),
+            memory_budget_bytes=budget,
+            loss=1.0,
+            failure=Failure.OVER_BUDGET if over else None,
+        )
+
+
+@pytest.mark.parametrize("method", tuning.METHODS)
+def test_every_method_keeps_both_budgets_and_beats_the_baseline(method: str, tmp_path: Path) -> None:
+    engine = KnownEngine()
+    references = tuning.measure_references(engine, MemoryBudget.parse("40%"))
+    run = RunDirectory.create(tmp_path, "tune", tiny_job.job(), {})
+    settings = tuning.TuningSettings(steps=150, seed=1)
+    result = tuning.tune(tiny_job.job(), method, engine, references, settings, run=run)
+    spent = sum(max(trial.measurement.steps, 1) for trial in result.trials) + references.steps
+    assert result.tuning_steps == spent <= 150
+    assert known_peak(result.plan) <= references.memory_budget_bytes
+    assert result.cost < 1
+    finals = [trial for trial in result.trials if trial.final]
+    assert result.plan in {trial.plan for trial in finals}
+    assert len(run.lines("trials.jsonl")) == len(result.trials)
+
+
+@pytest.mark.parametrize("method", tuning.METHODS)
+def test_a_limit_on_trials_is_kept(method: str, tmp_path: Path) -> None:
+    engine = KnownEngine()
+    references = tuning.measure_references(engine, None)
+    run = RunDirectory.create(tmp_path, "tune", tiny_job.job(), {})
+    settings = tuning.TuningSettings(steps=500, trials=5)
+    result = tuning.tune(tiny_job.job(), method, engine, references, settings, run=run)
+    assert len([trial for trial in result.trials if not trial.final]) <= 5
+
+
+def test_a_budget_below_the_leanest_plan_is_refused_with_the_smallest_possible_one() -> None:
+    with pytest.raises(BudgetError, match="leanest plan needs"):
+        tuning.measure_references(KnownEngine(), MemoryBudget.parse("10B"))
+
+
+def test_a_known_plan_costs_no_steps_and_a_spent_budget_ends_measuring() -> None:
+    heard: list[Plan] = []
+    engine = MeteredEngine(KnownEngine(), 7, lambda plan, window: heard.append(plan))
+    for _ in range(3):
+        engine.apply(SPACE.leanest())
+        engine.run(3)
+    assert (engine.steps_spent, len(heard)) == (3, 1)
+    engine.apply(SPACE.baseline())
+    engine.run(3)
+    engine.apply(SPACE.plan(accumulation_steps=2, precision=SPACE.precisions[0]))
+    with pytest.raises(StepsSpentError, match="6 of 7"):
+        engine.run(3)
+
+
+def test_the_real_job_is_tuned_within_its_memory_budget(tmp_path: Path) -> None:
+    document = autotune.tune(tiny_job.job(), "optuna", memory_budget="70%", steps=60, runs_dir=tmp_path)
+    measured = document["measured"]
+    assert measured["peak_bytes"] <= measured["memory_budget_bytes"]
+    assert measured["memory_budget_bytes"] == int(0.7 * measured["baseline_peak_bytes"])
+    # The chosen plan needs on a fresh engine what was measured.
+    engine = TorchEngine(tiny_job.job(), seed=9)
+    engine.apply(Plan.from_json(document["plan"]))
+    peak = engine.run(3).peak_bytes
+    assert peak == pytest.approx(measured["peak_bytes"], rel=0.02)
+
+
+_TUNE = "import sys, autotune; autotune.tune(sys.argv[1], 'optuna', steps=100000, runs_dir=sys.argv[2])"
+
+
+def test_what_was_measured_survives_a_kill(tmp_path: Path) -> None:
+    job = str(Path(__file__).parent / "tiny_job.py")
+    with subprocess.Popen([sys.executable, "-c", _TUNE, job, str(tmp_path)], start_new_session=True) as process:
+        deadline = time.monotonic() + 100
+        rows: list[str] = []
+        while len(rows) < 8 and time.monotonic() < deadline:
+            time.sleep(0.2)
+            rows = [row for path in tmp_path.glob("*/trials.jsonl") for row in path.read_text().splitlines()]
+        os.killpg(process.pid, signal.SIGKILL)
+    run = next(tmp_path.glob("*-tune-*"))
+    recorded = RunDirectory.open(run).lines("trials.jsonl")
+    assert len(recorded) >= 8
+    with sqlite3.connect(run / "optuna.db") as database:
+        (complete,) = database.execute("select count(*) from trials where state = 'COMPLETE'").fetchone()
+    database.close()
+    # A trial is recorded before Optuna is told, so at most the last one can be missing there.
+    assert complete >= len(recorded) - 1
+
+
+def test_effects_are_recovered_from_windows_that_have_them() -> None:
+    import numpy as np
+
+    generator = np.random.default_rng(0)
+    engine = KnownEngine()
+    trials = []
+    for _ in range(200):
+        plan = SPACE.sample(generator)
+        engine.apply(plan)
+        trials.append({"plan": plan.to_json(), "measurement": engine.run(3).to_json()})
+    effects = estimate_effects(SPACE, trials)
+    assert effects["k", "k = 4"].time > effects["k", "k = 2"].time > 0.95
+    assert effects["precision blocks.0", "bf16"].time < 1
+    assert effects["storage blocks.1", "recompute"].time > 1
+    assert effects["storage blocks.1", "recompute"].peak < 1
+    rows = explain_search(SPACE.leanest(), SPACE, trials)
+    assert [row.unit for row in rows] == ["accumulation_steps", *(unit.name for unit in SPACE.units)]
+    assert all("windows" in row.reason for row in rows)
+    assert estimate_effects(SPACE, []) == {}
+
+
+def test_the_plain_loop_and_the_engine_learn_the_same_at_k_1() -> None:
+    job = tiny_job.job()
+    plain = PlainLoop(job, seed=3)
+    plain.run(20)
+    engine = TorchEngine(job, seed=3, options=EngineOptions(meter_memory=False))
+    losses = [engine.run(1).loss for _ in range(20)]
+    assert losses == pytest.approx(plain.losses, rel=1e-6)
+
+
+def test_the_overhead_benchmark_reports_a_ratio_with_an_interval() -> None:
+    document = bench_overhead(tiny_job.job(), pairs=3, seed=0)
+    assert len(document["ratios"]) == 3
+    low, high = document["ratio_ci95"]
+    assert low <= document["ratio_median"] <= high
+    assert bootstrap_median([1.0] * 5) == (1.0, 1.0)
+
+
+def test_an_unknown_method_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="random, optuna, ppo"):
+        autotune.tune(tiny_job.job(), "magic", runs_dir=tmp_path)
+    assert json.dumps(list(tmp_path.iterdir())) == "[]"

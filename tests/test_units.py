@@ -1,0 +1,316 @@
+"""Units: which pieces of a model can be tuned, by what rule, and what is counted where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from small_models import TinyConvolution, TinyGPT
+from torch import nn
+
+from autotune import JobError, Unit, find_units, name_units
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 2, 1, bias=False)
+        self.norm = nn.BatchNorm2d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm(self.convolution(x))
+
+
+class ResNetByAttributes(nn.Module):
+    """Hold the four stages as attributes, as torchvision does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 2, 1)
+        self.bn1 = nn.BatchNorm2d(2)
+        for index, blocks in enumerate((3, 4, 6, 3)):
+            setattr(self, f"layer{index + 1}", nn.Sequential(*(Residual() for _ in range(blocks))))
+        self.fc = nn.Linear(2, 10)
+
+
+class ResNetByNesting(nn.Module):
+    """Hold the four stages in a container."""
+
+    def __init__(self, container: Callable[[list[nn.Module]], nn.Module]) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 2, 1)
+        self.stages = container([nn.Sequential(*(Residual() for _ in range(n))) for n in (3, 4, 6, 3)])
+        self.head = nn.Linear(2, 10)
+
+
+def names(units: tuple[Unit, ...], *, recomputable: bool) -> list[str]:
+    return [unit.name for unit in units if unit.recomputable is recomputable]
+
+
+def blocks_of(prefix: str) -> list[str]:
+    return [f"{prefix}{stage}.{block}" for stage, n in enumerate((3, 4, 6, 3)) for block in range(n)]
+
+
+def test_all_16_blocks_of_a_resnet_with_stages_as_attributes_are_units():
+    units = find_units(ResNetByAttributes())
+    assert names(units, recomputable=True) == [
+        f"layer{stage + 1}.{block}" for stage, n in enumerate((3, 4, 6, 3)) for block in range(n)
+    ]
+    assert names(units, recomputable=False) == ["conv1", "bn1", "fc"]
+
+
+@pytest.mark.parametrize(
+    "container",
+    [lambda stages: nn.Sequential(*stages), nn.ModuleList],
+    ids=["Sequential of Sequentials", "ModuleList of Sequentials"],
+)
+def test_all_16_blocks_of_a_resnet_with_nested_stages_are_units(container):
+    units = find_units(ResNetByNesting(container))
+    assert names(units, recomputable=True) == blocks_of("stages.")
+    assert names(units, recomputable=False) == ["stem", "head"]
+
+
+def test_all_16_blocks_of_a_module_list_of_module_lists_are_units():
+    model = nn.Module()
+    model.stages = nn.ModuleList(nn.ModuleList(Residual() for _ in range(n)) for n in (3, 4, 6, 3))
+    assert names(find_units(model), recomputable=True) == blocks_of("stages.")
+
+
+def test_stages_behind_a_projection_are_opened_too():
+    class Projected(Residual):
+        pass
+
+    model = nn.Module()
+    model.stages = nn.Sequential(
+        *(nn.Sequential(Projected(), *(Residual() for _ in range(n - 1))) for n in (3, 4, 6, 3))
+    )
+    units = find_units(model)
+    assert names(units, recomputable=True) == [
+        f"stages.{stage}.{block}" for stage, n in enumerate((3, 4, 6, 3)) for block in range(1, n)
+    ]
+    assert names(units, recomputable=False) == [f"stages.{stage}.0" for stage in range(4)]
+
+
+def test_blocks_that_are_sequentials_themselves_are_units_whole():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3)))
+    assert [(unit.name, unit.kind, unit.recomputable) for unit in find_units(model)] == [
+        ("0", "Sequential", True),
+        ("1", "Sequential", True),
+        ("2", "Sequential", True),
+    ]
+
+
+def test_an_outer_run_hides_the_runs_inside_it():
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+
+    model = nn.Module()
+    model.blocks = nn.ModuleList(Wide() for _ in range(2))
+    assert [unit.name for unit in find_units(model)] == ["blocks.0", "blocks.1"]
+
+
+def test_one_block_alone_is_no_run():
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.Linear(2, 2)])
+    assert [(unit.name, unit.recomputable) for unit in find_units(model)] == [("blocks.0", False)]
+
+
+def test_neighbours_of_another_class_end_a_run():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    units = find_units(model)
+    assert [(unit.name, unit.recomputable) for unit in units] == [("0", True), ("1", True), ("3", False)]
+
+
+def test_a_run_without_parameters_holds_nothing_to_tune():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.ReLU(), nn.Dropout(), nn.Dropout())
+    assert [unit.name for unit in find_units(model)] == ["0"]
+
+
+def test_a_gpt_has_an_embedding_blocks_and_a_head_in_forward_order():
+    units = find_units(TinyGPT(blocks=3))
+    assert [(unit.name, unit.kind, unit.recomputable) for unit in units] == [
+        ("embedding", "Embedding", False),
+        ("blocks.0", "Block", True),
+        ("blocks.1", "Block", True),
+        ("blocks.2", "Block", True),
+        ("head", "Linear", False),
+    ]
+
+
+def test_an_lstm_is_one_unit_and_a_stack_of_lstms_is_a_run():
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(5, 2)
+            self.lstm = nn.LSTM(2, 2, num_layers=2)
+            self.stack = nn.ModuleList(nn.LSTM(2, 2) for _ in range(2))
+
+    assert [(unit.name, unit.kind, unit.recomputable) for unit in find_units(Tagger())] == [
+        ("embedding", "Embedding", False),
+        ("lstm", "LSTM", False),
+        ("stack.0", "LSTM", True),
+        ("stack.1", "LSTM", True),
+    ]
+
+
+def test_a_module_dict_is_looked_into():
+    model = nn.Module()
+    model.parts = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    assert names(find_units(model), recomputable=False) == ["parts.a", "parts.b"]
+
+
+def test_a_model_that_is_one_layer_has_no_unit():
+    assert find_units(nn.Linear(2, 2)) == ()
+
+
+def test_a_tied_parameter_is_counted_once_at_its_first_unit():
+    model = TinyGPT(tokens=11, width=8)
+    free = {unit.name: unit.num_parameters for unit in find_units(model)}
+    model.head.weight = model.embedding.weight
+    tied = {unit.name: unit for unit in find_units(model)}
+    assert tied["embedding"].num_parameters == free["embedding"] == 88
+    assert tied["embedding"].parameter_names == ("embedding.weight",)
+    assert tied["head"].num_parameters == free["head"] - 88 == 11
+    assert tied["head"].parameter_names == ("head.bias",)
+
+
+def test_a_block_used_under_two_names_is_counted_once():
+    block = nn.Linear(2, 2)
+    model = nn.Module()
+    model.first, model.second = nn.Sequential(block, nn.ReLU()), nn.Sequential(block, nn.ReLU())
+    assert sum(unit.num_parameters for unit in find_units(model)) == 6
+
+
+@pytest.mark.parametrize("build", [TinyGPT, TinyConvolution, ResNetByAttributes])
+def test_units_are_disjoint_and_hold_every_parameter_once(build):
+    model = build()
+    counted = [name for unit in find_units(model) for name in unit.parameter_names]
+    assert sorted(counted) == sorted(name for name, _ in model.named_parameters())
+    assert sum(unit.num_parameters for unit in find_units(model)) == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
+
+
+class A(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+
+
+class B(A):
+    pass
+
+
+modules = st.recursive(
+    st.sampled_from([A, B, nn.ReLU, lambda: nn.Linear(1, 1)]),
+    lambda children: st.tuples(st.sampled_from([nn.Sequential, nn.ModuleList]), st.lists(children, max_size=4)),
+    max_leaves=12,
+)
+
+
+def built(tree: object) -> nn.Module:
+    if not isinstance(tree, tuple):
+        return tree()
+    kind, children = tree
+    members = [built(child) for child in children]
+    return nn.Sequential(*members) if kind is nn.Sequential else nn.ModuleList(members)
+
+
+@given(st.lists(modules, min_size=1, max_size=4))
+def test_in_any_tree_of_modules_units_are_disjoint_and_hold_every_parameter_once(trees):
+    model = nn.Module()
+    for index, tree in enumerate(trees):
+        model.add_module(f"part{index}", built(tree))
+    units = find_units(model)
+    counted = [name for unit in units for name in unit.parameter_names]
+    assert sorted(counted) == sorted(name for name, _ in model.named_parameters())
+    for unit in units:
+        assert not any(other.name.startswith(f"{unit.name}.") for other in units)
+        if unit.recomputable:
+            parent, _, key = unit.name.rpartition(".")
+            siblings = list(model.get_submodule(parent).named_children())
+            position = [name for name, _ in siblings].index(key)
+            neighbours = [child for _, child in siblings[max(position - 1, 0) : position + 2]]
+            assert sum(type(child) is type(model.get_submodule(unit.name)) for child in neighbours) >= 2
+
+
+# ------------------------------------------------------------------------------------------------ transformers
+
+
+def test_the_layers_of_a_llama_are_units():
+    transformers = pytest.importorskip("transformers")
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=3, num_attention_heads=2
+        )
+    )
+    units = find_units(model)
+    assert names(units, recomputable=True) == [f"model.layers.{index}" for index in range(3)]
+    assert names(units, recomputable=False) == ["model.embed_tokens", "model.norm", "lm_head"]
+
+
+def test_the_layers_of_a_bert_are_units_and_its_tied_decoder_is_counted_at_the_embedding():
+    transformers = pytest.importorskip("transformers")
+    model = transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=3, num_attention_heads=2
+        )
+    )
+    units = {unit.name: unit for unit in find_units(model)}
+    assert list(units) == ["bert.embeddings", *(f"bert.encoder.layer.{index}" for index in range(3)), "cls"]
+    assert [unit.recomputable for unit in units.values()] == [False, True, True, True, False]
+    assert "bert.embeddings.word_embeddings.weight" in units["bert.embeddings"].parameter_names
+    # What is left of the head: its dense layer, its normalisation and the decoder's bias.
+    assert units["cls"].num_parameters == (8 * 8 + 8) + 2 * 8 + 16
+    assert sum(unit.num_parameters for unit in units.values()) == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
+
+
+# --------------------------------------------------------------------------------------------- named by a user
+
+
+def test_named_units_can_be_recomputed_in_the_order_given():
+    units = name_units(TinyGPT(), ["head", "blocks.1"])
+    assert [(unit.name, unit.kind, unit.recomputable) for unit in units] == [
+        ("head", "Linear", True),
+        ("blocks.1", "Block", True),
+    ]
+
+
+def test_named_units_count_a_shared_parameter_at_the_first():
+    model = TinyGPT(tokens=11, width=8)
+    model.head.weight = model.embedding.weight
+    assert [unit.num_parameters for unit in name_units(model, ["head", "embedding"])] == [99, 0]
+
+
+@pytest.mark.parametrize("name", ["", "block.0", "blocks.3", "blocks.0.weight"])
+def test_a_name_that_is_no_module_is_refused_with_those_that_are(name):
+    with pytest.raises(JobError, match=r"is no module of the model \(allowed: embedding, blocks, blocks.0, "):
+        name_units(TinyGPT(), [name])
+
+
+@pytest.mark.parametrize(
+    "chosen", [["blocks.0", "blocks.0"], ["blocks.0", "blocks.0.mix"], ["blocks.0.mix", "blocks.0"]]
+)
+def test_units_that_overlap_are_refused(chosen):
+    with pytest.raises(JobError, match=rf"units '{chosen[0]}' and '{chosen[1]}' overlap"):
+        name_units(TinyGPT(), chosen)
+
+
+def test_names_that_merely_begin_alike_do_not_overlap():
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(12)))
+    assert [unit.name for unit in name_units(model, ["1", "10", "11"])] == ["1", "10", "11"]
+
+
+def test_finding_units_leaves_the_model_as_it_was():
+    model = TinyGPT()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    find_units(model)
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
