@@ -171,9 +171,10 @@ class Session:
         return document
 
     def _horizon(self) -> int:
-        self.reporter.stage("pilot run of the baseline, to fix the length of all runs", self.job.total_samples)
-        baseline = comparison.pilot(self.job, on_step=lambda samples: self.reporter.advance(samples))
-        return comparison.horizon(self.job, baseline)
+        self.reporter.stage("pilot run of the baseline, to fix the length of all runs", 1)
+        return comparison.find_horizon(
+            self.job, on_pilot=lambda number, share: self.reporter.advance(share, f"pilot {number + 1}")
+        )
 
     def _references(self) -> tuple[TorchEngine, tuning.References]:
         self.reporter.stage("measure the baseline and the leanest plan", 1)

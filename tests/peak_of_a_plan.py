@@ -1,6 +1,6 @@
 """Print the peak bytes of one training step, by the engine's meter and by the kernel's high-water mark.
 
-Run in a fresh process per plan: ``python peak_of_a_plan.py JOB PLAN_JSON``, with ``MALLOC_MMAP_THRESHOLD_=65536`` in
+Run in a fresh process per plan: ``python peak_of_a_plan.py JOB PLAN_JSON``, with ``MALLOC_MMAP_THRESHOLD_=16384`` in
 the environment so that freed tensors leave the resident set at once.
 """
 

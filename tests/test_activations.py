@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small_jobs import differences, global_generators, momentum_sgd, recomputed
-from small_models import TinyConvolution, TinyGPT, ReplacedBuffers
+from small_models import ReplacedBuffers, TinyConvolution, TinyGPT
 from torch import nn
 
 from autotune import Plan

@@ -15,7 +15,7 @@ from autotune.campaign.comparison import (
     Arm,
     Protocol,
     RunRecord,
-    horizon,
+    find_horizon,
     interval,
     judge,
     pilot,
@@ -117,15 +117,24 @@ def test_an_arm_against_itself_is_rarely_called_different_and_a_planted_effect_i
     assert np.mean([verdict == "faster" for verdict in verdicts(-1.0, 500)]) >= 0.75
 
 
-def test_the_horizon_is_a_quarter_past_the_baselines_arrival_in_whole_evaluations() -> None:
-    job = tiny_job.make(evaluate_every=5)
-    baseline = pilot(job)
-    assert baseline.reached
-    length = horizon(job, baseline)
-    assert length >= 1.25 * baseline.samples
-    assert length % (5 * job.batch_size) == 0
-    assert length - 1.25 * baseline.samples < 5 * job.batch_size
-    assert horizon(tiny_job.never_met(), pilot(tiny_job.never_met())) == 10 * job.batch_size
+def test_the_baseline_arrives_at_about_four_fifths_of_the_horizon_under_a_schedule_of_that_length() -> None:
+    job = tiny_job.make(evaluate_every=2, max_steps=200, target=1.5)
+    length = find_horizon(job)
+    assert length < job.total_samples
+    assert length % (2 * job.batch_size) == 0
+    arrived = pilot(job, length)
+    assert arrived.reached
+    assert 0.5 < arrived.samples / length <= 0.95
+
+
+def test_the_horizon_of_a_job_that_never_arrives_is_its_own_length() -> None:
+    job = tiny_job.never_met()
+    assert find_horizon(job) == 10 * job.batch_size
+
+
+def test_a_job_that_has_arrived_before_training_has_a_horizon_all_the_same() -> None:
+    job = tiny_job.already_met()
+    assert 0 < find_horizon(job) <= job.total_samples
 
 
 def test_a_protocol_has_one_hash_and_any_change_another() -> None:

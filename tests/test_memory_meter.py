@@ -210,7 +210,7 @@ def peaks_of(job: str, plan: Plan) -> dict[str, int]:
     here = Path(__file__).parent
     environment = {
         **os.environ,
-        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_MMAP_THRESHOLD_": "16384",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")]),
     }

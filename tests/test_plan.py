@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import pickle
 
@@ -118,8 +119,6 @@ def test_the_digest_is_the_sha_256_of_sorted_json():
     plan = Plan(accumulation_steps=2, precision={"b": "bf16", "a": "fp32"})
     # Written down: ranks and machines compare it, so it must never change silently.
     text = '{"accumulation_steps":2,"precision":{"a":"fp32","b":"bf16"},"storage":{},"version":1}'
-    import hashlib
-
     assert plan.digest == hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -236,11 +235,14 @@ json_values = st.recursive(
 
 @given(st.dictionaries(st.sampled_from(sorted(GOOD)) | st.text(max_size=6), json_values, max_size=4))
 def test_whatever_json_is_read_a_plan_comes_out_or_one_plan_error(changes):
+    message = ""
     try:
         plan = Plan.from_json({**GOOD, **changes}, where="plan.json")
     except PlanError as error:
-        assert str(error).startswith("plan.json: ")  # noqa: PT017 - both ways out are right
-        assert "\n" not in str(error)
+        message = str(error)
+    if message:
+        assert message.startswith("plan.json: ")
+        assert "\n" not in message
     else:
         assert Plan.from_json(plan.to_json()) == plan
 

@@ -11,7 +11,7 @@ from torch import nn
 from autotune import Precision
 from autotune.mechanics.precision import canonical, computing_in, excluded_precisions, useful_precisions
 
-Pair = namedtuple("Pair", "first second")  # noqa: PYI024 - what a user's forward may return
+Pair = namedtuple("Pair", "first second")
 
 
 @pytest.mark.parametrize(

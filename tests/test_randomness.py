@@ -48,7 +48,12 @@ def test_a_body_in_isolation_leaves_the_generators_as_they_were_even_if_it_raise
     with randomness.isolated():
         draw()
     assert differences(before, global_generators()) == []
-    with pytest.raises(KeyError, match="user"), randomness.isolated():
-        draw()
-        raise KeyError("user")
+
+    def fail() -> None:
+        with randomness.isolated():
+            draw()
+            raise KeyError("user")
+
+    with pytest.raises(KeyError, match="user"):
+        fail()
     assert differences(before, global_generators()) == []

@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_models import Perceptron
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from autotune import JobError
 from autotune.mechanics.stepping import Update, count_items, num_samples, split, weights
 from autotune.physics.cost import clipped
 
-Pair = namedtuple("Pair", "inputs targets")  # noqa: PYI024 - batches of users are such
+Pair = namedtuple("Pair", "inputs targets")
 
 IGNORED = -100
 
@@ -70,9 +71,7 @@ def test_one_piece_is_the_batch_itself():
     ids=["tuple", "list", "dict", "namedtuple", "nested"],
 )
 def test_a_piece_has_the_structure_of_its_batch_and_samples_stay_together(batch):
-    from torch.utils._pytree import tree_flatten
-
-    leaves, shape = tree_flatten(batch)
+    shape = tree_flatten(batch)[1]
     for index, piece in enumerate(split(batch, 3)):
         assert type(piece) is type(batch)
         piece_leaves, piece_shape = tree_flatten(piece)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ def switched_and_plain(job: Job, precision: Precision) -> None:
         if step % 100 == 99:
             assert differences(training_state(plain), training_state(switched)) == [], f"step {step}"
     # The switches happened, and each recomputed what it should.
-    assert sum(one != other for one, other in zip(plans, plans[1:], strict=False)) >= SWITCHES / 2
+    assert sum(one != other for one, other in pairwise(plans)) >= SWITCHES / 2
     counted = switched.recomputations()
     assert {name: counted[name] for name in expected_counts} == expected_counts
     assert min(expected_counts.values()) >= SWITCHES / 4
@@ -96,7 +97,7 @@ def test_micro_batch_counts_are_exact_over_10000_random_switches_of_k():
         assert calls == [8 // k] * k
         assert (measured.steps, measured.samples, measured.items) == (1, 8, 8)
         applied.append(k)
-    assert sum(one != other for one, other in zip(applied, applied[1:], strict=False)) >= 7000
+    assert sum(one != other for one, other in pairwise(applied)) >= 7000
     assert engine.progress.steps == engine.progress.batches == 10_000
 
 

@@ -16,8 +16,6 @@ import tiny_job
 import autotune
 from autotune.campaign.tracking import CURSOR, EXPERIMENT, SPOOL, Tracker, send_pending, tracking_uri
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # MLflow's own dependencies warn while they are imported.
-
 
 def runs_in(uri: str) -> list:
     from mlflow import MlflowClient
@@ -65,11 +63,11 @@ def test_tuning_is_logged_trial_by_trial_with_plan_and_policy(tmp_path: Path) ->
 
 
 class _Refusing(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         self.send_response(500)
         self.end_headers()
 
-    do_POST = do_GET  # noqa: N815
+    do_POST = do_GET
 
     def log_message(self, *arguments: object) -> None:
         pass

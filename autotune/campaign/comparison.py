@@ -30,6 +30,10 @@ from autotune.plan import Plan, PlanSpace
 COMPARISON_VERSION = 1
 # How far past the baseline's arrival every arm runs, so that a fast arm cannot hide a worse end.
 HORIZON = 1.25
+# Share of a run at which a pilot's arrival makes its length the horizon: about 1/1.25, and well before the end, so that
+# other seeds arrive too.
+_ARRIVAL = (0.66, 0.88)
+_PILOTS = 3
 # Paired seeds below which a verdict is an indication only: with n = 3 the best two-sided sign-flip p is 0.25.
 FEWEST_FOR_A_CLAIM = 6
 # Seeds of compared runs: none of them is a seed that tuning used.
@@ -122,24 +126,54 @@ def paired_seeds(count: int) -> tuple[int, ...]:
     return tuple(range(_FIRST_SEED, _FIRST_SEED + count))
 
 
-def pilot(job: Job, *, seed: int = 0, on_step: Callable[[int], None] | None = None) -> RunRecord:
-    """Run the baseline once until it arrives, to find the horizon of the comparison."""
-    engine = TorchEngine(job, seed=seed)
+def find_horizon(job: Job, *, seed: int = 0, on_pilot: Callable[[int, float], None] | None = None) -> int:
+    """Return the samples of every compared run: about 1.25x what the baseline needs to arrive.
+
+    The learning-rate schedule is bound to the length of a run, so the length decides when the baseline arrives. Pilot
+    runs of the baseline look for a length of which it arrives at about 4/5: the first with the job's own length, each
+    further one with the length that the last one suggests.
+
+    Args:
+        job: the job.
+        seed: of the pilots.
+        on_pilot: is told of the pilot's number and the share of it that is done.
+
+    Returns:
+        Samples, in whole evaluations; the job's own length if the baseline never arrives.
+    """
+    stride = job.evaluate_every * job.batch_size
+    length = math.ceil(job.total_samples / stride) * stride
+    arrivals: dict[int, float] = {}
+    longest_missed = 0
+    for number in range(_PILOTS):
+        record = pilot(job, length, seed=seed, on_step=_share_of(on_pilot, number, length))
+        if record.reached:
+            arrivals[length] = record.samples / length
+            if _ARRIVAL[0] <= arrivals[length] <= _ARRIVAL[1]:
+                return length
+            wanted = HORIZON * record.samples
+        elif not arrivals:
+            return length
+        else:
+            longest_missed = max(longest_missed, length)
+            wanted = math.sqrt(length * min(arrivals))
+        length = math.ceil(max(wanted, longest_missed + 1) / stride) * stride
+        if length in arrivals:
+            break
+    return min(arrivals)
+
+
+def pilot(job: Job, samples: int, *, seed: int = 0, on_step: Callable[[int], None] | None = None) -> RunRecord:
+    """Run the baseline until it arrives, on a schedule of so many samples."""
+    engine = TorchEngine(job, seed=seed, options=EngineOptions(total_samples=samples, meter_memory=False))
     policy = StaticPolicy("baseline", engine.space.baseline())
-    record = _Run(job, policy, engine, seed, job.total_samples, None, on_step).record(stop_at_target=True)
+    record = _Run(job, policy, engine, seed, samples, None, on_step).record(stop_at_target=True)
     engine.close()
     return record
 
 
-def horizon(job: Job, baseline: RunRecord) -> int:
-    """Return the samples of every compared run: 1.25x the baseline's at its target, in whole evaluations.
-
-    A baseline that never arrives gives the job's own length.
-    """
-    if not baseline.reached:
-        return job.total_samples
-    stride = job.evaluate_every * job.batch_size
-    return math.ceil(HORIZON * baseline.samples / stride) * stride
+def _share_of(on_pilot: Callable[[int, float], None] | None, number: int, length: int) -> Callable[[int], None] | None:
+    return None if on_pilot is None else lambda samples: on_pilot(number, samples / length)
 
 
 def compare(
@@ -228,6 +262,8 @@ class _Run:
         reference: Measurement | None = None
         previous: Measurement | None = None
         self._evaluate()
+        if stop_at_target and record.reached:
+            return record
         while engine.progress.samples < self._samples:
             window = engine.run(self._window_steps())
             reference = reference or window

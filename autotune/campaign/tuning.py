@@ -232,7 +232,8 @@ class _Tuning:
         self._tracker = tracker
         self._on_progress = on_progress
         self._reserve = FINALISTS * FINAL_ROUNDS * _FINAL_STEPS
-        self._metered = MeteredEngine(engine, settings.steps - references.steps - self._reserve, self._note)
+        available = settings.steps - references.steps - self._reserve
+        self._metered = MeteredEngine(engine, available, self._note, window_budget=settings.trials)
         space = engine.space
         self._metered.known[space.leanest()] = _held_to(references.leanest, references.memory_budget_bytes)
         self._metered.known[space.baseline()] = references.baseline
@@ -276,8 +277,6 @@ class _Tuning:
         env.reset(seed=self._settings.seed)
         # Repeats cost no steps, so a search that only repeats itself must end too.
         for _ in range(20 * self._settings.steps):
-            if self._trials_spent():
-                break
             plan = search.ask()
             try:
                 _, reward, _, truncated, _ = env.step(_array(env, plan))
@@ -328,16 +327,12 @@ class _Tuning:
             costs[plan] = -reward
         return min(costs, key=costs.__getitem__)
 
-    def _trials_spent(self) -> bool:
-        limit = self._settings.trials
-        return limit is not None and len(self._trials) >= limit
-
     def _finals(self, favourite: Plan | None) -> tuple[Plan, Measurement, float]:
         """Measure the best plans again, interleaved, and return the cheapest."""
         self._final = True
         self._metered.step_budget += self._reserve
-        budget = self._references.memory_budget_bytes
-        self._metered.memory_budget_bytes = budget
+        self._metered.window_budget = None
+        self._metered.memory_budget_bytes = self._references.memory_budget_bytes
         fitting = {
             plan: cost
             for plan, window in self._metered.known.items()

@@ -1,4 +1,4 @@
-"""Hold a search to its budget of real steps, and never measure the same plan twice."""
+"""Hold a search to its budget of real steps and windows, and never measure the same plan twice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Listener = Callable[[Plan, Measurement], None]
 
 
 class StepsSpentError(AutotuneError):
-    """The budget of real optimizer steps does not allow another window."""
+    """The budget of real optimizer steps, or of windows, does not allow another window."""
 
 
 class MeteredEngine:
@@ -24,17 +24,27 @@ class MeteredEngine:
         engine: the engine that really trains.
         step_budget: real optimizer steps that may be spent.
         listener: is told of every window that was really run.
+        window_budget: windows that may really be run; ``None`` for as many as the steps allow.
 
     Attributes:
         steps_spent: real optimizer steps so far.
         known: the measured window of each plan.
     """
 
-    def __init__(self, engine: Engine, step_budget: int, listener: Listener | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        step_budget: int,
+        listener: Listener | None = None,
+        *,
+        window_budget: int | None = None,
+    ) -> None:
         self._engine = engine
         self._listener = listener
         self._plan = engine.plan
         self.step_budget = step_budget
+        self.window_budget = window_budget
+        self._windows = 0
         self.steps_spent = 0
         self.known: dict[Plan, Measurement] = {}
 
@@ -81,6 +91,9 @@ class MeteredEngine:
         """
         if self.steps_spent + steps > self.step_budget:
             raise StepsSpentError(f"{self.steps_spent} of {self.step_budget} steps are spent")
+        if self.window_budget is not None and self._windows >= self.window_budget:
+            raise StepsSpentError(f"all {self.window_budget} windows are spent")
+        self._windows += 1
         self._engine.apply(self._plan)
         measurement = self._engine.run(steps)
         # A window that fails in its first step has cost that step too.
