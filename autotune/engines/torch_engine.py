@@ -24,10 +24,10 @@ from autotune.errors import EngineError
 from autotune.job import Job
 from autotune.measurement import Failure, Measurement
 from autotune.mechanics import controls, randomness, stepping
-from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe
+from autotune.mechanics.buffers import copy_buffers, drop_constants, write_buffers
+from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe, MonitorState
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors, tensor_bytes
 from autotune.physics.learning_rate import batch_factor
-from autotune.physics.noise_scale import NoiseScaleAverage
 from autotune.plan import Plan, PlanSpace
 
 
@@ -61,7 +61,7 @@ class Snapshot:
     scaler: dict[str, Any]
     random: randomness.RandomState
     progress: Progress
-    noise: NoiseScaleAverage
+    statistics: MonitorState
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class _Undo:
 
     random: randomness.RandomState
     buffers: dict[str, torch.Tensor]
-    marks: dict[str, int]
+    statistics: MonitorState
 
 
 class TorchEngine:
@@ -135,9 +135,6 @@ class TorchEngine:
         # Peak and batch size at which it was metered, per plan: a smaller batch cannot need more.
         self._peaks: dict[Plan, tuple[int, int]] = {}
         self._steps_under_plan = 0
-        self._sampled_at = -1
-        # Names of the buffers that steps write to; None until a step was watched.
-        self._mutable_buffers: frozenset[str] | None = None
         self._closed = False
         self._plan = self._space.baseline()
         controls.apply(self.model, self._plan)
@@ -184,7 +181,7 @@ class TorchEngine:
         return window.measurement(
             peak_bytes=None if peak is None else peak[0],
             memory_budget_bytes=self.memory_budget_bytes,
-            gradient=self.monitor.aged(self.progress.steps) if self._sampled_at >= first_step else None,
+            gradient=self.monitor.aged(self.progress.steps) if self.monitor.state.sampled_at >= first_step else None,
             loss_scale=self.update.loss_scale if self.update.scaled else None,
         )
 
@@ -207,7 +204,7 @@ class TorchEngine:
             scaler=self.update.state_dict(),
             random=self._random,
             progress=replace(self.progress),
-            noise=self.monitor.average,
+            statistics=self.monitor.state,
         )
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -220,7 +217,7 @@ class TorchEngine:
         self.update.load_state_dict(snapshot.scaler)
         self._random = snapshot.random
         self.progress = replace(snapshot.progress)
-        self.monitor.average = snapshot.noise
+        self.monitor.state = snapshot.statistics
         self._pending = []
         with randomness.isolated():
             self._stream.seek(snapshot.progress.batches)
@@ -240,7 +237,7 @@ class TorchEngine:
         """Try one step; on failure, end the window and put everything back."""
         began = time.perf_counter()
         batches = self._take_batches()
-        undo = _Undo(randomness.capture(), self._copy_buffers(), self._buffer_marks())
+        undo = _Undo(randomness.capture(), copy_buffers(self.model), self.monitor.state)
         attempt = _Attempt(self, batches, sample=sample)
         problem: tuple[Failure, str] | None = None
         try:
@@ -252,15 +249,20 @@ class TorchEngine:
                 # Weights may be half updated: nobody can put that back, so it is the caller's to know.
                 raise
             problem = classify(error), f"{type(error).__name__}: {error}"
+        except BaseException:
+            # An interrupt ends the run, not the state: whoever catches it can go on.
+            if not attempt.updating:
+                self._put_back(undo)
+            raise
         if problem is not None:
             # Outside the except block: a traceback keeps the failed step's tensors alive (pytorch#27600).
             self._put_back(undo)
             window.fail(*problem)
             return
-        self._learn_buffers(undo)
-        if not attempt.stepped and not math.isfinite(attempt.loss):
-            self._restore_buffers(undo)
-        self._pending = []
+        drop_constants(self.model, undo.buffers)
+        if not attempt.stepped and not attempt.overflowed:
+            write_buffers(self.model, undo.buffers)
+        del self._pending[: len(batches)]
         self._count(window, attempt, began)
         self._judge(window, attempt)
 
@@ -286,7 +288,7 @@ class TorchEngine:
     def _judge(self, window: Window, attempt: _Attempt) -> None:
         """End the window if the step, though it ended well, shows that the plan cannot stay."""
         options = self.options
-        if not attempt.stepped and not (self.update.scaled and math.isfinite(attempt.loss)):
+        if not attempt.stepped and not attempt.overflowed:
             window.fail(Failure.NON_FINITE, f"loss {attempt.loss}, gradient norm {attempt.norm}")
             return
         peak = self._peaks.get(self._plan, (0, 0))[0]
@@ -331,10 +333,6 @@ class TorchEngine:
         if self._meter.peak_bytes is not None:
             self._peaks[self._plan] = max(known[0], self._meter.peak_bytes), size
 
-    def note_sample(self) -> None:
-        """Remember that the running step's gradient is sampled."""
-        self._sampled_at = self.progress.steps
-
     def may_split(self) -> bool:
         """Tell whether a whole step may be cut in two to learn the noise scale."""
         splittable = self.job.batching == "fixed" and "accumulation_steps" not in self.locks
@@ -342,8 +340,9 @@ class TorchEngine:
 
     def _sample_is_due(self, first_step: int) -> bool:
         """Tell whether the next step shall be sampled: the first of a window that can be, then every n-th."""
-        since = self.progress.steps - self._sampled_at
-        return self._sampled_at < first_step or since >= self.options.statistics_every
+        sampled_at = self.monitor.state.sampled_at
+        since = self.progress.steps - sampled_at
+        return sampled_at < first_step or since >= self.options.statistics_every
 
     @contextlib.contextmanager
     def _own_randomness(self) -> Iterator[None]:
@@ -358,39 +357,11 @@ class TorchEngine:
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
-    def _buffer_marks(self) -> dict[str, int]:
-        if self._mutable_buffers is not None:
-            return {}
-        return {name: buffer._version for name, buffer in self.model.named_buffers()}
-
-    def _copy_buffers(self) -> dict[str, torch.Tensor]:
-        known = self._mutable_buffers
-        if known is not None and not known:
-            return {}
-        return {
-            name: buffer.detach().clone()
-            for name, buffer in self.model.named_buffers()
-            if known is None or name in known
-        }
-
-    def _learn_buffers(self, undo: _Undo) -> None:
-        """After the first good step, remember which buffers steps write to: the others need no copies."""
-        if self._mutable_buffers is None:
-            versions = {name: buffer._version for name, buffer in self.model.named_buffers()}
-            self._mutable_buffers = frozenset(
-                name for name, version in versions.items() if undo.marks.get(name) != version
-            )
-
-    def _restore_buffers(self, undo: _Undo) -> None:
-        buffers = dict(self.model.named_buffers())
-        with torch.no_grad():
-            for name, copied in undo.buffers.items():
-                buffers[name].copy_(copied)
-
     def _put_back(self, undo: _Undo) -> None:
         self.update.discard()
-        self._restore_buffers(undo)
+        write_buffers(self.model, undo.buffers)
         randomness.restore(undo.random)
+        self.monitor.state = undo.statistics
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -438,6 +409,11 @@ class _Attempt:
             self._run(live)
         engine.update.clip(self.norm)
 
+    @property
+    def overflowed(self) -> bool:
+        """Tell whether a step was skipped for what loss scaling exists to meet: it will scale less next time."""
+        return self._engine.update.scaled and math.isfinite(self.loss)
+
     def finish(self) -> None:
         """Make the update, or skip it if the loss or the gradient is not finite."""
         self.updating = True
@@ -468,7 +444,6 @@ class _Attempt:
     def _run_sampled(self, pieces: Sequence[tuple[Any, float]]) -> None:
         engine = self._engine
         scale = engine.update.loss_scale
-        engine.note_sample()
         with GradientProbe(engine.update.parameters) as probe:
             self._run(pieces, probe)
         engine.monitor.observe(

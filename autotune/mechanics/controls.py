@@ -7,9 +7,11 @@ gets its plain forward back. This file knows nothing of steps, batches or measur
 
 from __future__ import annotations
 
+import copy
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -72,11 +74,15 @@ class ControlledForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """Return the copied module's plain forward: a copy of a model is not under control."""
+        if self._shadowed is not None:
+            return cast("Callable[..., Any]", copy.deepcopy(self._shadowed, memo))
         copied = memo.get(id(self.module))
         return self._original if copied is None else type(copied).forward.__get__(copied)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the module's plain bound forward, so that no package of ours is needed to load it."""
+        if self._shadowed is not None:
+            return operator.getitem, ([self._shadowed], 0)
         return getattr, (self.module, "forward")
 
 

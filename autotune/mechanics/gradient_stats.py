@@ -57,7 +57,7 @@ class GradientProbe:
     def _note(self, index: int) -> Any:
         def hook(gradient: torch.Tensor) -> None:
             # The norm is taken at once: a kept reference would make autograd copy the gradient.
-            self._norms[-1][index] = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)
+            self._norms[-1][index] = torch.linalg.vector_norm(gradient.detach()).float()
 
         return hook
 
@@ -66,16 +66,17 @@ class GradientProbe:
         present = [index for index, p in enumerate(self._parameters) if p.grad is not None]
         gradients = [g for index in present if (g := self._parameters[index].grad) is not None]
         if not gradients:
-            return ProbedStep(parameters=(), micro=(), whole=(), underflow=())
+            return ProbedStep(parameters=(), micro=(), whole=(), tiny=(), present=())
         zero = torch.zeros((), device=gradients[0].device)
-        rows = [*self._rows(present, zero), list(torch._foreach_norm(gradients)), _underflow(gradients)]
+        rows = [*self._rows(present, zero), list(torch._foreach_norm(gradients)), *_underflow(gradients)]
         table = torch.stack([torch.stack([value.float() for value in row]) for row in rows]).tolist()
-        *micro, whole, underflow = table
+        *micro, whole, tiny, some = table
         return ProbedStep(
             parameters=tuple(self._parameters[index] for index in present),
             micro=tuple(tuple(value**2 for value in row) for row in micro),
             whole=tuple(value**2 for value in whole),
-            underflow=tuple(underflow),
+            tiny=tuple(tiny),
+            present=tuple(some),
         )
 
     def _rows(self, present: Sequence[int], zero: torch.Tensor) -> list[list[torch.Tensor]]:
@@ -91,17 +92,39 @@ class ProbedStep:
         micro: per micro-batch, per parameter, the squared norm of the gradient as it was accumulated: still times its
             weight n_j/N and the loss scale.
         whole: per parameter, the squared norm of the whole step's true gradient.
-        underflow: per parameter, the share of non-zero entries below fp16's smallest number.
+        tiny: per parameter, non-zero entries below fp16's smallest number (estimated from a sample).
+        present: per parameter, non-zero entries (estimated from the same sample).
     """
 
     parameters: tuple[nn.Parameter, ...]
     micro: tuple[tuple[float, ...], ...]
     whole: tuple[float, ...]
-    underflow: tuple[float, ...]
+    tiny: tuple[float, ...]
+    present: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorState:
+    """Hold what outlives a sampled step.
+
+    Attributes:
+        average: moving averages behind the noise scale.
+        latest: the statistics of the last sampled step.
+        sampled_at: number of the last sampled step; -1 before the first.
+        learnt_at: number of the last step that fed the noise scale; ``None`` before the first.
+    """
+
+    average: NoiseScaleAverage = NoiseScaleAverage()
+    latest: GradientStatistics | None = None
+    sampled_at: int = -1
+    learnt_at: int | None = None
 
 
 class GradientMonitor:
     """Turn probed steps into statistics, and remember what outlives a step.
+
+    Attributes:
+        state: what is remembered; assigning a former state forgets what came since.
 
     Args:
         model: the model whose parameters the units name.
@@ -113,9 +136,7 @@ class GradientMonitor:
         self._unit_of = {
             id(parameters[name]): unit.name for unit in units for name in unit.parameter_names if name in parameters
         }
-        self.average = NoiseScaleAverage()
-        self.latest: GradientStatistics | None = None
-        self._learnt_at: int | None = None
+        self.state = MonitorState()
 
     def observe(
         self,
@@ -135,29 +156,33 @@ class GradientMonitor:
             micro_samples: samples of each micro-batch that was run.
             scales: what each micro-batch's mean gradient was multiplied by: n_j/N times the loss scale.
         """
+        self.state = replace(self.state, sampled_at=step)
         if not math.isfinite(norm) or not probed.parameters:
             return
         micro = [[square / scale**2 for square in row] for row, scale in zip(probed.micro, scales, strict=True)]
-        variance = None if self.latest is None else self.latest.variance
-        if len(micro) >= 2:
-            totals = [sum(row) for row in micro]
-            if all(math.isfinite(total) for total in totals):
-                self.average = self.average.updated(noise_sample(totals, micro_samples, sum(probed.whole)))
-                variance = gradient_variance(totals, sum(probed.whole))
-                self._learnt_at = step
-        self.latest = GradientStatistics(
+        average, learnt_at = self.state.average, self.state.learnt_at
+        variance = None if self.state.latest is None else self.state.latest.variance
+        totals = [sum(row) for row in micro]
+        if len(micro) >= 2 and all(math.isfinite(total) for total in totals):
+            whole, shares = sum(probed.whole), [scale / sum(scales) for scale in scales]
+            average = average.updated(noise_sample(totals, micro_samples, whole))
+            variance = gradient_variance(totals, whole, shares)
+            learnt_at = step
+        latest = GradientStatistics(
             norm=norm,
-            noise_scale=self.average.noise_scale,
-            noise_scale_age_steps=None if self._learnt_at is None else step - self._learnt_at,
+            noise_scale=average.noise_scale,
+            noise_scale_age_steps=None if learnt_at is None else step - learnt_at,
             variance=variance,
             per_unit=self._per_unit(probed, micro, micro_samples),
         )
+        self.state = MonitorState(average=average, latest=latest, sampled_at=step, learnt_at=learnt_at)
 
     def aged(self, step: int) -> GradientStatistics | None:
         """Return the latest statistics, with the noise scale's age as of ``step``."""
-        if self.latest is None or self._learnt_at is None:
-            return self.latest
-        return replace(self.latest, noise_scale_age_steps=step - self._learnt_at)
+        latest, learnt_at = self.state.latest, self.state.learnt_at
+        if latest is None or learnt_at is None:
+            return latest
+        return replace(latest, noise_scale_age_steps=step - learnt_at)
 
     def _per_unit(
         self, probed: ProbedStep, micro: Sequence[Sequence[float]], micro_samples: Sequence[int]
@@ -178,7 +203,10 @@ def _unit_gradient(
     return UnitGradient(
         rms=math.sqrt(whole / sum(sizes)),
         signal_to_noise=_signal_to_noise([sum(row[i] for i in indices) for row in micro], micro_samples, whole),
-        underflow_frac=sum(probed.underflow[i] * size for i, size in zip(indices, sizes, strict=True)) / sum(sizes),
+        underflow_frac=min(
+            sum(probed.tiny[index] for index in indices) / max(sum(probed.present[index] for index in indices), 1e-9),
+            1.0,
+        ),
     )
 
 
@@ -190,17 +218,17 @@ def _signal_to_noise(squares: Sequence[float], micro_samples: Sequence[int], who
     return max(sample.square, 0.0) / noise if noise > 0 else None
 
 
-def _underflow(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return per gradient the share of sampled non-zero entries that fp16 cannot hold."""
+def _underflow(gradients: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return per gradient how many non-zero entries fp16 cannot hold, and how many there are, from a strided sample."""
     views = [g.detach().reshape(-1)[:: max(g.numel() // _UNDERFLOW_SAMPLE, 1)].abs() for g in gradients]
-    sizes = [view.numel() for view in views]
     flat = torch.cat([view.float() for view in views])
-    # A cumulative sum turns all the per-parameter counts into two kernels.
+    # A cumulative sum turns all the per-parameter counts into a few kernels.
+    ends = torch.tensor([view.numel() for view in views], device=flat.device).cumsum(0) - 1
+    strides = torch.tensor([g.numel() / view.numel() for g, view in zip(gradients, views, strict=True)])
     tiny = torch.cumsum((flat > 0) & (flat < _FP16_SMALLEST), 0)
     some = torch.cumsum(flat > 0, 0)
-    ends = torch.tensor(sizes, device=flat.device).cumsum(0) - 1
-    shares = _differences(tiny[ends]) / _differences(some[ends]).clamp(min=1)
-    return list(shares.unbind())
+    scale = strides.to(flat.device)
+    return list((_differences(tiny[ends]) * scale).unbind()), list((_differences(some[ends]) * scale).unbind())
 
 
 def _differences(totals: torch.Tensor) -> torch.Tensor:

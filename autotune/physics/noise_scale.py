@@ -10,25 +10,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-def gradient_variance(micro_squares: Sequence[float], mean_square: float) -> float:
+def gradient_variance(
+    micro_squares: Sequence[float], mean_square: float, shares: Sequence[float] | None = None
+) -> float:
     """Return the sample variance of micro-batch gradients.
 
     Args:
         micro_squares: |g_j|^2 of each of the k >= 2 micro-batch gradients (each a mean over its items).
-        mean_square: |(1/k) sum g_j|^2.
+        mean_square: |sum w_j g_j|^2, the squared norm of the whole gradient.
+        shares: w_j, each micro-batch's share of the items; ``None`` for equal shares.
 
     Returns:
-        (1/(k-1)) sum |g_j - mean|^2, never below 0.
+        sum w_j |g_j - mean|^2 / (1 - sum w_j^2), never below 0; for equal shares (1/(k-1)) sum |g_j - mean|^2.
 
     Raises:
         ValueError: for fewer than two micro-batches.
 
-    Source: eq. 7 of the paper, expanded so that only norms are needed.
+    Source: eq. 7 of the paper for equal shares, expanded so that only norms are needed; unequal shares are weighed
+    with the usual correction for their effective number.
     """
     k = len(micro_squares)
     if k < 2:
         raise ValueError("a variance needs at least two micro-batches")
-    return max((sum(micro_squares) - k * mean_square) / (k - 1), 0.0)
+    weights = [1 / k] * k if shares is None else shares
+    spread = sum(w * square for w, square in zip(weights, micro_squares, strict=True)) - mean_square
+    return max(spread / (1 - sum(w * w for w in weights)), 0.0)
 
 
 def adaptive_accumulation(variance: float, target_std: float, k_max: int, *, epsilon: float = 1e-12) -> int:
