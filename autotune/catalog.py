@@ -62,7 +62,10 @@ def load_job(reference: str | Job) -> Job:
 def _take(module: ModuleType, attribute: str, reference: str) -> Job:
     found = getattr(module, attribute, None)
     if not isinstance(found, Job) and callable(found):
-        found = found()
+        try:
+            found = found()
+        except Exception as error:
+            raise JobError(f"{attribute}() raised {_line(error)}", where=reference) from error
     if not isinstance(found, Job):
         raise JobError(
             f"{attribute!r} is no autotune.Job",

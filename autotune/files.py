@@ -6,6 +6,7 @@ Knows nothing of what the documents mean.
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -83,11 +84,14 @@ def parse_json(text: str, *, where: str) -> dict[str, Any]:
         InputError: if the text is not one JSON object with unique keys and finite numbers.
     """
     try:
-        document = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"is not JSON ({error})", where=where, allowed="one JSON object") from error
+        document = json.loads(
+            text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite_float
+        )
     except _JsonRuleError as error:
         raise InputError(str(error), where=where, allowed="JSON with unique keys, finite numbers") from error
+    except (ValueError, RecursionError) as error:
+        # Besides broken syntax: whole numbers of more digits than Python converts.
+        raise InputError(f"is not JSON ({error})", where=where, allowed="one JSON object") from error
     if not isinstance(document, dict):
         raise InputError(f"holds a {type(document).__name__}", where=where, allowed="one JSON object")
     return document
@@ -119,6 +123,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> float:
     raise _JsonRuleError(f"the number {name} is not finite")
+
+
+def _finite_float(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse_constant(text)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -126,24 +126,30 @@ class Job:
             raise JobError(f"name is {self.name!r}", where="job", allowed="text")
         for name in ("model", "batches", "loss", "optimizer", "evaluate"):
             self._require(callable(getattr(self, name)), name, "a function")
+        for name in ("count", "data_sources"):
+            value = getattr(self, name)
+            self._require(value is None or callable(value), name, "a function, or None")
         self._require(self.goal in ("min", "max"), "goal", "min, max")
         self._require(self.batching in ("fixed", "adaptive"), "batching", "fixed, adaptive")
         self._require(self.lr_rule in ("linear", "sqrt", "none"), "lr_rule", "linear, sqrt, none")
-        self._require(isinstance(self.target, int | float) and math.isfinite(self.target), "target", "a number")
+        self._require(_is_number(self.target) and math.isfinite(self.target), "target", "a number")
         for name in ("batch_size", "max_steps", "evaluate_every"):
             self._require(_is_positive_whole(getattr(self, name)), name, "a whole number >= 1")
-        self._require(self.clip_norm is None or self.clip_norm > 0, "clip_norm", "a number > 0, or None")
+        clip = self.clip_norm
+        self._require(clip is None or (_is_number(clip) and clip > 0), "clip_norm", "a number > 0, or None")
+        scheduled = self.schedule is None or isinstance(self.schedule, WarmupCosine)
+        self._require(scheduled, "schedule", "a WarmupCosine, or None")
+        named = self.units is None or (not isinstance(self.units, str) and _are_texts(self.units))
+        self._require(named, "units", "a list of module names, or None")
         self._check_accumulation_choices()
 
     def _check_accumulation_choices(self) -> None:
+        allowed = "ascending whole numbers that begin with 1"
+        self._require(isinstance(self.accumulation_choices, Iterable), "accumulation_choices", allowed)
         choices = tuple(self.accumulation_choices)
         object.__setattr__(self, "accumulation_choices", choices)
         good = bool(choices) and all(_is_positive_whole(k) for k in choices) and choices[0] == 1
-        self._require(
-            good and list(choices) == sorted(set(choices)),
-            "accumulation_choices",
-            "ascending whole numbers that begin with 1",
-        )
+        self._require(good and list(choices) == sorted(set(choices)), "accumulation_choices", allowed)
         if self.batching == "fixed":
             limit = f"at most batch_size = {self.batch_size}"
             self._require(choices[-1] <= self.batch_size, "accumulation_choices", limit)
@@ -160,6 +166,14 @@ class Job:
     def arrived(self, metric: float) -> bool:
         """Tell whether a metric meets the target; NaN never does."""
         return metric <= self.target if self.goal == "min" else metric >= self.target
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_texts(values: object) -> bool:
+    return isinstance(values, Sequence) and all(isinstance(value, str) for value in values)
 
 
 def _is_positive_whole(value: object) -> bool:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from autotune.errors import InputError
 from autotune.files import refuse_unknown_keys
 
 MEASUREMENT_VERSION = 1
+ENERGY_SOURCES = ("measured:nvml", "measured:rapl", "estimated:tdp", "absent")
 
 
 class Failure(StrEnum):
@@ -42,8 +43,11 @@ class UnitGradient:
     underflow_frac: float
 
     def __post_init__(self) -> None:
-        _require(self.rms >= 0 and math.isfinite(self.rms), "rms", self.rms, ">= 0")
-        _require(0 <= self.underflow_frac <= 1, "underflow_frac", self.underflow_frac, "0 to 1")
+        _require(_is_number(self.rms) and self.rms >= 0, "rms", self.rms, ">= 0")
+        ratio = self.signal_to_noise
+        _require(ratio is None or isinstance(ratio, int | float), "signal_to_noise", ratio, "a number")
+        share = self.underflow_frac
+        _require(_is_number(share) and 0 <= share <= 1, "underflow_frac", share, "0 to 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +69,13 @@ class GradientStatistics:
     noise_scale_age_steps: int | None = None
     variance: float | None = None
     per_unit: Mapping[str, UnitGradient] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Not necessarily finite: a gradient that overflowed is seen as it was.
+        _require(isinstance(self.norm, int | float), "norm", self.norm, "a number")
+        for name in ("noise_scale", "noise_scale_age_steps", "variance"):
+            value = getattr(self, name)
+            _require(value is None or isinstance(value, int | float), name, value, "a number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,11 +125,16 @@ class Measurement:
     def __post_init__(self) -> None:
         for name in ("steps", "samples", "items", "skipped_steps", "total_s"):
             value = getattr(self, name)
-            _require(value >= 0, name, value, ">= 0")
-        for name in ("seconds_per_step", "samples_per_step", "loss", "learning_rate", "energy_j"):
+            _require(_is_number(value) and value >= 0, name, value, ">= 0")
+        for name in ("peak_bytes", "memory_budget_bytes"):
             value = getattr(self, name)
-            _require(value is None or math.isfinite(value), name, value, "a finite number")
-        _require((self.energy_j is None) == (self.energy_source == "absent"), "energy_source", self.energy_source)
+            _require(value is None or (_is_number(value) and value >= 0), name, value, ">= 0")
+        _require(_is_number(self.learning_rate), "learning_rate", self.learning_rate, "a finite number")
+        for name in ("seconds_per_step", "samples_per_step", "loss", "loss_scale", "energy_j"):
+            value = getattr(self, name)
+            _require(value is None or _is_number(value), name, value, "a finite number")
+        known = self.energy_source in ENERGY_SOURCES and (self.energy_j is None) == (self.energy_source == "absent")
+        _require(known, "energy_source", self.energy_source, f"{', '.join(ENERGY_SOURCES)}; absent without energy_j")
 
     @property
     def within_budget(self) -> bool:
@@ -150,27 +166,59 @@ class Measurement:
         Raises:
             InputError: naming the first key or value that is not allowed.
         """
-        known = frozenset({"version", *(item.name for item in fields(cls))})
-        refuse_unknown_keys(document, known, where=where)
-        if document.get("version") != MEASUREMENT_VERSION:
-            raise InputError(f"version is {document.get('version')!r}", where=where, allowed=[MEASUREMENT_VERSION])
-        values = {key: value for key, value in document.items() if key != "version"}
-        try:
-            values["step_s"] = tuple(values.get("step_s", ()))
-            if values.get("failure") is not None:
-                values["failure"] = Failure(values["failure"])
-            if values.get("gradient") is not None:
-                values["gradient"] = _gradient_from_json(values["gradient"])
-            return cls(**values)
-        except InputError:
-            raise
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise InputError(f"is not a measurement: {error}", where=where) from error
+        if not isinstance(document, Mapping):
+            raise InputError(f"is {document!r}", where=where, allowed="a measurement as a JSON object")
+        values = dict(document)
+        version = values.pop("version", None)
+        if type(version) is not int or version != MEASUREMENT_VERSION:
+            raise InputError(f"version is {version!r}", where=where, allowed=[MEASUREMENT_VERSION])
+        steps = values.get("step_s", ())
+        if not isinstance(steps, list | tuple) or not all(_is_number(value) for value in steps):
+            raise InputError(f"step_s is {steps!r}", where=where, allowed="a list of seconds")
+        values["step_s"] = tuple(steps)
+        failure = values.get("failure")
+        if failure is not None and failure not in list(Failure):
+            raise InputError(f"failure is {failure!r}", where=where, allowed=list(Failure))
+        values["failure"] = None if failure is None else Failure(failure)
+        if values.get("gradient") is not None:
+            values["gradient"] = _gradient_from_json(values["gradient"], where)
+        return _build(cls, values, where)
 
 
-def _gradient_from_json(document: Mapping[str, Any]) -> GradientStatistics:
-    per_unit = {name: UnitGradient(**entry) for name, entry in document.get("per_unit", {}).items()}
-    return GradientStatistics(**{**document, "per_unit": per_unit})
+def _gradient_from_json(document: object, where: str) -> GradientStatistics:
+    values = dict(_object(document, "gradient", where))
+    units = _object(values.get("per_unit", {}), "gradient.per_unit", where)
+    values["per_unit"] = {
+        name: _build(UnitGradient, _object(entry, f"gradient.per_unit.{name}", where), where)
+        for name, entry in units.items()
+    }
+    return _build(GradientStatistics, values, where)
+
+
+_Record = TypeVar("_Record", Measurement, GradientStatistics, UnitGradient)
+
+
+def _build(kind: type[_Record], values: Mapping[str, Any], where: str) -> _Record:
+    """Return a record of a JSON object's values, naming the first key that is unknown, missing or wrong."""
+    known = {item.name: item for item in fields(kind)}
+    refuse_unknown_keys(values, frozenset(known), where=where)
+    for name, item in known.items():
+        if name not in values and item.default is MISSING and item.default_factory is MISSING:
+            raise InputError(f"{name} is missing", where=where, allowed="a value")
+    try:
+        return kind(**values)
+    except InputError as error:
+        raise InputError(error.problem, where=where, allowed=error.allowed) from error
+
+
+def _object(value: object, name: str, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InputError(f"{name} is {value!r}", where=where, allowed="an object")
+    return value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _require(holds: bool, name: str, value: object, allowed: str = "") -> None:

@@ -65,7 +65,7 @@ class Launch:
     compile: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.zero_stage is not None and (isinstance(self.zero_stage, bool) or self.zero_stage not in (0, 1, 2, 3)):
+        if self.zero_stage is not None and not (type(self.zero_stage) is int and 0 <= self.zero_stage <= 3):
             raise PlanError(f"launch.zero_stage is {self.zero_stage!r}", where="plan", allowed="0, 1, 2, 3")
         if self.optimizer is not None and not (isinstance(self.optimizer, str) and self.optimizer):
             raise PlanError(f"launch.optimizer is {self.optimizer!r}", where="plan", allowed="a name")
@@ -143,6 +143,7 @@ class Plan:
             PlanError: naming the first key or value that is not allowed, and what is.
         """
         try:
+            document = _mapping(document, "the plan", where)
             refuse_unknown_keys(document, _PLAN_KEYS, where=where)
             version = document.get("version")
             if isinstance(version, bool) or version != PLAN_VERSION:

@@ -132,7 +132,7 @@ def test_frozen_parameters_and_those_without_gradient_are_left_out(model):
 def test_a_step_without_gradients_is_read_as_nothing(model):
     with GradientProbe(list(model.parameters())) as probe:
         pass
-    assert probe.read() == ProbedStep(parameters=(), micro=(), whole=(), underflow=())
+    assert probe.read() == ProbedStep(parameters=(), micro=(), whole=(), tiny=(), present=())
 
 
 def test_a_model_in_fp64_can_be_probed():
@@ -155,7 +155,8 @@ def underflow_of(values: list[torch.Tensor]) -> tuple[float, ...]:
     with GradientProbe(parameters) as probe:
         probe.next_micro_batch()
         sum((p * value).sum() for p, value in zip(parameters, values, strict=True)).backward()
-    return probe.read().underflow
+    probed = probe.read()
+    return tuple(tiny / max(present, 1.0) for tiny, present in zip(probed.tiny, probed.present, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -211,19 +212,19 @@ def test_the_statistics_are_those_computed_by_hand(model, scaled):
     whole = gradient_squares(model, batch)
     sample = noise_sample(micro, [2] * 4, sum(whole))
     monitor = observed(model, 4, scaled=scaled)
-    statistics = monitor.latest
+    statistics = monitor.state.latest
     assert statistics.norm == pytest.approx(math.sqrt(sum(whole)), rel=1e-5)
     assert statistics.variance == pytest.approx(gradient_variance(micro, sum(whole)), rel=1e-4)
-    assert monitor.average.trace == pytest.approx(sample.trace, rel=1e-4)
-    assert monitor.average.square == pytest.approx(sample.square, rel=1e-4)
-    assert statistics.noise_scale == monitor.average.noise_scale
+    assert monitor.state.average.trace == pytest.approx(sample.trace, rel=1e-4)
+    assert monitor.state.average.square == pytest.approx(sample.square, rel=1e-4)
+    assert statistics.noise_scale == monitor.state.average.noise_scale
     assert statistics.noise_scale_age_steps == 0
 
 
 @pytest.mark.parametrize("k", [1, 4])
 def test_the_rms_of_a_unit_is_that_of_its_parameters(model, k):
     whole = gradient_squares(model, batch_of(8))
-    per_unit = observed(model, k).latest.per_unit
+    per_unit = observed(model, k).state.latest.per_unit
     assert list(per_unit) == ["layers.0", "layers.1"]
     for unit, squares in zip(per_unit.values(), (whole[:2], whole[2:]), strict=True):
         assert unit.rms == pytest.approx(math.sqrt(sum(squares) / 12), rel=1e-5)
@@ -233,7 +234,7 @@ def test_the_signal_to_noise_of_a_unit_is_that_of_its_own_gradients(model):
     batch = batch_of(8)
     pieces = [gradient_squares(model, piece) for piece in split(batch, 4)]
     whole = gradient_squares(model, batch)
-    per_unit = observed(model, 4).latest.per_unit
+    per_unit = observed(model, 4).state.latest.per_unit
     for unit, columns in zip(per_unit.values(), (slice(0, 2), slice(2, 4)), strict=True):
         sample = noise_sample([sum(row[columns]) for row in pieces], [2] * 4, sum(whole[columns]))
         assert sample.trace > 0
@@ -242,7 +243,7 @@ def test_the_signal_to_noise_of_a_unit_is_that_of_its_own_gradients(model):
 
 
 def test_with_one_micro_batch_noise_and_variance_stay_unknown(model):
-    statistics = observed(model, 1).latest
+    statistics = observed(model, 1).state.latest
     assert statistics.norm > 0
     assert statistics.noise_scale is None
     assert statistics.noise_scale_age_steps is None
@@ -261,19 +262,19 @@ def test_the_variance_of_uneven_micro_batches_is_that_of_the_vectors_by_their_we
     spread = sum(share * float((vector - mean).square().sum()) for share, vector in zip(shares, vectors, strict=True))
     # For equal shares 1/k this is equation 7: a mean square distance times k/(k-1).
     direct = spread / (1 - sum(share**2 for share in shares))
-    assert observed(model, 3, samples=7).latest.variance == pytest.approx(direct, rel=1e-3)
+    assert observed(model, 3, samples=7).state.latest.variance == pytest.approx(direct, rel=1e-3)
 
 
 def test_a_gradient_that_is_not_finite_is_not_learnt_from(model):
     monitor = observed(model, 4)
-    before = monitor.latest, monitor.average
+    before = monitor.state.latest, monitor.state.average
     batch = batch_of(8)
     batch[0][3, 0] = math.nan
     pieces = split(batch, 4)
     probed, norm, scales = probed_step(model, update_of(model), pieces)
     assert math.isnan(norm)
     monitor.observe(probed, step=9, norm=norm, micro_samples=[2] * 4, scales=scales)
-    assert (monitor.latest, monitor.average) == before
+    assert (monitor.state.latest, monitor.state.average) == before
 
 
 def test_the_noise_scale_ages_by_the_steps_since_it_was_fed(model):
@@ -281,11 +282,11 @@ def test_the_noise_scale_ages_by_the_steps_since_it_was_fed(model):
     assert [monitor.aged(step).noise_scale_age_steps for step in (5, 6, 15)] == [0, 1, 10]
     pieces = [batch_of(8)]
     probed, norm, scales = probed_step(model, update_of(model), pieces)
-    learnt = monitor.latest
+    learnt = monitor.state.latest
     monitor.observe(probed, step=12, norm=norm, micro_samples=[8], scales=scales)
-    assert monitor.latest.noise_scale == learnt.noise_scale
-    assert monitor.latest.variance == learnt.variance
-    assert monitor.latest.noise_scale_age_steps == 7
+    assert monitor.state.latest.noise_scale == learnt.noise_scale
+    assert monitor.state.latest.variance == learnt.variance
+    assert monitor.state.latest.noise_scale_age_steps == 7
     assert monitor.aged(20).noise_scale_age_steps == 15
 
 
@@ -312,4 +313,4 @@ def test_the_underflow_of_a_unit_is_the_share_of_all_its_non_zero_entries():
         probe.next_micro_batch()
         model["mixed"](torch.ones(())).backward()
     monitor.observe(probe.read(), step=0, norm=1.0, micro_samples=[1], scales=[1.0])
-    assert monitor.latest.per_unit["mixed"].underflow_frac == pytest.approx(4 / 5)
+    assert monitor.state.latest.per_unit["mixed"].underflow_frac == pytest.approx(4 / 5)

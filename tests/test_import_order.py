@@ -1,4 +1,4 @@
-"""The floors of design: a file imports from its own floor and from those above it, and heavy packages stay in one file."""
+"""The floors: a file imports from its own floor and from those above it, and heavy packages stay in one file."""
 
 import ast
 import subprocess

@@ -1,3 +1,5 @@
+import pytest
+
 import autotune
 
 
@@ -16,9 +18,5 @@ def test_nothing_public_is_left_out_of_the_list() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    try:
+    with pytest.raises(AttributeError, match="nothing_of_that_name"):
         autotune.nothing_of_that_name  # noqa: B018
-    except AttributeError as error:
-        assert "nothing_of_that_name" in str(error)
-    else:
-        raise AssertionError("no AttributeError")

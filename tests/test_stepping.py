@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from typing import Any
 
 import numpy as np
@@ -378,3 +378,17 @@ def test_parameters_without_gradient_take_no_part():
     before = model.layers[1].weight.detach().clone()
     assert update.finish(norm)
     assert torch.equal(model.layers[1].weight, before)
+
+
+def test_a_batch_of_a_mapping_type_of_its_own_is_cut_and_keeps_its_type():
+    class Encoding(UserDict):
+        pass
+
+    batch = Encoding(ids=torch.arange(6).reshape(3, 2), extra={"mask": torch.ones(3)}, name="text")
+    first, second = split(batch, 2)
+    assert type(first) is Encoding
+    assert first["ids"].tolist() == [[0, 1], [2, 3]]
+    assert second["ids"].tolist() == [[4, 5]]
+    assert second["extra"]["mask"].shape == (1,)
+    assert first["name"] == second["name"] == "text"
+    assert batch["ids"].shape == (3, 2)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from autotune.errors import JobError
 from autotune.job import Job
+from autotune.mechanics.trees import map_tensors
 
 # Epochs of one seed must not repeat those of its neighbours.
 _EPOCH_STRIDE = 1_000_003
@@ -38,7 +38,7 @@ class BatchStream:
         """
         batch = self._next_on_host()
         self.position += 1
-        return tree_map_only(torch.Tensor, lambda leaf: leaf.to(self._device, non_blocking=True), batch)
+        return map_tensors(lambda leaf: leaf.to(self._device, non_blocking=True), batch)
 
     def seek(self, position: int) -> None:
         """Go to a position; going back begins anew and skips."""

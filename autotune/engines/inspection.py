@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,13 +19,15 @@ from autotune.mechanics.precision import excluded_precisions, useful_precisions
 from autotune.plan import PlanSpace, Precision
 from autotune.units import Unit, find_units, name_units
 
+_Answer = TypeVar("_Answer")
+
 logger = logging.getLogger(__name__)
 
 
 def inspect_job(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict[str, str]]:
     """Return the plans that a job's model allows, and why something is locked.
 
-    The loss is run once on a batch, in evaluation mode and without gradients.
+    The loss is run once on a batch, in evaluation mode; nothing is kept for a backward pass.
 
     Args:
         job: the job.
@@ -39,7 +42,7 @@ def inspect_job(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict
         JobError: if the loss raises, is not a scalar tensor or takes no gradient, or the count is wrong.
     """
     units = find_units(model) if job.units is None else name_units(model, job.units)
-    stepping.count_items(batch, job.count)
+    ask(job, "count", lambda: stepping.count_items(batch, job.count))
     calls = _trial(job, model, batch, units)
     for unit in units:
         if calls[unit.name] == 0:
@@ -67,8 +70,54 @@ def classify(error: Exception) -> Failure:
     return Failure.CRASHED
 
 
-def _trial(job: Job, model: nn.Module, batch: Any, units: tuple[Unit, ...]) -> dict[str, int]:
+def ask(job: Job, part: str, call: Callable[[], _Answer]) -> _Answer:
+    """Return what one of the job's functions answers.
+
+    Args:
+        job: the job.
+        part: the function's name in the job.
+        call: calls it.
+
+    Raises:
+        JobError: if it raises, in one line.
+    """
+    try:
+        return call()
+    except InputError:
+        raise
+    except Exception as error:
+        raise JobError(f"{part} raised {type(error).__name__}: {error}", where=f"job {job.name!r}") from error
+
+
+def build_model(job: Job) -> nn.Module:
+    """Return the job's model, on the device where the job put it.
+
+    Raises:
+        JobError: if the job does not return a module.
+    """
+    model = ask(job, "model", job.model)
+    if not isinstance(model, nn.Module):
+        raise JobError(f"model returned {model!r}", where=f"job {job.name!r}", allowed="a torch.nn.Module")
+    return model
+
+
+def build_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the job's optimizer over the parameters that are trained.
+
+    Raises:
+        JobError: if nothing is trained, or the job does not return an optimizer.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     where = f"job {job.name!r}"
+    if not trained:
+        raise JobError("model has no parameter that requires a gradient", where=where, allowed="at least one")
+    optimizer = ask(job, "optimizer", lambda: job.optimizer(trained))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise JobError(f"optimizer returned {optimizer!r}", where=where, allowed="a torch.optim.Optimizer")
+    return optimizer
+
+
+def _trial(job: Job, model: nn.Module, batch: Any, units: tuple[Unit, ...]) -> dict[str, int]:
     losses: list[Any] = []
 
     def run() -> None:
@@ -77,20 +126,26 @@ def _trial(job: Job, model: nn.Module, batch: Any, units: tuple[Unit, ...]) -> d
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.no_grad():
-            calls = controls.forward_order(model, [unit.name for unit in units], run)
-    except InputError:
-        raise
-    except Exception as error:
-        raise JobError(f"loss raised {type(error).__name__}: {error}", where=where) from error
+        # What backward would need is dropped at once: the pass only shows whether a gradient would flow.
+        nothing = torch.empty(0)
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _: nothing, lambda _: nothing):
+            calls = ask(job, "loss", lambda: controls.forward_order(model, [unit.name for unit in units], run))
     finally:
         for module, mode in training.items():
             module.training = mode
-    loss = losses[0]
-    if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
-        raise JobError(f"loss returned {shape}", where=where, allowed="a scalar tensor, the mean over the items")
+    _check_loss(losses[0], f"job {job.name!r}")
     return calls
+
+
+def _check_loss(loss: Any, where: str) -> None:
+    allowed = "a scalar tensor, the mean over the items"
+    if not isinstance(loss, torch.Tensor):
+        raise JobError(f"loss returned {loss!r}", where=where, allowed=allowed)
+    if loss.dim() != 0 or not loss.is_floating_point():
+        kind = str(loss.dtype).removeprefix("torch.")
+        raise JobError(f"loss returned a {kind} tensor of shape {tuple(loss.shape)}", where=where, allowed=allowed)
+    if not loss.requires_grad:
+        raise JobError("loss has no gradient", where=where, allowed="a loss computed from the model's parameters")
 
 
 def _accumulation_choices(job: Job, model: nn.Module, locks: dict[str, str]) -> tuple[int, ...]:

@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from autotune.engines.batch_stream import BatchStream
-from autotune.engines.inspection import classify, inspect_job
+from autotune.engines.inspection import ask, build_model, build_optimizer, classify, inspect_job
 from autotune.engines.window import StepReport, Window
 from autotune.errors import EngineError
 from autotune.job import Job
@@ -27,6 +26,7 @@ from autotune.mechanics import controls, randomness, stepping
 from autotune.mechanics.buffers import copy_buffers, drop_constants, write_buffers
 from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe, MonitorState
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors, tensor_bytes
+from autotune.mechanics.trees import tensors
 from autotune.physics.learning_rate import batch_factor
 from autotune.plan import Plan, PlanSpace
 
@@ -118,17 +118,14 @@ class TorchEngine:
         self.progress = Progress()
         with randomness.isolated():
             randomness.seed_all(seed)
-            self.model = job.model().to(self.device)
+            self.model = build_model(job).to(self.device)
             self.model.train()
             self._stream = BatchStream(job, seed, self.device)
-            self._pending: list[Any] = [self._stream.take()]
+            self._pending: list[Any] = [ask(job, "batches", self._stream.take)]
             self._random = randomness.capture()
             self._space, self.locks = inspect_job(job, self.model, self._pending[0])
-        self.update = stepping.Update(
-            job.optimizer([p for p in self.model.parameters() if p.requires_grad]),
-            clip_norm=job.clip_norm,
-            device_type=self.device.type,
-        )
+            optimizer = build_optimizer(job, self.model)
+        self.update = stepping.Update(optimizer, clip_norm=job.clip_norm, device_type=self.device.type)
         self._base_rates = [group["lr"] for group in self.update.optimizer.param_groups]
         self.monitor = GradientMonitor(self.model, self._space.units)
         self._meter = MemoryMeter(self.device)
@@ -322,7 +319,7 @@ class TorchEngine:
 
         The very first step creates the optimizer's state and would read too low.
         """
-        size = tensor_bytes(leaf for leaf in tree_leaves(batches) if isinstance(leaf, torch.Tensor))
+        size = tensor_bytes(tensors(batches))
         known = self._peaks.get(self._plan, (0, 0))
         if not self.options.meter_memory or self.progress.steps == 0 or size <= known[1]:
             yield False

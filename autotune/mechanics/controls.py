@@ -11,7 +11,7 @@ import copy
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -75,7 +75,7 @@ class ControlledForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """Return the copied module's plain forward: a copy of a model is not under control."""
         if self._shadowed is not None:
-            return cast("Callable[..., Any]", copy.deepcopy(self._shadowed, memo))
+            return copy.deepcopy(self._shadowed, memo)
         copied = memo.get(id(self.module))
         return self._original if copied is None else type(copied).forward.__get__(copied)
 

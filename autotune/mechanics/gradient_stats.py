@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -114,7 +114,7 @@ class MonitorState:
         learnt_at: number of the last step that fed the noise scale; ``None`` before the first.
     """
 
-    average: NoiseScaleAverage = NoiseScaleAverage()
+    average: NoiseScaleAverage = field(default_factory=NoiseScaleAverage)
     latest: GradientStatistics | None = None
     sampled_at: int = -1
     learnt_at: int | None = None

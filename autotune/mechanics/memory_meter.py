@@ -16,7 +16,11 @@ import torch
 from torch import nn
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._pytree import tree_leaves
+
+from autotune.mechanics.trees import tensors
+
+# What the host's allocator, the driver and cuBLAS say where torch raises no exception of its own for it.
+_OUT_OF_MEMORY_SIGNS = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class MemoryMeter:
@@ -87,15 +91,14 @@ def _largest_running_sum(trace: profile) -> int:
 
 def resident_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, batches: object) -> list[torch.Tensor]:
     """Return the tensors that live before a step begins: parameters, buffers, optimizer state and batches."""
-    state = [value for entry in optimizer.state.values() for value in tree_leaves(entry)]
+    state = optimizer.state.values()
     gradients = [parameter.grad for parameter in model.parameters()]
-    everything = [*model.parameters(), *model.buffers(), *gradients, *state, *tree_leaves(batches)]
-    return [value for value in everything if isinstance(value, torch.Tensor)]
+    return tensors([*model.parameters(), *model.buffers(), *gradients, *state, batches])
 
 
-def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def tensor_bytes(values: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the tensors' storages; a storage that several tensors share counts once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in values}
     return sum(storages.values())
 
 
@@ -103,4 +106,4 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an exception says that memory ran out, on a device or on the host."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY_SIGNS)

@@ -11,11 +11,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autotune.errors import JobError
+from autotune.mechanics.trees import map_tensors, tensors
 
 Count = Callable[[Any], int]
 
@@ -26,12 +27,10 @@ def num_samples(batch: Any) -> int:
     Raises:
         JobError: if the batch holds no such tensor, or no sample.
     """
-    for leaf in tree_flatten(batch)[0]:
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-            if leaf.shape[0] == 0:
-                break
-            return int(leaf.shape[0])
-    raise JobError("a batch has no samples", where="batches", allowed="tensors with samples in dimension 0")
+    samples = next((leaf.shape[0] for leaf in tensors(batch) if leaf.dim() > 0), 0)
+    if samples == 0:
+        raise JobError("a batch has no samples", where="batches", allowed="tensors with samples in dimension 0")
+    return int(samples)
 
 
 def split(batch: Any, pieces: int) -> list[Any]:
@@ -54,14 +53,15 @@ def split(batch: Any, pieces: int) -> list[Any]:
     pieces = min(pieces, samples)
     if pieces == 1:
         return [batch]
-    leaves, shape = tree_flatten(batch)
-    columns = [
-        leaf.tensor_split(pieces)
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == samples
-        else (leaf,) * pieces
-        for leaf in leaves
-    ]
-    return [tree_unflatten(list(row), shape) for row in zip(*columns, strict=True)]
+
+    def piece(index: int) -> Any:
+        def cut(leaf: torch.Tensor) -> torch.Tensor:
+            whole = leaf.dim() == 0 or leaf.shape[0] != samples
+            return leaf if whole else leaf.tensor_split(pieces)[index]
+
+        return map_tensors(cut, batch)
+
+    return [piece(index) for index in range(pieces)]
 
 
 def count_items(batch: Any, count: Count | None) -> int:
@@ -75,7 +75,8 @@ def count_items(batch: Any, count: Count | None) -> int:
     items: Any = count(batch)
     if isinstance(items, torch.Tensor) and items.numel() == 1:
         items = items.item()
-    if isinstance(items, bool) or items != int(items) or items < 0:
+    whole = isinstance(items, int | float | np.integer) and not isinstance(items, bool) and float(items).is_integer()
+    if not whole or items < 0:
         raise JobError(f"count returned {items!r}", where="count", allowed="a whole number >= 0")
     return int(items)
 
