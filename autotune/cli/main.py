@@ -45,6 +45,8 @@ def _root(
 
 def main() -> None:
     """Run the command line and exit."""
+    # Metering frees blocks that are older than the profile, which is right and not worth a warning from C++.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Jobs named pkg.module:attribute are looked for from the working directory, as other such tools do.
     if os.getcwd() not in sys.path:  # noqa: PTH109 - a string is what sys.path holds
         sys.path.insert(0, os.getcwd())  # noqa: PTH109

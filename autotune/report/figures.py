@@ -95,8 +95,19 @@ def _draw_curves(axes: Any, comparison: Mapping[str, Any], colours: Mapping[str,
     axes.annotate("target ", (1, target), xycoords=("axes fraction", "data"), va="top", ha="right", color=_INK)
     axes.set(xlabel="training time, s", ylabel="validation metric", title="Progress against time (mean over seeds)")
     axes.set_xlim(left=0)
+    _leave_out_the_start(axes, comparison)
     axes.grid(alpha=0.25)
     axes.legend(fontsize=9, frameon=False, ncols=2)
+
+
+def _leave_out_the_start(axes: Any, comparison: Mapping[str, Any]) -> None:
+    """Cut off the first sixth of the baseline's run, whose steep part would flatten everything else."""
+    baseline = _mean_curve([run["curve"] for run in comparison["arms"][0]["runs"]])
+    edge = baseline[len(baseline) // 6][1]
+    if comparison["metric"]["goal"] == "min":
+        axes.set_ylim(top=edge)
+    else:
+        axes.set_ylim(bottom=edge)
 
 
 def reached_times(arm: Mapping[str, Any]) -> list[float]:
