@@ -5,6 +5,7 @@
     │   ├── PlanError           a plan: unknown key, unit or value, a k that cannot be
     │   ├── JobError            a job: unknown name, loss not a scalar, no batches, ...
     │   ├── BudgetError         a memory budget: not a size or share, or below what any plan needs
+    │   ├── ProfileError        a profile: damaged, outdated, of another job or device
     │   ├── PolicyFileError     a policy folder: missing, foreign schema, wrong hash or shapes
     │   └── RunDirectoryError   a run directory: cannot be written, or holds no such document
     └── EngineError             an engine was used in a way its protocol forbids
@@ -50,6 +51,10 @@ class JobError(InputError):
 
 class BudgetError(InputError):
     """A memory budget that is not a size or a share, or that no plan can meet."""
+
+
+class ProfileError(InputError):
+    """A profile that is damaged, outdated, or was made for another job or device."""
 
 
 class PolicyFileError(InputError):

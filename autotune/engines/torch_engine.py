@@ -26,6 +26,7 @@ from autotune.mechanics import controls, randomness, stepping
 from autotune.mechanics.buffers import copy_buffers, drop_constants, write_buffers
 from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe, MonitorState
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors, tensor_bytes
+from autotune.mechanics.step_trace import Phase
 from autotune.mechanics.trees import tensors
 from autotune.physics.learning_rate import batch_factor
 from autotune.plan import Plan, PlanSpace
@@ -37,7 +38,8 @@ class EngineOptions:
 
     Attributes:
         discard_steps: first steps of a plan that are run but not timed.
-        statistics_every: optimizer steps between two sampled gradients; the first of a window is always sampled.
+        statistics_every: optimizer steps between two sampled gradients, of which the first of a window is always one;
+            ``None`` samples none.
         split_to_learn_noise: whether a sampled step at k = 1 is cut in two so that the noise scale can be learnt.
         meter_memory: whether each plan's peak is metered.
         time_limit_s: seconds after which a window ends with ``timeout``; ``None`` for no limit.
@@ -45,7 +47,7 @@ class EngineOptions:
     """
 
     discard_steps: int = 2
-    statistics_every: int = 10
+    statistics_every: int | None = 10
     split_to_learn_noise: bool = False
     meter_memory: bool = True
     time_limit_s: float | None = None
@@ -330,6 +332,9 @@ class TorchEngine:
         if self._meter.peak_bytes is not None:
             self._peaks[self._plan] = max(known[0], self._meter.peak_bytes), size
 
+    def phase(self, name: Phase) -> None:
+        """Be told of each micro-batch's passes; for engines that watch them."""
+
     def may_split(self) -> bool:
         """Tell whether a whole step may be cut in two to learn the noise scale."""
         splittable = self.job.batching == "fixed" and "accumulation_steps" not in self.locks
@@ -337,6 +342,8 @@ class TorchEngine:
 
     def _sample_is_due(self, first_step: int) -> bool:
         """Tell whether the next step shall be sampled: the first of a window that can be, then every n-th."""
+        if self.options.statistics_every is None:
+            return False
         sampled_at = self.monitor.state.sampled_at
         since = self.progress.steps - sampled_at
         return sampled_at < first_step or since >= self.options.statistics_every
@@ -432,8 +439,11 @@ class _Attempt:
         for piece, weight in pieces:
             if probe is not None:
                 probe.next_micro_batch()
+            engine.phase("forward")
             loss = engine.job.loss(engine.model, piece)
+            engine.phase("backward")
             engine.update.backward(loss, weight)
+            engine.phase("update")
             losses.append(loss.detach() * weight)
         self.norm = engine.update.unscale()
         self.loss = float(torch.stack(losses).sum()) if losses else math.nan

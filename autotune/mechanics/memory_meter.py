@@ -59,22 +59,28 @@ class MemoryMeter:
 
     @contextmanager
     def _cpu(self, static: int) -> Iterator[None]:
-        # The library behind the profiler prints two lines per use on stderr unless told not to.
-        level = os.environ.get("KINETO_LOG_LEVEL")
-        os.environ["KINETO_LOG_LEVEL"] = level or "99"
-        try:
-            with (
-                profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace,
-                record_function("step"),
-            ):
-                yield
-        finally:
-            if level is None:
-                del os.environ["KINETO_LOG_LEVEL"]
+        with (
+            quiet_profiler(),
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace,
+            record_function("step"),
+        ):
+            yield
         self._raise_to(static + _largest_running_sum(trace))
 
     def _raise_to(self, peak: int) -> None:
         self.peak_bytes = peak if self.peak_bytes is None else max(self.peak_bytes, peak)
+
+
+@contextmanager
+def quiet_profiler() -> Iterator[None]:
+    """Keep the library behind the profiler from printing two lines per use on stderr."""
+    level = os.environ.get("KINETO_LOG_LEVEL")
+    os.environ["KINETO_LOG_LEVEL"] = level or "99"
+    try:
+        yield
+    finally:
+        if level is None:
+            del os.environ["KINETO_LOG_LEVEL"]
 
 
 def _largest_running_sum(trace: profile) -> int:

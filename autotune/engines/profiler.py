@@ -1,0 +1,466 @@
+"""Profile a job: trace and time real steps of homogeneous plans until the cost of every piece is known.
+
+For each k, precision and storage one step is traced for memory, and a few are timed piece by piece, interleaved; a few
+whole plans then correct the sum of the pieces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from autotune.engines.attribution import Attribution, BoundaryKey, as_boundary, attribute
+from autotune.engines.torch_engine import EngineOptions, TorchEngine
+from autotune.errors import JobError
+from autotune.job import Job
+from autotune.measurement import Failure, Measurement
+from autotune.mechanics.memory_meter import resident_tensors, tensor_bytes
+from autotune.mechanics.randomness import isolated, seed_all
+from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch, seconds_by_place, stamp_for
+from autotune.mechanics.trees import tensors
+from autotune.physics.profile import (
+    FIXED,
+    Boundary,
+    Calibration,
+    Cost,
+    Profile,
+    Segment,
+    StepTable,
+    choice_name,
+)
+from autotune.physics.time_model import calibrated
+from autotune.plan import Plan, PlanSpace, Storage
+
+logger = logging.getLogger(__name__)
+
+# Batches looked at to find the one to profile with; of ragged ones the largest.
+_CANDIDATES = 8
+# Steps of one visit to a plan: the first warms up.
+_VISIT_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfilerOptions:
+    """Say how much a profile may cost.
+
+    Attributes:
+        seconds: about how long profiling may take; at least two rounds of timing are made.
+        max_rounds: rounds of timing.
+        calibration_plans: whole plans that correct the sum of the pieces.
+        max_tables: values of k that are profiled; of more choices the smallest, the largest and some between.
+        seed: of weights, batches and calibration plans.
+    """
+
+    seconds: float = 60.0
+    max_rounds: int = 5
+    calibration_plans: int = 8
+    max_tables: int = 4
+    seed: int = 0
+
+
+def fixed_shape(job: Job, seed: int = 0) -> Job:
+    """Return the job with one batch for ever: the largest of its first few."""
+    batch = max(itertools.islice(job.batches(seed), _CANDIDATES), key=lambda item: tensor_bytes(tensors(item)))
+    return replace(job, batches=lambda _seed: itertools.repeat(batch))
+
+
+def fingerprint(engine: TorchEngine, device: str) -> str:
+    """Return a SHA-256 of everything that a profile depends on."""
+    job = engine.job
+    batch = next(iter(job.batches(0)))
+    facts = {
+        "job": job.name,
+        "model": [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in engine.model.named_parameters()],
+        "modules": [[name, type(module).__qualname__] for name, module in engine.model.named_modules()],
+        "batch": [[list(tensor.shape), str(tensor.dtype)] for tensor in tensors(batch)],
+        "optimizer": type(engine.update.optimizer).__qualname__,
+        "batching": job.batching,
+        "accumulation_choices": list(engine.space.accumulation_choices),
+        "precisions": [str(precision) for precision in engine.space.precisions],
+        "units": [unit.name for unit in engine.space.units],
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+class WatchedEngine(TorchEngine):
+    """Be a torch engine whose steps can be traced or timed piece by piece."""
+
+    watch: StepWatch | None = None
+    tracer: StepTracer | None = None
+    static_bytes: int = 0
+
+    def phase(self, name: Phase) -> None:
+        """Pass the phase on to whoever watches."""
+        if self.watch is not None:
+            self.watch.begin(name)
+
+    @contextlib.contextmanager
+    def metering(self, batches: Sequence[Any]) -> Iterator[bool]:
+        """Trace or watch the body, where that was asked for."""
+        if self.tracer is not None:
+            self.static_bytes = tensor_bytes(resident_tensors(self.model, self.update.optimizer, batches))
+            self.watch = self.tracer.watch
+            with self.tracer.tracing():
+                yield True
+        elif self.watch is not None:
+            with self.watch:
+                yield False
+        else:
+            yield False
+        self.watch = None
+
+    def traced(self) -> tuple[Measurement, StepTracer]:
+        """Run one step and trace its memory."""
+        tracer = self.tracer = StepTracer(self.model, self._unit_names(), self.device)
+        try:
+            return self.run(1), tracer
+        finally:
+            self.tracer = self.watch = None
+
+    def timed(self) -> tuple[Measurement, dict[tuple[Phase, int], float], tuple[str, ...]]:
+        """Run one step and return its seconds by phase and segment, and the units called."""
+        watch = self.watch = StepWatch(self.model, self._unit_names(), stamp_for(self.device))
+        try:
+            window = self.run(1)
+        finally:
+            self.watch = None
+        if window.failure is not None:
+            return window, {}, ()
+        return window, seconds_by_place(watch, self.device), tuple(watch.calls[0])
+
+    def _unit_names(self) -> list[str]:
+        return [unit.name for unit in self.space.units]
+
+
+@dataclass(slots=True)
+class _Choice:
+    """Collect what was seen under one homogeneous plan."""
+
+    plan: Plan
+    attribution: Attribution | None = None
+    calls: tuple[str, ...] = ()
+    seconds: list[dict[tuple[Phase, int], float]] = field(default_factory=list)
+    totals: list[list[float]] = field(default_factory=list)
+    first_s: list[float] = field(default_factory=list)
+
+
+def profile(
+    job: Job,
+    *,
+    device_name: str,
+    device: str = "cpu",
+    options: ProfilerOptions | None = None,
+    on_progress: Callable[[float], None] | None = None,
+) -> Profile:
+    """Profile a job on real steps.
+
+    Args:
+        job: the job.
+        device_name: what the device is called in the profile.
+        device: where it runs.
+        options: how much it may cost.
+        on_progress: is told of the share that is done.
+
+    Raises:
+        JobError: if the baseline cannot run.
+    """
+    return _Profiler(job, device_name, device, options or ProfilerOptions(), on_progress).profile()
+
+
+class _Profiler:
+    """Profile one job."""
+
+    def __init__(
+        self,
+        job: Job,
+        device_name: str,
+        device: str,
+        options: ProfilerOptions,
+        on_progress: Callable[[float], None] | None,
+    ) -> None:
+        self._began = time.perf_counter()
+        self._job = job
+        self._device_name = device_name
+        self._options = options
+        self._on_progress = on_progress
+        self._warnings: list[str] = []
+        with isolated():
+            seed_all(options.seed)
+            steady = fixed_shape(job, options.seed)
+        self.engine = WatchedEngine(
+            steady,
+            seed=options.seed,
+            device=device,
+            options=EngineOptions(discard_steps=0, statistics_every=None, meter_memory=False),
+        )
+        space = self.engine.space
+        self._ks = _spread(space.accumulation_choices, options.max_tables)
+        if len(self._ks) < len(space.accumulation_choices):
+            self._warnings.append(f"k was profiled at {', '.join(map(str, self._ks))} only")
+
+    def profile(self) -> Profile:
+        engine = self.engine
+        self._warm_up()
+        print_ = fingerprint(engine, self._device_name)
+        choices = self._trace()
+        self._report(0.25)
+        self._time(choices)
+        result = Profile(
+            job=self._job.name,
+            device=self._device_name,
+            fingerprint=print_,
+            batching=self._job.batching,
+            batch_size=self._job.batch_size,
+            units=engine.space.units,
+            accumulation_choices=tuple(k for k in self._ks if any(key[0] == k for key in choices)),
+            precisions=engine.space.precisions,
+            static_bytes=engine.static_bytes,
+            tables=tuple(self._table(k, choices) for k in self._ks if any(key[0] == k for key in choices)),
+            calibration=Calibration(),
+            noise_frac=_noise([choice.totals for choice in choices.values()]),
+            switch_s=max(0.0, statistics.median(_switches(choices.values()))),
+            seconds=0.0,
+            warnings=tuple(self._warnings),
+        )
+        result = self._calibrate(result)
+        engine.close()
+        self._report(1.0)
+        return replace(result, seconds=time.perf_counter() - self._began)
+
+    def _warm_up(self) -> None:
+        """Run a step, which creates the optimizer's state."""
+        window = self.engine.run(1)
+        if window.failure is not None:
+            raise JobError(f"the baseline ends with {window.failure}: {window.failure_detail}", where="job")
+
+    def _homogeneous(self, space: PlanSpace) -> dict[tuple[int, str], Plan]:
+        storages = [Storage.SAVE, *([Storage.RECOMPUTE] if space.recomputable else [])]
+        return {
+            (k, choice_name(precision, storage)): space.plan(
+                accumulation_steps=k,
+                precision=precision,
+                recomputed=space.recomputable if storage is Storage.RECOMPUTE else (),
+            )
+            for k in self._ks
+            for precision in space.precisions
+            for storage in storages
+        }
+
+    def _trace(self) -> dict[tuple[int, str], _Choice]:
+        """Trace one step of every homogeneous plan; leave out those that fail."""
+        choices: dict[tuple[int, str], _Choice] = {}
+        for key, plan in self._homogeneous(self.engine.space).items():
+            self.engine.apply(plan)
+            window, tracer = self.engine.traced()
+            if window.failure is not None or tracer.trace is None:
+                self._refuse(key, window)
+                continue
+            recomputed = [name for name, storage in plan.storage.items() if storage is Storage.RECOMPUTE]
+            choices[key] = _Choice(plan, attribute(tracer.trace, recomputed), tracer.trace.calls)
+        return choices
+
+    def _refuse(self, key: tuple[int, str], window: Measurement) -> None:
+        k, name = key
+        self._warnings.append(f"k = {k} with {name} ends with {window.failure}: {window.failure_detail}")
+        if window.failure not in (Failure.OUT_OF_MEMORY, Failure.UNSUPPORTED):
+            raise JobError(f"profiling {name} at k = {k} ends with {window.failure}", where=f"job {self._job.name!r}")
+
+    def _time(self, choices: Mapping[tuple[int, str], _Choice]) -> None:
+        """Time the homogeneous plans piece by piece, in rounds of alternating direction."""
+        began = time.perf_counter()
+        share = 0.75 * self._options.seconds
+        for number in range(self._options.max_rounds):
+            order = list(choices.values())
+            for choice in order if number % 2 == 0 else reversed(order):
+                self._visit(choice)
+            spent = time.perf_counter() - began
+            self._report(0.25 + 0.5 * min(spent / share, 1.0))
+            if number >= 1 and spent * (number + 2) / (number + 1) > share:
+                break
+
+    def _visit(self, choice: _Choice) -> None:
+        self.engine.apply(choice.plan)
+        choice.totals.append([])
+        for step in range(_VISIT_STEPS):
+            window, seconds, calls = self.engine.timed()
+            if window.failure is not None:
+                raise JobError(f"a timed step ends with {window.failure}: {window.failure_detail}", where="job")
+            if calls != choice.calls:
+                raise JobError(
+                    "the units that a step calls differ from step to step",
+                    where=f"job {self._job.name!r}",
+                    allowed="units=[...] without those that are called conditionally",
+                )
+            if step == 0:
+                choice.first_s.append(window.step_s[0])
+                continue
+            seconds[("update", -1)] = window.step_s[0] - sum(
+                value for (phase, _), value in seconds.items() if phase != "update"
+            )
+            choice.seconds.append(seconds)
+            choice.totals[-1].append(window.step_s[0])
+
+    def _table(self, k: int, choices: Mapping[tuple[int, str], _Choice]) -> StepTable:
+        own = {name: choice for (steps, name), choice in choices.items() if steps == k}
+        calls = next(iter(own.values())).calls
+        segments = tuple(_segment(index, calls, own) for index in range(2 * len(calls) + 1))
+        return StepTable(
+            accumulation_steps=k,
+            micro_batch=self._micro_batch(k),
+            segments=segments,
+            boundaries=_merged_boundaries(calls, own),
+            update_peak_bytes=max(_known(choice).update_peak for choice in own.values()),
+            update_s=statistics.median(
+                seconds[("update", -1)] for choice in own.values() for seconds in choice.seconds
+            ),
+        )
+
+    def _micro_batch(self, k: int) -> int:
+        return self._job.batch_size if self._job.batching == "adaptive" else -(-self._job.batch_size // k)
+
+    def _calibrate(self, result: Profile) -> Profile:
+        """Measure whole plans, interleaved, and fit the time model to them."""
+        space, generator = result.space, np.random.default_rng(self._options.seed)
+        plans = [space.sample(generator) for _ in range(self._options.calibration_plans)]
+        seconds: dict[Plan, list[float]] = {plan: [] for plan in plans}
+        for order in (plans, plans[::-1]):
+            for plan in order:
+                seconds[plan] += self.time_plan(plan)
+        self._report(0.95)
+        measured = [(plan, statistics.median(values)) for plan, values in seconds.items() if values]
+        return calibrated(result, measured)
+
+    def time_plan(self, plan: Plan) -> list[float]:
+        """Return the seconds of the steps of one visit to a plan, without the first."""
+        self.engine.apply(plan)
+        window = self.engine.run(_VISIT_STEPS)
+        return [] if window.failure is not None else list(window.step_s[1:])
+
+    def _report(self, share: float) -> None:
+        if self._on_progress is not None:
+            self._on_progress(share)
+
+
+def _spread(choices: Sequence[int], count: int) -> tuple[int, ...]:
+    """Return up to so many of the choices, the smallest and the largest among them."""
+    if len(choices) <= count:
+        return tuple(choices)
+    indices = np.linspace(0, len(choices) - 1, count).round().astype(int)
+    return tuple(choices[index] for index in dict.fromkeys(indices.tolist()))
+
+
+def _known(choice: _Choice) -> Attribution:
+    assert choice.attribution is not None
+    return choice.attribution
+
+
+def _segment(index: int, calls: Sequence[str], own: Mapping[str, _Choice]) -> Segment:
+    costs = {name: _cost(index, choice) for name, choice in own.items()}
+    gradients = max(_known(choice).gradients[index] for choice in own.values())
+    if index % 2:
+        return Segment(unit=calls[index // 2], gradient_bytes=gradients, costs=costs)
+    return Segment(unit=None, gradient_bytes=gradients, costs={FIXED: _most(list(costs.values()))})
+
+
+def _most(costs: Sequence[Cost]) -> Cost:
+    """Return the cost of a piece that no choice changes: median seconds, largest bytes."""
+    return Cost(
+        forward_s=statistics.median(cost.forward_s for cost in costs),
+        backward_s=statistics.median(cost.backward_s for cost in costs),
+        saved_bytes=max(cost.saved_bytes for cost in costs),
+        forward_peak_bytes=_largest([cost.forward_peak_bytes for cost in costs]),
+        backward_peak_bytes=_largest([cost.backward_peak_bytes for cost in costs]),
+    )
+
+
+def _largest(pairs: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return max(first for first, _ in pairs), max(later for _, later in pairs)
+
+
+def _cost(index: int, choice: _Choice) -> Cost:
+    seen = _known(choice)
+
+    def median(phase: Phase) -> float:
+        return statistics.median(seconds.get((phase, index), 0.0) for seconds in choice.seconds)
+
+    return Cost(
+        forward_s=median("forward"),
+        backward_s=median("backward"),
+        saved_bytes=seen.saved[index],
+        forward_peak_bytes=seen.forward_peaks[index],
+        backward_peak_bytes=seen.backward_peaks[index],
+    )
+
+
+def _merged_boundaries(calls: Sequence[str], own: Mapping[str, _Choice]) -> tuple[Boundary, ...]:
+    """Return the boundaries as all traces of one k together show them."""
+    keys: dict[BoundaryKey, None] = {key: None for choice in own.values() for key in _known(choice).boundaries}
+    merged = []
+    for key in sorted(keys):
+        seen = {name: passing for name, choice in own.items() if (passing := _known(choice).boundaries.get(key))}
+        boundary = as_boundary(key, list(seen.values()))
+        keepers: dict[int, list[str]] = {}
+        for name, passing in seen.items():
+            for segment in passing.keepers:
+                keepers.setdefault(segment, []).append(name)
+        # What the code between units keeps, it keeps under every plan.
+        held = boundary.held or any(segment % 2 == 0 for segment in keepers)
+        units = {segment: tuple(names) for segment, names in sorted(keepers.items()) if segment % 2}
+        merged.append(replace(boundary, held=held, keepers=units))
+    return tuple(merged)
+
+
+def _noise(visits: Sequence[Sequence[Sequence[float]]]) -> float:
+    """Return the median relative difference between two visits to the same plan."""
+    differences = [
+        abs(statistics.median(first) - statistics.median(second)) / statistics.median([*first, *second])
+        for plan in visits
+        for first, second in itertools.pairwise(plan)
+    ]
+    return statistics.median(differences) if differences else 0.0
+
+
+def _switches(choices: Any) -> list[float]:
+    """Return by how much each visit's first step was longer than the others' median."""
+    return [
+        first - statistics.median(others)
+        for choice in choices
+        for first, others in zip(choice.first_s, choice.totals, strict=True)
+    ] or [0.0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """Hold how far predictions were off on random plans; relative errors.
+
+    Attributes:
+        plans: how many.
+        time_error_median: of seconds per step.
+        time_error_p95: the same, 95th percentile.
+        memory_error_median: of peak bytes.
+        memory_error_p95: the same, 95th percentile.
+        memory_underprediction_max: by how much the worst prediction was too low; 0 if none was.
+        time_noise_median: relative difference of two medians of the same plan.
+    """
+
+    plans: int
+    time_error_median: float
+    time_error_p95: float
+    memory_error_median: float
+    memory_error_p95: float
+    memory_underprediction_max: float
+    time_noise_median: float

@@ -1,0 +1,350 @@
+"""Watch one optimizer step: when each piece of the model ran, and which blocks of memory lived when.
+
+A *segment* is one call of a unit or the code between two calls; they are numbered in forward order, the code before
+call c as 2c and the call itself as 2c + 1, so that after n calls the last segment (the loss) is 2n.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+from torch.autograd.profiler import record_function
+from torch.profiler import ProfilerActivity, profile
+
+from autotune.mechanics.memory_meter import quiet_profiler
+from autotune.mechanics.trees import tensors
+
+Phase = Literal["forward", "backward", "update"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Say where in a step something happens.
+
+    Attributes:
+        micro_batch: from 0.
+        phase: ``forward``, ``backward`` or, between and after them, ``update``.
+        segment: the segment's number; -1 in ``update``.
+    """
+
+    micro_batch: int
+    phase: Phase
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Hold the life of one block of memory.
+
+    Attributes:
+        size: bytes.
+        born: time of its allocation.
+        died: time at which it was freed; infinity if it outlived the step.
+    """
+
+    size: int
+    born: float
+    died: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """Note that a tensor's storage was seen at a place.
+
+    Attributes:
+        role: ``input`` or ``output`` of a call, or ``saved`` for backward.
+        place: where.
+        time: when it was certainly alive.
+        address: of the storage.
+    """
+
+    role: Literal["input", "output", "saved"]
+    place: Place
+    time: float
+    address: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTrace:
+    """Hold what a traced step did with memory.
+
+    Attributes:
+        calls: the units called, in order, in the first micro-batch.
+        times: times at which the step moved on to another place, ascending.
+        places: those places.
+        changes: (time, bytes) of every allocation (> 0) and release (< 0), ascending.
+        blocks: blocks allocated during the step, by address, each list ascending in time.
+        sightings: storages seen in the first micro-batch.
+    """
+
+    calls: tuple[str, ...]
+    times: tuple[float, ...]
+    places: tuple[Place, ...]
+    changes: tuple[tuple[float, int], ...]
+    blocks: dict[int, list[Block]]
+    sightings: tuple[Sighting, ...]
+
+    def place_at(self, moment: float) -> Place | None:
+        """Return where the step was; ``None`` before its first forward pass."""
+        index = bisect_right(self.times, moment) - 1
+        return None if index < 0 else self.places[index]
+
+    def block_at(self, address: int, moment: float) -> Block | None:
+        """Return the block that lived at an address; ``None`` for memory older than the step."""
+        for block in self.blocks.get(address, ()):
+            if block.born <= moment < block.died:
+                return block
+        return None
+
+
+class StepWatch:
+    """Follow a step from unit to unit; use as a context manager round the step.
+
+    Attributes:
+        places: where the step was, in order.
+        stamps: what ``stamp`` returned on entering each place.
+        calls: the units called in each micro-batch.
+
+    Args:
+        model: the model.
+        units: names of the units.
+        stamp: takes the time.
+        on_call: is told of each call's role, place and tensors.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Iterable[str],
+        stamp: Callable[[], Any],
+        on_call: Callable[[Literal["input", "output"], Place, Sequence[torch.Tensor]], None] | None = None,
+    ) -> None:
+        self._model = model
+        self._units = list(units)
+        self._stamp = stamp
+        self._on_call = on_call
+        self._hooks = ExitStack()
+        self.places: list[Place] = []
+        self.stamps: list[Any] = []
+        self.calls: list[list[str]] = []
+
+    def __enter__(self) -> StepWatch:
+        for name in self._units:
+            module = self._model.get_submodule(name)
+            for handle in (
+                module.register_forward_pre_hook(self._entering(name), with_kwargs=True),
+                module.register_forward_hook(self._leaving(), with_kwargs=True),
+            ):
+                self._hooks.callback(handle.remove)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.close()
+
+    @property
+    def place(self) -> Place:
+        """Return where the step is."""
+        return self.places[-1]
+
+    def begin(self, phase: Phase) -> None:
+        """Note that a micro-batch's forward or backward pass, or the update after it, begins."""
+        if phase == "forward":
+            self.calls.append([])
+            self._go(Place(len(self.calls) - 1, phase, 0))
+        elif phase == "backward":
+            self._go(Place(self.place.micro_batch, phase, 2 * len(self.calls[-1])))
+        else:
+            self._go(Place(self.place.micro_batch, phase, -1))
+
+    def _go(self, place: Place) -> None:
+        self.places.append(place)
+        self.stamps.append(self._stamp())
+
+    def _entering(self, name: str) -> Any:
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not self._watching():
+                return
+            call = len(self.calls[-1])
+            self.calls[-1].append(name)
+            self._go(Place(self.place.micro_batch, "forward", 2 * call + 1))
+            self._see("input", call, (args, kwargs))
+
+        return hook
+
+    def _leaving(self) -> Any:
+        def hook(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+            if not self._watching():
+                return
+            call = len(self.calls[-1]) - 1
+            self._see("output", call, output)
+            self._go(Place(self.place.micro_batch, "forward", 2 * call + 2))
+
+        return hook
+
+    def _watching(self) -> bool:
+        return bool(self.places) and self.place.phase == "forward"
+
+    def _see(self, role: Literal["input", "output"], call: int, tree: Any) -> None:
+        found = tensors(tree)
+        if self._on_call is not None:
+            self._on_call(role, self.place, found)
+        inside, before = 2 * call + 1, 2 * call
+        flowing = [tensor for tensor in found if tensor.requires_grad]
+        if not flowing or not torch.is_grad_enabled():
+            return
+        if role == "output":
+            # Backward is in the unit as soon as the gradient of any of its outputs is complete ...
+            register_multi_grad_hook(flowing, lambda _: self._move_back(inside), mode="any")
+        else:
+            # ... and leaves it when those of all its inputs are.
+            register_multi_grad_hook(flowing, lambda _: self._leave_back(inside, before), mode="all")
+
+    def _move_back(self, segment: int) -> None:
+        if self.place.phase == "backward":
+            self._go(Place(self.place.micro_batch, "backward", segment))
+
+    def _leave_back(self, inside: int, before: int) -> None:
+        if self.place.phase == "backward" and self.place.segment == inside:
+            self._move_back(before)
+
+
+def seconds_by_place(watch: StepWatch, device: torch.device) -> dict[tuple[Phase, int], float]:
+    """Return the seconds spent in each phase and segment of a step stamped by :func:`stamp_for`, all micro-batches."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        moments = [watch.stamps[0].elapsed_time(stamp) / 1e3 for stamp in watch.stamps]
+    else:
+        moments = list(watch.stamps)
+    seconds: dict[tuple[Phase, int], float] = {}
+    for place, began, ended in zip(watch.places, moments, moments[1:], strict=False):
+        key = (place.phase, place.segment)
+        seconds[key] = seconds.get(key, 0.0) + ended - began
+    return seconds
+
+
+def stamp_for(device: torch.device) -> Callable[[], Any]:
+    """Return what takes the time on a device: an event in its stream, or the clock."""
+    if device.type != "cuda":
+        return time.perf_counter
+
+    def stamp() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    return stamp
+
+
+class StepTracer:
+    """Trace the memory of one step.
+
+    Attributes:
+        watch: to be told of phases while the step runs.
+        trace: what was seen, once :meth:`tracing` has ended.
+
+    Args:
+        model: the model.
+        units: names of the units.
+        device: whose memory is traced.
+    """
+
+    _MARK = "autotune.step_trace"
+
+    def __init__(self, model: nn.Module, units: Iterable[str], device: torch.device) -> None:
+        self._device = device
+        self._seen: list[tuple[Literal["input", "output", "saved"], Place, int, int]] = []
+        self.watch = StepWatch(model, units, self._mark, self._note)
+        self.trace: StepTrace | None = None
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Trace the body, one optimizer step."""
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        with (
+            quiet_profiler(),
+            profile(activities=activities, profile_memory=True) as profiled,
+            self.watch,
+            saved_tensors_hooks(self._pack, lambda tensor: tensor),
+        ):
+            yield
+        self.trace = self._read(profiled)
+
+    def _mark(self) -> None:
+        with record_function(self._MARK):
+            pass
+
+    def _note(self, role: Literal["input", "output"], place: Place, found: Sequence[torch.Tensor]) -> None:
+        if place.micro_batch == 0:
+            mark = len(self.watch.places) - 1
+            self._seen += [(role, place, mark, tensor.untyped_storage().data_ptr()) for tensor in found]
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        watch = self.watch
+        if watch.places and watch.place.phase == "forward" and watch.place.micro_batch == 0:
+            self._seen.append(("saved", watch.place, -1, tensor.untyped_storage().data_ptr()))
+        # Detached, or a saved output would keep its own graph alive.
+        return tensor.detach()
+
+    def _read(self, profiled: profile) -> StepTrace:
+        marks: list[float] = []
+        changes: list[tuple[float, int, int]] = []
+        profiler: Any = profiled.profiler
+        for event in _walk(profiler.kineto_results.experimental_event_tree()):
+            if event.tag.name == "Allocation":
+                if event.extra_fields.device.type == self._device.type:
+                    changes.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr))
+            elif event.name == self._MARK:
+                marks.append(event.start_time_ns)
+        changes.sort(key=lambda change: change[0])
+        marks.sort()
+        places = tuple(self.watch.places)
+        first_backward = next(
+            (moment for moment, place in zip(marks, places, strict=True) if place.phase == "backward"), float("inf")
+        )
+        return StepTrace(
+            calls=tuple(self.watch.calls[0]) if self.watch.calls else (),
+            times=tuple(marks),
+            places=places,
+            changes=tuple((moment, size) for moment, size, _ in changes),
+            blocks=_blocks(changes),
+            # What is saved is alive when backward begins; inputs and outputs are, when they are seen.
+            sightings=tuple(
+                Sighting(role, place, first_backward if role == "saved" else _after(marks, mark, role), address)
+                for role, place, mark, address in self._seen
+            ),
+        )
+
+
+def _after(marks: Sequence[float], mark: int, role: str) -> float:
+    """Return a time at which a call's input or output was alive: its entry, or the end of its segment."""
+    return marks[mark] if role == "input" else marks[mark + 1]
+
+
+def _blocks(changes: Sequence[tuple[float, int, int]]) -> dict[int, list[Block]]:
+    blocks: dict[int, list[Block]] = {}
+    alive: dict[int, tuple[float, int]] = {}
+    for moment, size, address in changes:
+        if size > 0:
+            alive[address] = (moment, size)
+        elif address in alive:
+            born, known = alive.pop(address)
+            blocks.setdefault(address, []).append(Block(known, born, moment))
+    for address, (born, size) in alive.items():
+        blocks.setdefault(address, []).append(Block(size, born, float("inf")))
+    return blocks
+
+
+def _walk(events: Iterable[Any]) -> Iterator[Any]:
+    for event in events:
+        yield event
+        yield from _walk(event.children)
