@@ -13,14 +13,16 @@ import json
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from autotune.engines.attribution import Attribution, BoundaryKey, as_boundary, attribute
+from autotune.engines.inspection import ask, build_model, build_optimizer
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import JobError
 from autotune.job import Job
@@ -31,6 +33,7 @@ from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch, seconds_
 from autotune.mechanics.trees import tensors
 from autotune.physics.profile import (
     FIXED,
+    PROFILE_VERSION,
     Boundary,
     Calibration,
     Cost,
@@ -75,25 +78,35 @@ def fixed_shape(job: Job, seed: int = 0) -> Job:
     return replace(job, batches=lambda _seed: itertools.repeat(batch))
 
 
-def fingerprint(engine: TorchEngine, device: str) -> str:
-    """Return a SHA-256 of everything that a profile depends on."""
-    job = engine.job
-    batch = next(iter(job.batches(0)))
+def profile_key(job: Job, device_name: str) -> str:
+    """Return a SHA-256 of everything that a profile depends on, without running the job.
+
+    Args:
+        job: the job; its model is built and its first batch drawn.
+        device_name: what the device is called.
+    """
+    with isolated():
+        seed_all(0)
+        model = build_model(job)
+        batch = next(iter(ask(job, "batches", lambda: iter(job.batches(0)))), None)
+        optimizer = build_optimizer(job, model)
     facts = {
         "job": job.name,
-        "model": [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in engine.model.named_parameters()],
-        "modules": [[name, type(module).__qualname__] for name, module in engine.model.named_modules()],
+        "model": [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()],
+        "modules": [[name, f"{type(module).__module__}.{type(module).__qualname__}"] for name, module in _named(model)],
         "batch": [[list(tensor.shape), str(tensor.dtype)] for tensor in tensors(batch)],
-        "optimizer": type(engine.update.optimizer).__qualname__,
-        "batching": job.batching,
-        "accumulation_choices": list(engine.space.accumulation_choices),
-        "precisions": [str(precision) for precision in engine.space.precisions],
-        "units": [unit.name for unit in engine.space.units],
-        "device": device,
+        "optimizer": type(optimizer).__qualname__,
+        "batching": [job.batching, job.batch_size, list(job.accumulation_choices)],
+        "units": None if job.units is None else list(job.units),
+        "device": device_name,
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+        "versions": [torch.__version__, PROFILE_VERSION],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return list(model.named_modules())
 
 
 class WatchedEngine(TorchEngine):
@@ -162,6 +175,7 @@ def profile(
     job: Job,
     *,
     device_name: str,
+    fingerprint: str = "",
     device: str = "cpu",
     options: ProfilerOptions | None = None,
     on_progress: Callable[[float], None] | None = None,
@@ -171,6 +185,7 @@ def profile(
     Args:
         job: the job.
         device_name: what the device is called in the profile.
+        fingerprint: what :func:`profile_key` returned; left out, it is computed.
         device: where it runs.
         options: how much it may cost.
         on_progress: is told of the share that is done.
@@ -178,7 +193,8 @@ def profile(
     Raises:
         JobError: if the baseline cannot run.
     """
-    return _Profiler(job, device_name, device, options or ProfilerOptions(), on_progress).profile()
+    profiler = _Profiler(job, device_name, device, options or ProfilerOptions(), on_progress)
+    return profiler.profile(fingerprint or profile_key(job, device_name))
 
 
 class _Profiler:
@@ -212,17 +228,16 @@ class _Profiler:
         if len(self._ks) < len(space.accumulation_choices):
             self._warnings.append(f"k was profiled at {', '.join(map(str, self._ks))} only")
 
-    def profile(self) -> Profile:
+    def profile(self, fingerprint: str) -> Profile:
         engine = self.engine
         self._warm_up()
-        print_ = fingerprint(engine, self._device_name)
         choices = self._trace()
         self._report(0.25)
         self._time(choices)
         result = Profile(
             job=self._job.name,
             device=self._device_name,
-            fingerprint=print_,
+            fingerprint=fingerprint,
             batching=self._job.batching,
             batch_size=self._job.batch_size,
             units=engine.space.units,
@@ -317,7 +332,8 @@ class _Profiler:
     def _table(self, k: int, choices: Mapping[tuple[int, str], _Choice]) -> StepTable:
         own = {name: choice for (steps, name), choice in choices.items() if steps == k}
         calls = next(iter(own.values())).calls
-        segments = tuple(_segment(index, calls, own) for index in range(2 * len(calls) + 1))
+        recomputable = self.engine.space.recomputable
+        segments = tuple(_segment(index, calls, own, recomputable) for index in range(2 * len(calls) + 1))
         return StepTable(
             accumulation_steps=k,
             micro_batch=self._micro_batch(k),
@@ -368,12 +384,23 @@ def _known(choice: _Choice) -> Attribution:
     return choice.attribution
 
 
-def _segment(index: int, calls: Sequence[str], own: Mapping[str, _Choice]) -> Segment:
+def _segment(index: int, calls: Sequence[str], own: Mapping[str, _Choice], recomputable: Collection[str]) -> Segment:
     costs = {name: _cost(index, choice) for name, choice in own.items()}
     gradients = max(_known(choice).gradients[index] for choice in own.values())
-    if index % 2:
-        return Segment(unit=calls[index // 2], gradient_bytes=gradients, costs=costs)
-    return Segment(unit=None, gradient_bytes=gradients, costs={FIXED: _most(list(costs.values()))})
+    if index % 2 == 0:
+        return Segment(unit=None, gradient_bytes=gradients, costs={FIXED: _most(list(costs.values()))})
+    unit = calls[index // 2]
+    if unit not in recomputable:
+        costs = _without_storage(costs)
+    return Segment(unit=unit, gradient_bytes=gradients, costs=costs)
+
+
+def _without_storage(costs: Mapping[str, Cost]) -> dict[str, Cost]:
+    """Return the costs of a unit that always saves: what was seen in both kinds of plans, as one."""
+    by_precision: dict[str, list[Cost]] = {}
+    for name, cost in costs.items():
+        by_precision.setdefault(name.partition("/")[0], []).append(cost)
+    return {f"{precision}/{Storage.SAVE}": _most(found) for precision, found in by_precision.items()}
 
 
 def _most(costs: Sequence[Cost]) -> Cost:
@@ -441,26 +468,3 @@ def _switches(choices: Any) -> list[float]:
         for choice in choices
         for first, others in zip(choice.first_s, choice.totals, strict=True)
     ] or [0.0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Validation:
-    """Hold how far predictions were off on random plans; relative errors.
-
-    Attributes:
-        plans: how many.
-        time_error_median: of seconds per step.
-        time_error_p95: the same, 95th percentile.
-        memory_error_median: of peak bytes.
-        memory_error_p95: the same, 95th percentile.
-        memory_underprediction_max: by how much the worst prediction was too low; 0 if none was.
-        time_noise_median: relative difference of two medians of the same plan.
-    """
-
-    plans: int
-    time_error_median: float
-    time_error_p95: float
-    memory_error_median: float
-    memory_error_p95: float
-    memory_underprediction_max: float
-    time_noise_median: float

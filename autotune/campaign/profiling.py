@@ -1,0 +1,166 @@
+"""Keep profiles: measure one, or take it from the cache; and check it against plans that it has not seen."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autotune.campaign.runs import device_name
+from autotune.engines.profiler import ProfilerOptions, fixed_shape, profile, profile_key
+from autotune.engines.torch_engine import EngineOptions, TorchEngine
+from autotune.errors import InputError, ProfileError
+from autotune.files import read_json, write_json
+from autotune.job import Job
+from autotune.physics.memory_model import peak_bytes
+from autotune.physics.profile import Profile
+from autotune.physics.time_model import seconds_per_step
+from autotune.plan import Plan
+
+# Timed steps of one visit to a plan, after one that warms up; every plan is visited twice.
+_TIMED_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """Hold how far predictions were off on random plans, as relative errors.
+
+    Attributes:
+        plans: how many plans.
+        time_error_median: of seconds per step.
+        time_error_p95: the same, 95th percentile.
+        memory_error_median: of peak bytes.
+        memory_error_p95: the same, 95th percentile.
+        memory_underprediction_max: by how much the worst prediction was too low; 0 if none was.
+        time_noise_median: the machine's own: between two medians of the same plan.
+    """
+
+    plans: int
+    time_error_median: float
+    time_error_p95: float
+    memory_error_median: float
+    memory_error_p95: float
+    memory_underprediction_max: float
+    time_noise_median: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as a JSON object."""
+        return asdict(self)
+
+
+def cached_profile(
+    job: Job,
+    runs: Path,
+    *,
+    options: ProfilerOptions | None = None,
+    fresh: bool = False,
+    on_progress: Callable[[float], None] | None = None,
+) -> tuple[Profile, Path, bool]:
+    """Return a job's profile on this device: from the cache if nothing that it depends on has changed.
+
+    Args:
+        job: the job.
+        runs: the folder of runs; profiles are kept in ``profiles`` in it.
+        options: how much profiling may cost.
+        fresh: measure even if the cache holds a profile.
+        on_progress: is told of the share that is done.
+
+    Returns:
+        The profile, its file, and whether it came from the cache.
+    """
+    device = device_name()
+    key = profile_key(job, device)
+    path = runs / "profiles" / f"{_file_name(job.name)}-{key[:12]}.json"
+    if not fresh and path.is_file():
+        try:
+            found = read_profile(path)
+        except ProfileError:
+            # Damaged or of an older version: measured again below.
+            found = None
+        if found is not None and found.fingerprint == key:
+            return found, path, True
+    measured = profile(job, device_name=device, fingerprint=key, options=options, on_progress=on_progress)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, measured.to_json())
+    return measured, path, False
+
+
+def read_profile(path: Path, job: Job | None = None) -> Profile:
+    """Read a profile file.
+
+    Args:
+        path: the file.
+        job: the job that it must have been made for; ``None`` does not check.
+
+    Raises:
+        ProfileError: if it is damaged, outdated, or was made for another job or device.
+    """
+    try:
+        document = read_json(path)
+    except InputError as error:
+        raise ProfileError(error.problem, where=str(path), allowed=error.allowed) from error
+    found = Profile.from_json(document, where=str(path))
+    if job is not None and found.fingerprint != profile_key(job, device_name()):
+        raise ProfileError(
+            f"was made for job {found.job!r} on {found.device!r}, or for another state of them",
+            where=str(path),
+            allowed=f"a profile of {job.name!r} on {device_name()!r}; autotune profile makes one",
+        )
+    return found
+
+
+def validate(
+    job: Job, found: Profile, plans: int, *, seed: int = 1, on_plan: Callable[[int], None] | None = None
+) -> Validation:
+    """Compare predictions with measurements of random plans, at the profile's batch.
+
+    Args:
+        job: the job.
+        found: its profile.
+        plans: how many plans are measured, each in two visits, interleaved.
+        seed: of plans and weights; not the profiler's.
+        on_plan: is told of visits done.
+    """
+    space, generator = found.space, np.random.default_rng(seed)
+    drawn = list(dict.fromkeys(space.sample(generator) for _ in range(plans)))
+    engine = TorchEngine(fixed_shape(job), seed=seed, options=EngineOptions(discard_steps=1, statistics_every=None))
+    engine.run(1)
+    peaks: dict[Plan, int] = {}
+    medians: dict[Plan, list[float]] = {plan: [] for plan in drawn}
+    for done, plan in enumerate(itertools.chain(drawn, reversed(drawn)), 1):
+        engine.apply(plan)
+        window = engine.run(1 + _TIMED_STEPS)
+        if window.failure is None and window.seconds_per_step is not None and window.peak_bytes is not None:
+            peaks[plan] = window.peak_bytes
+            medians[plan].append(window.seconds_per_step)
+        if on_plan is not None:
+            on_plan(done)
+    engine.close()
+    seen = {plan: values for plan, values in medians.items() if len(values) == 2}
+    if not seen:
+        raise ProfileError("no plan could be measured twice", where=f"profile of {job.name}")
+    memory = [peak_bytes(found, plan) / peaks[plan] - 1 for plan in seen]
+    times = [abs(seconds_per_step(found, plan) / statistics.fmean(values) - 1) for plan, values in seen.items()]
+    noise = [abs(first - second) / statistics.fmean((first, second)) for first, second in seen.values()]
+    sizes = [abs(error) for error in memory]
+    return Validation(
+        plans=len(seen),
+        time_error_median=statistics.median(times),
+        time_error_p95=float(np.quantile(times, 0.95)),
+        memory_error_median=statistics.median(sizes),
+        memory_error_p95=float(np.quantile(sizes, 0.95)),
+        memory_underprediction_max=max(0.0, -min(memory)),
+        time_noise_median=statistics.median(noise),
+    )
+
+
+def _file_name(name: str) -> str:
+    safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)
+    return safe if safe == name else f"{safe}-{hashlib.sha256(json.dumps(name).encode()).hexdigest()[:6]}"
