@@ -7,15 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from autotune.agents.planner import PLANNERS
 from autotune.budget import MemoryBudget, format_bytes
 from autotune.campaign import comparison, tuning
 from autotune.campaign.arms import arm_names, named_arm, static_arm
+from autotune.campaign.profiling import cached_profile
 from autotune.campaign.runs import RunDirectory, device_name, require_writable
 from autotune.campaign.tracking import Tracker, send_pending
 from autotune.catalog import load_job
 from autotune.engines.torch_engine import TorchEngine
 from autotune.errors import InputError
 from autotune.job import Job
+from autotune.physics.memory_model import peak_bytes
+from autotune.physics.profile import Profile
+from autotune.physics.time_model import seconds_per_step
+from autotune.plan import Plan
 from autotune.report.figures import draw_comparison
 
 FIGURE = "comparison.png"
@@ -71,13 +77,14 @@ class Session:
             raise InputError(f"method is {method!r}", where="--method", allowed=tuning.METHODS)
         require_writable(self.runs)
         engine, references = self._references()
+        profile = self._profile([method])
         run = self._create("tune", {"method": method})
         tracker = Tracker(self.runs, run.path, f"tune {self.job.name} {method}")
-        result = self._search(method, engine, references, run, tracker)
+        result = self._search(method, engine, references, profile, run, tracker)
         engine.close()
         document = {
             "plan": result.plan.to_json(),
-            "predicted": None,
+            "predicted": None if profile is None else predicted(profile, result.plan),
             "measured": {
                 "seconds_per_step": result.measurement.seconds_per_step,
                 "peak_bytes": result.measurement.peak_bytes,
@@ -112,11 +119,12 @@ class Session:
         """
         require_writable(self.runs)
         engine, references = self._references()
+        profile = self._profile(names)
         arms = {name: named_arm(name, self.job, engine.space) for name in names if name not in tuning.METHODS}
         run = self._create(verb, {"arms": list(names), "seeds": list(seeds)})
         tracker = Tracker(self.runs, run.path, f"{verb} {self.job.name}")
         for method in (name for name in names if name in tuning.METHODS):
-            result = self._search(method, engine, references, run, tracker)
+            result = self._search(method, engine, references, profile, run, tracker)
             tuning.save_tuned_plan(run, result, f"plan-{method}.json")
             arms[method] = static_arm(method, result.plan, tuning_s=result.tuning_s, tuning_steps=result.tuning_steps)
         engine.close()
@@ -184,11 +192,20 @@ class Session:
         self.reporter.advance(1, "" if size is None else f"budget {format_bytes(size)}")
         return engine, references
 
+    def _profile(self, names: Sequence[str]) -> Profile | None:
+        """Return the job's profile if any of the named methods plans from it."""
+        if not set(names) & set(PLANNERS):
+            return None
+        self.reporter.stage("profile the units, once", 1)
+        profile, _, _ = cached_profile(self.job, self.runs, on_progress=self.reporter.advance)
+        return profile
+
     def _search(
         self,
         method: str,
         engine: TorchEngine,
         references: tuning.References,
+        profile: Profile | None,
         run: RunDirectory,
         tracker: Tracker,
     ) -> tuning.TuningResult:
@@ -203,6 +220,7 @@ class Session:
             self.settings,
             run=run,
             tracker=tracker,
+            profile=profile,
             on_progress=lambda done, _total: self.reporter.advance(done),
         )
 
@@ -235,7 +253,7 @@ def tune(
 
     Args:
         job: the job, or its reference.
-        method: ``random``, ``optuna`` or ``ppo``.
+        method: ``exact``, ``greedy``, ``random``, ``optuna`` or ``ppo``.
         memory_budget: a size (``20GiB``) or a share of the FP32 baseline's peak (``75%``); ``None`` for no budget.
         steps: real optimizer steps that may be spent.
         trials: plans that may be measured; ``None`` for as many as the steps allow.
@@ -303,6 +321,11 @@ def _session(
     return Session(
         job=load_job(job), runs=Path(runs_dir), budget=budget, settings=settings, reporter=reporter or Silent()
     )
+
+
+def predicted(profile: Profile, plan: Plan) -> dict[str, float]:
+    """Return what a profile predicts of a plan: ``seconds_per_step`` and ``peak_bytes``."""
+    return {"seconds_per_step": seconds_per_step(profile, plan), "peak_bytes": peak_bytes(profile, plan)}
 
 
 def fastest_fitting_plan(document: dict[str, Any]) -> dict[str, Any] | None:

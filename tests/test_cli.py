@@ -12,7 +12,7 @@ import pytest
 from autotune.cli.main import run
 
 JOB = Path(__file__).parent / "tiny_job.py"
-VERBS = ["bench", "compare", "demo", "doctor", "explain", "tune"]
+VERBS = ["bench", "compare", "demo", "doctor", "explain", "profile", "tune"]
 
 
 def plan_file(folder: Path, **changes: object) -> str:

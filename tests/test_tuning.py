@@ -51,7 +51,7 @@ class KnownEngine(ReplayEngine):
         )
 
 
-@pytest.mark.parametrize("method", tuning.METHODS)
+@pytest.mark.parametrize("method", tuning.SEARCHES)
 def test_every_method_keeps_both_budgets_and_beats_the_baseline(method: str, tmp_path: Path) -> None:
     engine = KnownEngine()
     references = tuning.measure_references(engine, MemoryBudget.parse("40%"))
@@ -67,7 +67,7 @@ def test_every_method_keeps_both_budgets_and_beats_the_baseline(method: str, tmp
     assert len(run.lines("trials.jsonl")) == len(result.trials)
 
 
-@pytest.mark.parametrize("method", tuning.METHODS)
+@pytest.mark.parametrize("method", tuning.SEARCHES)
 def test_a_limit_on_trials_is_kept(method: str, tmp_path: Path) -> None:
     engine = KnownEngine()
     references = tuning.measure_references(engine, None)

@@ -9,11 +9,12 @@ from autotune.agents.policy import Policy, StaticPolicy
 from autotune.agents.rules import RULES, rule_policy
 from autotune.campaign.comparison import Arm
 from autotune.campaign.runs import read_plan
+from autotune.campaign.tuning import METHODS
 from autotune.errors import InputError
 from autotune.job import Job
 from autotune.plan import Plan, PlanSpace
 
-_ALLOWED = (*RULES, "random", "optuna", "ppo", "a plan file (.json)", "a policy folder")
+_ALLOWED = (*RULES, *METHODS, "a plan file (.json)", "a policy folder")
 
 
 def arm_names(given: Sequence[str]) -> list[str]:

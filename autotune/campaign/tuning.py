@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.agents.optuna_search import OptunaSearch
+from autotune.agents.planner import PLANNERS, planned
 from autotune.agents.rules import RULES
 from autotune.agents.search import RandomSearch, Search
 from autotune.budget import MemoryBudget, format_bytes
@@ -30,9 +31,12 @@ from autotune.gym.reward import Objective
 from autotune.job import Job
 from autotune.measurement import Measurement
 from autotune.mechanics.randomness import isolated
+from autotune.physics.profile import Profile
+from autotune.physics.solver import Goal
 from autotune.plan import Plan
 
-METHODS = ("random", "optuna", "ppo")
+SEARCHES = ("random", "optuna", "ppo")
+METHODS = (*PLANNERS, *SEARCHES)
 # A window: the metered step, which is not timed, and two timed ones.
 WINDOW_STEPS = 3
 _DISCARDED = 1
@@ -42,6 +46,8 @@ _FINAL_STEPS = 4
 # Plans of hand-made rules that a search which can learn from them measures first.
 _FIRST = ("uniform-bf16", "recompute-all", "paper")
 _EPISODE_WINDOWS = 8
+# Shares of the budget that a planner plans for, one after another, if what it planned does not fit.
+_REPLANS = (1.0, 0.97, 0.92)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +193,7 @@ def tune(
     *,
     run: RunDirectory,
     tracker: Tracker | None = None,
+    profile: Profile | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> TuningResult:
     """Find a plan with one method.
@@ -199,6 +206,7 @@ def tune(
         settings: what may be spent.
         run: where trials, the study and the policy are written.
         tracker: where they are logged.
+        profile: what a planner plans from.
         on_progress: is told of steps spent and the budget of steps.
 
     Raises:
@@ -206,7 +214,9 @@ def tune(
     """
     if method not in METHODS:
         raise InputError(f"method is {method!r}", where="--method", allowed=METHODS)
-    campaign = _Tuning(job, method, engine, references, settings, run, tracker, on_progress)
+    if method in PLANNERS and profile is None:
+        raise InputError("a planner needs a profile", where=f"method {method}", allowed="profile=")
+    campaign = _Tuning(job, method, engine, references, settings, run, tracker, profile, on_progress)
     return campaign.result()
 
 
@@ -222,6 +232,7 @@ class _Tuning:
         settings: TuningSettings,
         run: RunDirectory,
         tracker: Tracker | None,
+        profile: Profile | None,
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
         self._job = job
@@ -230,6 +241,7 @@ class _Tuning:
         self._settings = settings
         self._run = run
         self._tracker = tracker
+        self._profile = profile
         self._on_progress = on_progress
         self._reserve = FINALISTS * FINAL_ROUNDS * _FINAL_STEPS
         available = settings.steps - references.steps - self._reserve
@@ -242,20 +254,28 @@ class _Tuning:
         self._began = time.perf_counter()
 
     def result(self) -> TuningResult:
-        env = self._environment()
-        if self._method == "ppo":
-            favourite = self._train(env)
+        if self._method in PLANNERS:
+            plan, measurement, cost = self._plan()
         else:
             favourite = None
-            self._search(env)
-        plan, measurement, cost = self._finals(favourite)
+            env = self._environment()
+            if self._method == "ppo":
+                favourite = self._train(env)
+            else:
+                self._search(env)
+            plan, measurement, cost = self._finals(self._best_known(favourite))
+        seconds = time.perf_counter() - self._began + self._references.seconds
+        steps = self._metered.steps_spent + self._references.steps
+        if self._method in PLANNERS and self._profile is not None:
+            # A planner pays for the profile, also where it was there already.
+            seconds, steps = seconds + self._profile.seconds, steps + self._profile.steps
         return TuningResult(
             method=self._method,
             plan=plan,
             measurement=measurement,
             cost=cost,
-            tuning_s=time.perf_counter() - self._began + self._references.seconds,
-            tuning_steps=self._metered.steps_spent + self._references.steps,
+            tuning_s=seconds,
+            tuning_steps=steps,
             trials=tuple(self._trials),
         )
 
@@ -327,12 +347,31 @@ class _Tuning:
             costs[plan] = -reward
         return min(costs, key=costs.__getitem__)
 
-    def _finals(self, favourite: Plan | None) -> tuple[Plan, Measurement, float]:
-        """Measure the best plans again, interleaved, and return the cheapest."""
-        self._final = True
-        self._metered.step_budget += self._reserve
-        self._metered.window_budget = None
-        self._metered.memory_budget_bytes = self._references.memory_budget_bytes
+    def _plan(self) -> tuple[Plan, Measurement, float]:
+        """Measure what a planner proposes; if none of it fits, plan again for a smaller budget."""
+        assert self._profile is not None
+        budget = self._references.memory_budget_bytes
+        goal = self._goal()
+        for share in _REPLANS:
+            wanted = None if budget is None else int(budget * share)
+            plans = planned(self._method, self._profile, wanted, goal)[:FINALISTS]
+            plan, measurement, cost = self._finals(plans)
+            if measurement.failure is None:
+                return plan, measurement, cost
+        raise InputError(
+            f"no planned plan fits: {measurement.failure_detail}",
+            where=f"method {self._method}",
+            allowed="a profile of the job as it is now; autotune profile --fresh makes one",
+        )
+
+    def _goal(self) -> Goal:
+        gradient = self._references.baseline.gradient
+        noise = None if gradient is None else gradient.noise_scale
+        weights = self._settings.objective.weights
+        return Goal(weights=weights, noise_scale=noise)
+
+    def _best_known(self, favourite: Plan | None) -> list[Plan]:
+        """Return the best plans measured so far, and a policy's favourite."""
         fitting = {
             plan: cost
             for plan, window in self._metered.known.items()
@@ -348,6 +387,14 @@ class _Tuning:
         finalists = sorted(fitting, key=fitting.__getitem__)[:FINALISTS]
         if favourite is not None and favourite not in finalists:
             finalists[-1:] = [favourite] if len(finalists) == FINALISTS else [finalists[-1], favourite]
+        return finalists
+
+    def _finals(self, finalists: Sequence[Plan]) -> tuple[Plan, Measurement, float]:
+        """Measure the finalists again, interleaved, and return the cheapest."""
+        self._final = True
+        self._metered.step_budget = self._metered.steps_spent + self._reserve
+        self._metered.window_budget = None
+        self._metered.memory_budget_bytes = self._references.memory_budget_bytes
         windows: dict[Plan, list[Measurement]] = {plan: [] for plan in finalists}
         for round_number in range(FINAL_ROUNDS):
             for plan in finalists if round_number % 2 == 0 else reversed(finalists):

@@ -11,7 +11,7 @@ from autotune.cli import console as shared
 from autotune.cli.compare import show
 from autotune.cli.console import JsonOption, RunsOption, SeedOption, StepsOption
 
-_ARMS = ("baseline", "uniform-bf16", "recompute-all", "sqrt", "paper", "random", "optuna", "ppo")
+_ARMS = ("baseline", "uniform-bf16", "recompute-all", "sqrt", "paper", "greedy", "exact", "random", "optuna", "ppo")
 
 
 def command(
@@ -28,8 +28,9 @@ def command(
 
     output = shared.console(as_json=as_json)
     output.print(
-        f"Training {job} for real: tuning inside {memory_budget} of the FP32 baseline's peak memory with three "
-        f"methods of {steps} real steps each, then comparing {len(_ARMS)} arms on {seeds} fresh seeds."
+        f"Training {job} for real: tuning inside {memory_budget} of the FP32 baseline's peak memory with two "
+        f"planners and three searches of {steps} real steps each, then comparing {len(_ARMS)} arms on "
+        f"{seeds} fresh seeds."
     )
     began = time.perf_counter()
     with shared.Bars(output) as bars:

@@ -54,17 +54,19 @@ class Attribution:
     update_peak: int
 
 
-def attribute(trace: StepTrace, recomputed: Collection[str]) -> Attribution:
+def attribute(trace: StepTrace, recomputed: Collection[str], gradients: Sequence[int] | None = None) -> Attribution:
     """Attribute a traced step.
 
     Args:
         trace: the trace.
         recomputed: names of the units whose activations were recomputed.
+        gradients: what each segment's backward pass leaves, as another trace of the same k shows it; ``None`` for this
+            one's. A shared parameter's gradient is left by one or another of its users and must not count twice.
     """
     count = 2 * len(trace.calls) + 1
     turn = next(time for time, place in zip(trace.times, trace.places, strict=True) if place.phase == "backward")
     end = next(time for time, place in zip(trace.times, trace.places, strict=True) if place.phase == "update")
-    saved, gradients = [0] * count, [0] * count
+    saved, left = [0] * count, [0] * count
     allocates = {"forward": [False] * count, "backward": [False] * count}
     passing, boundaries = _boundaries(trace, recomputed, turn)
     for block in (block for lives in trace.blocks.values() for block in lives):
@@ -75,15 +77,16 @@ def attribute(trace: StepTrace, recomputed: Collection[str]) -> Attribution:
         if place.phase == "forward" and block.died > turn and block not in passing:
             saved[place.segment] += block.size
         elif place.phase == "backward" and block.died > end:
-            gradients[place.segment] += block.size
+            left[place.segment] += block.size
     for boundary in boundaries.values():
         last = boundary.last_use
         if last is not None and last % 2 == 0 and not allocates["forward"][last]:
             # Released on the way to the next segment: its last use was in the one before.
             boundary.last_use = last - 1
+    left = left if gradients is None else list(gradients)
     keys = sorted(boundaries)
     around = levels(
-        gradients,
+        left,
         saved,
         [as_boundary(key, [boundaries[key]]) for key in keys],
         [boundaries[key].stays for key in keys],
@@ -100,7 +103,7 @@ def attribute(trace: StepTrace, recomputed: Collection[str]) -> Attribution:
 
     return Attribution(
         saved=tuple(saved),
-        gradients=tuple(gradients),
+        gradients=tuple(left),
         forward_peaks=tuple(above("forward", i, around.forward[i], 0) for i in range(count)),
         backward_peaks=tuple(above("backward", i, around.backward[i], around.gradients_after[i]) for i in range(count)),
         boundaries=boundaries,

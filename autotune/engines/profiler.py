@@ -249,12 +249,13 @@ class _Profiler:
             noise_frac=_noise([choice.totals for choice in choices.values()]),
             switch_s=max(0.0, statistics.median(_switches(choices.values()))),
             seconds=0.0,
+            steps=0,
             warnings=tuple(self._warnings),
         )
         result = self._calibrate(result)
         engine.close()
         self._report(1.0)
-        return replace(result, seconds=time.perf_counter() - self._began)
+        return replace(result, seconds=time.perf_counter() - self._began, steps=engine.progress.steps)
 
     def _warm_up(self) -> None:
         """Run a step, which creates the optimizer's state."""
@@ -285,7 +286,11 @@ class _Profiler:
                 self._refuse(key, window)
                 continue
             recomputed = [name for name, storage in plan.storage.items() if storage is Storage.RECOMPUTE]
-            choices[key] = _Choice(plan, attribute(tracer.trace, recomputed), tracer.trace.calls)
+            first = next((choice for (k, _), choice in choices.items() if k == key[0]), None)
+            if first is not None:
+                self._require_same_calls(first, tracer.trace.calls)
+            seen = attribute(tracer.trace, recomputed, None if first is None else _known(first).gradients)
+            choices[key] = _Choice(plan, seen, tracer.trace.calls)
         return choices
 
     def _refuse(self, key: tuple[int, str], window: Measurement) -> None:
@@ -314,12 +319,7 @@ class _Profiler:
             window, seconds, calls = self.engine.timed()
             if window.failure is not None:
                 raise JobError(f"a timed step ends with {window.failure}: {window.failure_detail}", where="job")
-            if calls != choice.calls:
-                raise JobError(
-                    "the units that a step calls differ from step to step",
-                    where=f"job {self._job.name!r}",
-                    allowed="units=[...] without those that are called conditionally",
-                )
+            self._require_same_calls(choice, calls)
             if step == 0:
                 choice.first_s.append(window.step_s[0])
                 continue
@@ -328,6 +328,17 @@ class _Profiler:
             )
             choice.seconds.append(seconds)
             choice.totals[-1].append(window.step_s[0])
+
+    def _require_same_calls(self, choice: _Choice, calls: tuple[str, ...]) -> None:
+        if calls != choice.calls:
+            differing = sorted(
+                {name for name in (*calls, *choice.calls) if calls.count(name) != choice.calls.count(name)}
+            )
+            raise JobError(
+                f"units are called differently from step to step: {', '.join(differing)}",
+                where=f"job {self._job.name!r}",
+                allowed="units=[...] without them",
+            )
 
     def _table(self, k: int, choices: Mapping[tuple[int, str], _Choice]) -> StepTable:
         own = {name: choice for (steps, name), choice in choices.items() if steps == k}
@@ -386,13 +397,23 @@ def _known(choice: _Choice) -> Attribution:
 
 def _segment(index: int, calls: Sequence[str], own: Mapping[str, _Choice], recomputable: Collection[str]) -> Segment:
     costs = {name: _cost(index, choice) for name, choice in own.items()}
-    gradients = max(_known(choice).gradients[index] for choice in own.values())
+    gradients = next(_known(choice).gradients[index] for choice in own.values())
     if index % 2 == 0:
         return Segment(unit=None, gradient_bytes=gradients, costs={FIXED: _most(list(costs.values()))})
     unit = calls[index // 2]
-    if unit not in recomputable:
-        costs = _without_storage(costs)
+    costs = _no_free_recomputation(costs) if unit in recomputable else _without_storage(costs)
     return Segment(unit=unit, gradient_bytes=gradients, costs=costs)
+
+
+def _no_free_recomputation(costs: Mapping[str, Cost]) -> dict[str, Cost]:
+    """Return the costs with recomputation at least as long as saving: less can only be noise."""
+    raised = dict(costs)
+    for name, cost in costs.items():
+        precision, _, storage = name.partition("/")
+        saving = costs.get(f"{precision}/{Storage.SAVE}")
+        if storage == Storage.RECOMPUTE and saving is not None and cost.seconds < saving.seconds:
+            raised[name] = replace(cost, backward_s=cost.backward_s + saving.seconds - cost.seconds)
+    return raised
 
 
 def _without_storage(costs: Mapping[str, Cost]) -> dict[str, Cost]:

@@ -143,6 +143,7 @@ class Profile:
         noise_frac: median relative difference of two medians of the same plan.
         switch_s: seconds by which the first step after a switch is longer, median.
         seconds: how long profiling took.
+        steps: real optimizer steps that it took.
         warnings: what a reader should know.
     """
 
@@ -160,6 +161,7 @@ class Profile:
     noise_frac: float
     switch_s: float
     seconds: float
+    steps: int
     warnings: tuple[str, ...] = ()
 
     @property

@@ -26,6 +26,8 @@ from autotune.plan import Plan, Precision, Storage
 # Share of a budget that is left free for what the memory model does not see.
 SAFETY_MARGIN = 0.005
 _MIB = 2.0**20
+# Thousands of equal units can be exchanged for each other in too many ways to prove the last hundredth of a percent.
+_TIME_LIMIT_S = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,11 @@ def solve(profile: Profile, budget_bytes: int | None = None, goal: Goal | None =
     Raises:
         BudgetError: if no plan fits; the message names the smallest budget that can be met.
     """
+    return solve_each(profile, budget_bytes, goal)[0]
+
+
+def solve_each(profile: Profile, budget_bytes: int | None = None, goal: Goal | None = None) -> list[Solution]:
+    """Return the best plan of every k that has one, the best first; see :func:`solve`."""
     goal = goal or Goal()
     usable = math.inf if budget_bytes is None else budget_bytes * (1 - SAFETY_MARGIN)
     solutions = [_best_at(profile, table, usable, goal) for table in profile.tables]
@@ -88,7 +95,7 @@ def solve(profile: Profile, budget_bytes: int | None = None, goal: Goal | None =
             where="memory budget",
             allowed=f"at least {needed} bytes ({needed / _MIB:.1f} MiB)",
         )
-    return min(found, key=lambda solution: solution.objective)
+    return sorted(found, key=lambda solution: solution.objective)
 
 
 def smallest(profile: Profile) -> Solution:
@@ -211,7 +218,7 @@ class _Program:
             integrality=np.array(self._whole),
             bounds=Bounds(np.array(self._lower), np.array(self._upper)),
             constraints=constraints,
-            options={"mip_rel_gap": 1e-6, "time_limit": 30.0},
+            options={"mip_rel_gap": 1e-6, "time_limit": _TIME_LIMIT_S},
         )
         if result.x is None:
             return None, 0.0

@@ -61,8 +61,9 @@ def draw_profile(generator: np.random.Generator, shape: Shape) -> Profile:
     """
     blocks = [_block(generator, shape.precisions)]
     for _ in range(shape.units):
-        blocks.append(blocks[1] if shape.identical and len(blocks) > 1 else _block(generator, shape.precisions))
-    blocks.append(_block(generator, shape.precisions))
+        repeated = shape.identical and len(blocks) > 1
+        blocks.append(blocks[1] if repeated else _block(generator, shape.precisions, blocks[-1].boundary))
+    blocks.append(_block(generator, shape.precisions, blocks[-1].boundary))
     overhead = float(generator.uniform(0.0, 0.1)) * sum(block.seconds for block in blocks)
     weights = sum(block.weights for block in blocks)
     names = ["embedding", *(f"blocks.{index}" for index in range(shape.units)), "head"]
@@ -94,17 +95,19 @@ def draw_profile(generator: np.random.Generator, shape: Shape) -> Profile:
         noise_frac=0.0,
         switch_s=0.0,
         seconds=0.0,
+        steps=0,
     )
 
 
-def _block(generator: np.random.Generator, precisions: tuple[Precision, ...]) -> _Block:
+def _block(generator: np.random.Generator, precisions: tuple[Precision, ...], received: float = 0.0) -> _Block:
     def spread(middle: float, factor: float) -> float:
         return float(middle * math.exp(generator.uniform(-1, 1) * math.log(factor)))
 
     boundary = spread(8e6, 4)
     return _Block(
         seconds=spread(0.02, 3),
-        saved=boundary * spread(6, 3),
+        # A unit that keeps no input keeps a copy of it, or more: what it saves exceeds what it receives.
+        saved=max(boundary, received) * spread(6, 3),
         boundary=boundary,
         workspace=boundary * spread(1.5, 3),
         weights=spread(4e6, 5),

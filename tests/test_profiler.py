@@ -1,0 +1,174 @@
+"""The profiler on real models: what it predicts of plans that it has not seen is what the engine then measures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_jobs import convolution_job, gpt_job, perceptron_job
+from torch import nn
+
+from autotune import Job, JobError, TorchEngine
+from autotune.campaign.profiling import cached_profile, read_profile, validate
+from autotune.engines.profiler import ProfilerOptions, fixed_shape, profile, profile_key
+from autotune.engines.torch_engine import EngineOptions
+from autotune.errors import ProfileError
+from autotune.files import write_json
+from autotune.physics.memory_model import peak_bytes
+from autotune.physics.profile import Profile
+
+QUICK = ProfilerOptions(seconds=1.0, max_rounds=2, calibration_plans=3)
+
+
+def profiled(job: Job) -> Profile:
+    return profile(job, device_name="here", fingerprint="x", options=QUICK)
+
+
+def memory_errors(job: Job, found: Profile, plans: int = 8) -> np.ndarray:
+    """Return predicted over metered peak, minus 1, of random plans."""
+    engine = TorchEngine(fixed_shape(job), seed=1, options=EngineOptions(statistics_every=None))
+    engine.run(1)
+    generator = np.random.default_rng(7)
+    errors = []
+    for _ in range(plans):
+        plan = found.space.sample(generator)
+        engine.apply(plan)
+        errors.append(peak_bytes(found, plan) / engine.run(1).peak_bytes - 1)
+    return np.array(errors)
+
+
+class Recurrent(nn.Module):
+    """Stack recurrent layers whose state passes through a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(16, 16, batch_first=True) for _ in range(3))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            values, _ = layer(values)
+        return self.head(values[:, -1])
+
+
+class Skipping(nn.Module):
+    """Add an early activation to a late one, as U-shaped networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        first = self.blocks[0](values)
+        middle = self.blocks[2](self.blocks[1](first))
+        return self.blocks[3](middle + first)
+
+
+class Shared(nn.Module):
+    """Run the same blocks twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(2))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for block in (*self.blocks, *self.blocks):
+            values = block(values)
+        return values
+
+
+def job_of(model: type[nn.Module], *shape: int) -> Job:
+    def batches(seed: int):
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            yield torch.randn(64, *shape, generator=generator)
+
+    return Job(
+        name=model.__name__,
+        model=model,
+        batches=batches,
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        evaluate=lambda model: 1.0,
+        target=0.0,
+        batch_size=64,
+        accumulation_choices=(1, 4),
+    )
+
+
+@pytest.mark.parametrize(
+    ("job", "largest"),
+    [
+        (gpt_job(), 0.02),
+        (convolution_job(), 0.02),
+        (job_of(Recurrent, 12, 16), 0.02),
+        # A skip's tensor is counted until the step's backward pass has passed its first user.
+        (job_of(Skipping, 32), 0.05),
+        (job_of(Shared, 32), 0.02),
+    ],
+    ids=["gpt", "batch norm", "lstm", "skip", "twice"],
+)
+def test_the_peak_of_unseen_plans_is_predicted_and_never_too_low(job: Job, largest: float):
+    errors = memory_errors(job, profiled(job))
+    assert errors.min() >= -0.005
+    assert np.median(np.abs(errors)) <= largest
+    assert errors.max() <= 4 * largest
+
+
+def test_predictions_of_time_are_those_of_whole_steps_and_cover_every_choice():
+    found = profiled(gpt_job())
+    for table in found.tables:
+        assert table.update_s > 0
+        for segment in table.segments:
+            for name, cost in segment.costs.items():
+                assert cost.seconds >= 0, (segment.unit, name)
+    assert found.noise_frac >= 0
+    assert found.steps > 20
+    checked = validate(gpt_job(), found, 4)
+    assert checked.plans == 4
+    assert checked.memory_underprediction_max <= 0.005
+
+
+def test_units_that_are_called_differently_from_step_to_step_are_refused_by_name_of_the_remedy():
+    class Moody(Shared):
+        calls = 0
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            Moody.calls += 1
+            return self.blocks[0](values) if Moody.calls % 2 else super().forward(values)
+
+    with pytest.raises(JobError, match=r"differently from step to step: .*blocks.0.* \(allowed: units="):
+        profiled(job_of(Moody, 32))
+
+
+def test_a_profile_is_measured_once_and_again_when_the_job_changes(tmp_path: Path):
+    job = perceptron_job()
+    first, path, cached = cached_profile(job, tmp_path, options=QUICK)
+    assert not cached
+    again, same, cached = cached_profile(job, tmp_path, options=QUICK)
+    assert cached
+    assert (again, same) == (first, path)
+    assert read_profile(path, job) == first
+    other = perceptron_job(batch_size=4, accumulation_choices=(1, 2))
+    _, elsewhere, cached = cached_profile(other, tmp_path, options=QUICK)
+    assert not cached
+    assert elsewhere != path
+    with pytest.raises(ProfileError, match=r"was made for job 'perceptron' on .*autotune profile makes one"):
+        read_profile(path, other)
+    path.write_text("{")
+    _, _, cached = cached_profile(job, tmp_path, options=QUICK)
+    assert not cached
+
+
+def test_a_profile_of_another_version_says_whose_it_is(tmp_path: Path):
+    path = tmp_path / "profile.json"
+    write_json(path, {**profiled(perceptron_job()).to_json(), "version": 99})
+    with pytest.raises(ProfileError, match=r"version is 99, made for job 'perceptron' on 'here'"):
+        read_profile(path)
+
+
+def test_the_key_of_a_profile_depends_on_the_model_and_not_on_the_weights():
+    assert profile_key(gpt_job(), "a") == profile_key(gpt_job(), "a")
+    assert profile_key(gpt_job(), "a") != profile_key(gpt_job(), "b")

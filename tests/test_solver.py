@@ -1,0 +1,148 @@
+"""The exact solver against brute force, and its laws."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune.agents.planner import greedy_plan, planned
+from autotune.errors import BudgetError
+from autotune.physics.cost import Weights
+from autotune.physics.memory_model import peak_bytes
+from autotune.physics.profile import Profile
+from autotune.physics.solver import (
+    SAFETY_MARGIN,
+    Goal,
+    pareto_front,
+    smallest,
+    solve,
+    solve_each,
+    with_shadow_price,
+)
+from autotune.physics.synthetic import Shape, draw_profile
+from autotune.physics.time_model import seconds_per_step
+from autotune.plan import Precision
+
+ALL = (Precision.FP32, Precision.BF16, Precision.FP16)
+SHARES = (1.0, 0.75, 0.55, 0.4, 0.3)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def drawn(seed: int, units: int, **shape: object) -> Profile:
+    return draw_profile(np.random.default_rng(seed), Shape(units=units, precisions=ALL, **shape))
+
+
+def everything(profile: Profile) -> np.ndarray:
+    """Return predicted seconds and peak of every plan of a profile."""
+    space = profile.space
+    plans = (space.decode(indices) for indices in itertools.product(*(range(size) for size in space.sizes)))
+    return np.array([(seconds_per_step(profile, plan), peak_bytes(profile, plan)) for plan in plans])
+
+
+def assert_exact(profile: Profile) -> None:
+    table = everything(profile)
+    baseline = peak_bytes(profile, profile.space.baseline())
+    for share in SHARES:
+        budget = int(share * baseline)
+        fitting = table[table[:, 1] <= budget * (1 - SAFETY_MARGIN)]
+        if len(fitting) == 0:
+            with pytest.raises(BudgetError, match="at least"):
+                solve(profile, budget)
+            continue
+        found = solve(profile, budget)
+        assert found.peak_bytes == peak_bytes(profile, found.plan) <= budget
+        assert found.seconds_per_step == pytest.approx(fitting[:, 0].min(), rel=1e-9)
+    assert smallest(profile).peak_bytes == table[:, 1].min()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_optimum_is_that_of_brute_force(seed: int):
+    assert_exact(drawn(seed, 1 + seed % 2, identical=seed % 3 == 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100))
+def test_the_optimum_is_that_of_brute_force_up_to_five_units(seed: int):
+    # An embedding and a head come on top of the recomputable units.
+    assert_exact(drawn(1000 + seed, 1 + seed % 3, identical=seed % 4 == 0))
+
+
+@settings(max_examples=20)
+@given(seeds, st.floats(0.3, 0.9), st.floats(1.0, 1.5))
+def test_a_larger_budget_never_has_a_slower_optimum(seed: int, share: float, more: float):
+    profile = drawn(seed, 4)
+    budget = int(share * peak_bytes(profile, profile.space.baseline()))
+    try:
+        tight = solve(profile, budget)
+    except BudgetError:
+        return
+    assert solve(profile, int(budget * more) + 1).objective <= tight.objective * (1 + 1e-6)
+
+
+@settings(max_examples=10)
+@given(seeds)
+def test_the_front_falls_from_the_smallest_plan_to_the_fastest(seed: int):
+    profile = drawn(seed, 4)
+    front = pareto_front(profile, points=6)
+    assert front[0].peak_bytes <= smallest(profile).peak_bytes * (1 + 2 * SAFETY_MARGIN)
+    assert front[-1].seconds_per_step == pytest.approx(solve(profile).seconds_per_step, rel=1e-6)
+    assert all(
+        one.seconds_per_sample > two.seconds_per_sample and one.peak_bytes < two.peak_bytes
+        for one, two in itertools.pairwise(front)
+    )
+
+
+def test_a_budget_that_no_plan_meets_names_the_smallest_one_that_can_be_met():
+    profile = drawn(1, 3)
+    with pytest.raises(BudgetError, match=r"already needs \d+ \(allowed: at least") as raised:
+        solve(profile, profile.static_bytes)
+    needed = int(str(raised.value).split("at least ")[1].split()[0])
+    assert solve(profile, needed).peak_bytes <= needed
+
+
+def test_memory_can_be_weighed_instead_of_bounded():
+    profile = drawn(2, 4)
+    fast = solve(profile)
+    lean = solve(profile, goal=Goal(weights=Weights(time=0.1, memory=1.0)))
+    assert lean.peak_bytes < fast.peak_bytes
+    assert lean.seconds_per_step >= fast.seconds_per_step
+
+
+def test_the_price_of_memory_is_what_more_of_it_saves():
+    profile = drawn(4, 6)
+    budget = int(0.5 * (smallest(profile).peak_bytes + solve(profile).peak_bytes))
+    priced = with_shadow_price(profile, solve(profile, budget), budget)
+    assert priced.shadow_price >= 0
+    free = with_shadow_price(profile, solve(profile), 10**12)
+    assert free.shadow_price == 0
+
+
+def test_under_adaptive_batching_a_small_noise_scale_makes_a_large_batch_worth_less():
+    profile = drawn(6, 3, batching="adaptive")
+    assert solve(profile, goal=Goal(noise_scale=1e-3)).plan.accumulation_steps == 1
+    assert solve(profile, goal=Goal(noise_scale=1e9)).objective <= solve(profile, goal=Goal(noise_scale=1e-3)).objective
+
+
+@settings(max_examples=20)
+@given(seeds, st.sampled_from(SHARES))
+def test_greedy_fits_and_is_never_better_than_exact(seed: int, share: float):
+    profile = drawn(seed, 4)
+    budget = int(share * peak_bytes(profile, profile.space.baseline()))
+    try:
+        plan = greedy_plan(profile, budget, Goal())
+    except BudgetError:
+        return
+    assert peak_bytes(profile, plan) <= budget
+    assert seconds_per_step(profile, plan) >= solve(profile, budget).seconds_per_step * (1 - 1e-9)
+
+
+def test_a_planner_proposes_the_optimum_first():
+    profile = drawn(7, 4)
+    budget = int(0.6 * peak_bytes(profile, profile.space.baseline()))
+    assert planned("exact", profile, budget, Goal())[0] == solve(profile, budget).plan
+    assert [solution.plan for solution in solve_each(profile, budget)] == planned("exact", profile, budget, Goal())
+    assert planned("greedy", profile, budget, Goal()) == [greedy_plan(profile, budget, Goal())]
