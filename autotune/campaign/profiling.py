@@ -77,19 +77,32 @@ def cached_profile(
     """
     device = device_name()
     key = profile_key(job, device)
-    path = runs / "profiles" / f"{_file_name(job.name)}-{key[:12]}.json"
-    if not fresh and path.is_file():
-        try:
-            found = read_profile(path)
-        except ProfileError:
-            # Damaged or of an older version: measured again below.
-            found = None
-        if found is not None and found.fingerprint == key:
-            return found, path, True
+    path = _path(job, runs, key)
+    found = None if fresh else find_profile(job, runs)
+    if found is not None:
+        return found, path, True
     measured = profile(job, device_name=device, fingerprint=key, options=options, on_progress=on_progress)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, measured.to_json())
     return measured, path, False
+
+
+def find_profile(job: Job, runs: Path) -> Profile | None:
+    """Return a job's cached profile on this device, or ``None`` if there is none: nothing is measured."""
+    key = profile_key(job, device_name())
+    path = _path(job, runs, key)
+    if not path.is_file():
+        return None
+    try:
+        found = read_profile(path)
+    except ProfileError:
+        # Damaged, or of an older version.
+        return None
+    return found if found.fingerprint == key else None
+
+
+def _path(job: Job, runs: Path, key: str) -> Path:
+    return runs / "profiles" / f"{_file_name(job.name)}-{key[:12]}.json"
 
 
 def read_profile(path: Path, job: Job | None = None) -> Profile:

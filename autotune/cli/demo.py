@@ -18,7 +18,7 @@ def command(
     job: Annotated[str, typer.Option("--job", help="The job to demonstrate with.")] = "charlm",
     memory_budget: Annotated[str, typer.Option("--memory-budget", help="As for tune.")] = "40%",
     seeds: Annotated[int, typer.Option("--seeds", help="Paired fresh seeds.")] = 3,
-    steps: StepsOption = 120,
+    steps: StepsOption = 96,
     seed: SeedOption = 0,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,

@@ -9,10 +9,12 @@ import typer
 from rich.table import Table
 
 from autotune.cli import console as shared
-from autotune.cli.console import JsonOption
+from autotune.cli.console import JsonOption, RunsOption
 
 if TYPE_CHECKING:
     from autotune.campaign.runs import RunDirectory
+    from autotune.job import Job
+    from autotune.physics.profile import Profile
     from autotune.plan import Plan, PlanSpace
     from autotune.report.explanation import Row
 
@@ -20,24 +22,70 @@ if TYPE_CHECKING:
 def command(
     subject: Annotated[str, typer.Argument(metavar="PLAN|RUN", help="A run directory, a plan file or a rule's name.")],
     job: Annotated[str | None, typer.Option("--job", help="The job, for a plan file or a rule.")] = None,
+    pareto: Annotated[bool, typer.Option("--pareto", help="Show the fastest plan of every budget as well.")] = False,
+    runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
 ) -> None:
-    """Show every choice of a plan and why the rule or the search made it."""
-    plan, space, rows = _explain(subject, job)
+    """Show every choice of a plan, why the rule or the search made it, and what it costs if the job was profiled."""
+    from autotune.campaign.profiling import find_profile
+    from autotune.errors import InputError
+    from autotune.report.explanation import unit_costs
+
+    plan, found, space, rows = _explain(subject, job)
+    profile = find_profile(found, runs_dir)
+    if pareto and profile is None:
+        raise InputError("the job has no profile yet", where="--pareto", allowed=f"autotune profile {found.name} first")
+    known = profile is not None and plan.accumulation_steps in profile.accumulation_choices
+    costs = unit_costs(profile, plan) if profile is not None and known else {}
+    front = pareto_rows(profile) if profile is not None and pareto else []
     if as_json:
-        shared.print_json({"plan": plan.to_json(), "rows": [_row(row) for row in rows]})
+        document = {"plan": plan.to_json(), "rows": [{**_row(row), "cost": costs.get(row.unit)} for row in rows]}
+        shared.print_json({**document, "pareto": front} if pareto else document)
         return
     output = shared.console(as_json=False)
     table = Table(title=f"{subject}: {plan}", title_justify="left")
-    for name in ("unit", "kind", "choice", "why"):
+    for name in ("unit", "kind", "choice", "why", *(["measured, per step"] if costs else [])):
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(row.unit, row.kind, row.choice, row.reason)
+        table.add_row(row.unit, row.kind, row.choice, row.reason, *([costs.get(row.unit, "")] if costs else []))
     output.print(table)
     output.print(f"{len(space.units)} units, of which {len(space.recomputable)} can be recomputed.")
+    if not costs:
+        output.print(f"What each unit costs is known after: autotune profile {found.name}")
+    if front:
+        output.print(_front_table(front))
 
 
-def _explain(subject: str, job: str | None) -> tuple[Plan, PlanSpace, list[Row]]:
+def pareto_rows(profile: Profile) -> list[dict[str, Any]]:
+    """Return the fastest plan for each of several budgets, as JSON objects, the smallest budget first."""
+    from autotune.physics.solver import pareto_front
+
+    return [
+        {
+            "peak_bytes": solution.peak_bytes,
+            "seconds_per_step": solution.seconds_per_step,
+            "seconds_per_sample": solution.seconds_per_sample,
+            "gap": solution.gap,
+            "plan": solution.plan.to_json(),
+        }
+        for solution in pareto_front(profile)
+    ]
+
+
+def _front_table(front: list[dict[str, Any]]) -> Table:
+    from autotune.budget import format_bytes
+    from autotune.plan import Plan
+
+    table = Table(title="the fastest plan of every budget, predicted", title_justify="left")
+    for name in ("peak", "step", "plan"):
+        table.add_column(name)
+    for row in front:
+        plan = str(Plan.from_json(row["plan"]))
+        table.add_row(format_bytes(row["peak_bytes"]), f"{row['seconds_per_step'] * 1e3:.0f} ms", plan)
+    return table
+
+
+def _explain(subject: str, job: str | None) -> tuple[Plan, Job, PlanSpace, list[Row]]:
     from autotune.agents.rules import RULES
     from autotune.campaign.runs import RunDirectory, read_plan
     from autotune.errors import InputError
@@ -46,22 +94,22 @@ def _explain(subject: str, job: str | None) -> tuple[Plan, PlanSpace, list[Row]]
     path = Path(subject)
     if path.is_dir():
         run = RunDirectory.open(path)
-        space = _space(job or _catalog_job(run))
+        found, space = _space(job or _catalog_job(run))
         plan = space.check(read_plan(path / "plan.json"), where=str(path / "plan.json"))
-        return plan, space, explanation.explain_search(plan, space, run.lines("trials.jsonl"))
+        return plan, found, space, explanation.explain_trials(plan, space, run.lines("trials.jsonl"))
     if job is None:
         raise InputError("no job was given", where="--job", allowed="the job that the plan is for")
-    space = _space(job)
+    found, space = _space(job)
     if subject in RULES:
         plan = RULES[subject].plan(space)
-        return plan, space, explanation.explain_rule(plan, space, RULES[subject])
+        return plan, found, space, explanation.explain_rule(plan, space, RULES[subject])
     if path.suffix != ".json":
         raise InputError(f"{subject!r} is unknown", where="explain", allowed=["a run", "a .json plan", *RULES])
     plan = space.check(read_plan(path), where=str(path))
     if (path.parent / "trials.jsonl").is_file():
         trials = RunDirectory(path.parent).lines("trials.jsonl")
-        return plan, space, explanation.explain_search(plan, space, trials)
-    return plan, space, explanation.explain_file(plan, space)
+        return plan, found, space, explanation.explain_trials(plan, space, trials)
+    return plan, found, space, explanation.explain_file(plan, space)
 
 
 def _catalog_job(run: RunDirectory) -> str:
@@ -75,13 +123,14 @@ def _catalog_job(run: RunDirectory) -> str:
     return name
 
 
-def _space(reference: str) -> PlanSpace:
+def _space(reference: str) -> tuple[Job, PlanSpace]:
     from autotune.catalog import load_job
     from autotune.engines.torch_engine import TorchEngine
 
-    engine = TorchEngine(load_job(reference))
+    job = load_job(reference)
+    engine = TorchEngine(job)
     engine.close()
-    return engine.space
+    return job, engine.space
 
 
 def _row(row: Row) -> dict[str, Any]:

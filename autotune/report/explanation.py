@@ -9,11 +9,18 @@ from typing import Any
 
 import numpy as np
 
+from autotune.agents.planner import PLANNERS
 from autotune.agents.rules import Rule
-from autotune.plan import Plan, PlanSpace, Storage
+from autotune.budget import format_bytes
+from autotune.physics.profile import Profile, Segment, choice_name
+from autotune.plan import Plan, PlanSpace, Precision, Storage
 
 # Ridge weight: choices are collinear when few plans were measured, and effects must not explode then.
 _RIDGE = 1.0
+_PLANNED = {
+    "greedy": "lowest precision; recomputed only where that saves most bytes per second, until the plan fits",
+    "exact": "part of the fastest plan that the measured profile predicts to fit",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,14 +83,22 @@ def explain_rule(plan: Plan, space: PlanSpace, rule: Rule) -> list[Row]:
     return rows
 
 
-def explain_file(plan: Plan, space: PlanSpace) -> list[Row]:
-    """Return a plan's choices where nothing is known of who made them."""
-    reason = "stands in the plan file"
+def explain_file(plan: Plan, space: PlanSpace, reason: str = "stands in the plan file") -> list[Row]:
+    """Return a plan's choices with one reason for all of them."""
     rows = [Row(unit="accumulation_steps", kind="", choice=f"k = {plan.accumulation_steps}", reason=reason)]
     return rows + [
         Row(unit=unit.name, kind=unit.kind, choice=_choice(plan, unit.name, unit.recomputable), reason=reason)
         for unit in space.units
     ]
+
+
+def explain_trials(plan: Plan, space: PlanSpace, trials: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Return the explanation of a plan by the windows of whoever found it: a planner, or searches."""
+    owners = {trial["method"] for trial in trials if Plan.from_json(trial["plan"]) == plan}
+    planners = [name for name in PLANNERS if name in owners]
+    if planners:
+        return explain_file(plan, space, _PLANNED[planners[-1]])
+    return explain_search(plan, space, trials)
 
 
 def explain_search(plan: Plan, space: PlanSpace, trials: Sequence[Mapping[str, Any]]) -> list[Row]:
@@ -149,6 +164,32 @@ def _features(space: PlanSpace, plan: Plan) -> set[tuple[str, str]]:
         if plan.storage_of(unit.name) is Storage.RECOMPUTE:
             found.add((f"storage {unit.name}", str(Storage.RECOMPUTE)))
     return found
+
+
+def unit_costs(profile: Profile, plan: Plan) -> dict[str, str]:
+    """Return per unit what its choice costs, and what recomputing it saves and costs, as a profile measured it."""
+    table = profile.table(plan.accumulation_steps)
+    texts = {}
+    for unit in profile.units:
+        segments = [segment for segment in table.segments if segment.unit == unit.name]
+        if not segments:
+            continue
+        precision = plan.precision_of(unit.name)
+
+        def total(
+            storage: Storage, segments: list[Segment] = segments, precision: Precision = precision
+        ) -> tuple[float, int]:
+            found = [segment.costs[choice_name(precision, storage)] for segment in segments]
+            return sum(cost.seconds for cost in found), sum(cost.saved_bytes for cost in found)
+
+        own_s, own_bytes = total(plan.storage_of(unit.name))
+        text = f"{own_s * 1e3:.1f} ms, keeps {format_bytes(own_bytes)}"
+        if unit.recomputable:
+            (save_s, save_bytes), (again_s, again_bytes) = total(Storage.SAVE), total(Storage.RECOMPUTE)
+            saved, paid = format_bytes(max(save_bytes - again_bytes, 0)), (again_s - save_s) * 1e3
+            text += f"; recomputing saves {saved} for {paid:.1f} ms"
+        texts[unit.name] = text
+    return texts
 
 
 def _choice(plan: Plan, unit: str, recomputable: bool) -> str:
