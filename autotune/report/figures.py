@@ -103,10 +103,10 @@ def _draw_curves(axes: Any, comparison: Mapping[str, Any], colours: Mapping[str,
 def _leave_out_the_start(axes: Any, comparison: Mapping[str, Any]) -> None:
     """Cut off the first sixth of the baseline's run, whose steep part would flatten everything else."""
     baseline = _mean_curve([run["curve"] for run in comparison["arms"][0]["runs"]])
-    edge = baseline[len(baseline) // 6][1]
-    if comparison["metric"]["goal"] == "min":
+    edge, target = baseline[len(baseline) // 6][1], comparison["metric"]["target"]
+    if comparison["metric"]["goal"] == "min" and target < edge < baseline[0][1]:
         axes.set_ylim(top=edge)
-    else:
+    elif comparison["metric"]["goal"] == "max" and baseline[0][1] < edge < target:
         axes.set_ylim(bottom=edge)
 
 
