@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from autotune.agents.planner import PLANNERS
+from autotune.agents.planner import PLANNERS, planned
 from autotune.budget import MemoryBudget, format_bytes
 from autotune.campaign import comparison, tuning
 from autotune.campaign.arms import arm_names, named_arm, static_arm
@@ -20,6 +20,7 @@ from autotune.errors import InputError
 from autotune.job import Job
 from autotune.physics.memory_model import peak_bytes
 from autotune.physics.profile import Profile
+from autotune.physics.solver import Goal
 from autotune.physics.time_model import seconds_per_step
 from autotune.plan import Plan
 from autotune.report.figures import draw_comparison
@@ -76,8 +77,11 @@ class Session:
         if method not in tuning.METHODS:
             raise InputError(f"method is {method!r}", where="--method", allowed=tuning.METHODS)
         require_writable(self.runs)
-        engine, references = self._references()
+        engine, references = self._references(require_leanest=method not in PLANNERS)
         profile = self._profile([method])
+        if profile is not None:
+            # A budget that cannot be met is answered here, before anything is written.
+            planned(method, profile, references.memory_budget_bytes, Goal())
         run = self._create("tune", {"method": method})
         tracker = Tracker(self.runs, run.path, f"tune {self.job.name} {method}")
         result = self._search(method, engine, references, profile, run, tracker)
@@ -90,7 +94,7 @@ class Session:
                 "peak_bytes": result.measurement.peak_bytes,
                 "throughput": result.measurement.throughput,
                 "cost": result.cost,
-                "baseline_seconds_per_step": references.baseline.seconds_per_step,
+                "baseline_seconds_per_step": result.baseline.seconds_per_step,
                 "baseline_peak_bytes": references.baseline.peak_bytes,
                 "memory_budget_bytes": references.memory_budget_bytes,
             },
@@ -184,10 +188,10 @@ class Session:
             self.job, on_pilot=lambda number, share: self.reporter.advance(share, f"pilot {number + 1}")
         )
 
-    def _references(self) -> tuple[TorchEngine, tuning.References]:
+    def _references(self, *, require_leanest: bool = True) -> tuple[TorchEngine, tuning.References]:
         self.reporter.stage("measure the baseline and the leanest plan", 1)
         engine = tuning.make_engine(self.job, self.settings.seed)
-        references = tuning.measure_references(engine, self.budget)
+        references = tuning.measure_references(engine, self.budget, require_leanest=require_leanest)
         size = references.memory_budget_bytes
         self.reporter.advance(1, "" if size is None else f"budget {format_bytes(size)}")
         return engine, references

@@ -41,7 +41,7 @@ BAD: dict[str, Callable[[Path], tuple[list[str], str]]] = {
     "attribute that is no job": lambda f: (["tune", f"{JOB}:nothing"], "a Job"),
     "budget that is no size": lambda f: (["tune", str(JOB), "--memory-budget", "banana"], "20GiB"),
     "budget of zero": lambda f: (["tune", str(JOB), "--memory-budget", "0%"], "share"),
-    "budget without a unit": lambda f: (["tune", str(JOB), "--memory-budget", "40"], "20GiB"),
+    "budget without a unit": lambda f: (["tune", str(JOB), "--memory-budget", "48"], "20GiB"),
     "budget below every plan": lambda f: (["tune", str(JOB), "--memory-budget", "1KiB"], "at least"),
     "unknown method": lambda f: (["tune", str(JOB), "--method", "magic"], "random, optuna, ppo"),
     "too few steps": lambda f: (["tune", str(JOB), "--steps", "1"], "at least"),
@@ -112,7 +112,7 @@ def test_wrong_input_is_one_line_exit_2_and_nothing_written(
 def test_json_is_one_document_on_stdout_and_everything_else_on_stderr(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "autotune.cli.main", "tune", str(JOB), "--method", "random", "--json"]
     answer = subprocess.run(
-        [*command, "--steps", "40", "--runs-dir", str(tmp_path)], capture_output=True, text=True, check=True
+        [*command, "--steps", "48", "--runs-dir", str(tmp_path)], capture_output=True, text=True, check=True
     )
     document = json.loads(answer.stdout)
     assert set(document) == {"plan", "predicted", "measured", "tuning_s", "tuning_steps", "run"}

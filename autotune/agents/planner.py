@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autotune.budget import format_bytes
 from autotune.errors import BudgetError
 from autotune.physics.memory_model import peak_bytes
 from autotune.physics.profile import Profile
@@ -45,9 +46,9 @@ def greedy_plan(profile: Profile, budget_bytes: int | None, goal: Goal) -> Plan:
     if not fitting:
         least = smallest(profile)
         raise BudgetError(
-            f"memory budget is {budget_bytes} bytes, and no greedy plan fits",
-            where="memory budget",
-            allowed=f"at least {least.peak_bytes} bytes",
+            f"memory budget is {format_bytes(budget_bytes or 0)}, and no greedy plan fits",
+            where="--memory-budget",
+            allowed=f"--method exact, and at least {format_bytes(least.peak_bytes)}",
         )
 
     def seconds_per_sample(plan: Plan) -> float:

@@ -43,6 +43,8 @@ _DISCARDED = 1
 FINALISTS = 3
 FINAL_ROUNDS = 2
 _FINAL_STEPS = 4
+# The finalists and the baseline, which is measured beside them: a machine's speed drifts.
+_RESERVE = (FINALISTS + 1) * FINAL_ROUNDS * _FINAL_STEPS
 # Plans of hand-made rules that a search which can learn from them measures first.
 _FIRST = ("uniform-bf16", "recompute-all", "paper")
 _EPISODE_WINDOWS = 8
@@ -67,7 +69,7 @@ class TuningSettings:
     objective: Objective = field(default_factory=Objective)
 
     def __post_init__(self) -> None:
-        least = 2 * WINDOW_STEPS + WINDOW_STEPS + FINALISTS * FINAL_ROUNDS * _FINAL_STEPS
+        least = 2 * WINDOW_STEPS + WINDOW_STEPS + _RESERVE
         if self.steps < least:
             raise InputError(f"steps is {self.steps}", where="--steps", allowed=f"at least {least}")
         if self.trials is not None and self.trials < 1:
@@ -130,7 +132,8 @@ class TuningResult:
         method: the method.
         plan: the chosen plan.
         measurement: its windows in the finals, as one.
-        cost: its cost against the baseline.
+        cost: its cost against the baseline in the finals.
+        baseline: the baseline's windows in the finals, as one.
         tuning_s: seconds spent, references included.
         tuning_steps: real optimizer steps spent, references included.
         trials: everything measured, in order.
@@ -140,6 +143,7 @@ class TuningResult:
     plan: Plan
     measurement: Measurement
     cost: float
+    baseline: Measurement
     tuning_s: float
     tuning_steps: int
     trials: tuple[Trial, ...]
@@ -151,8 +155,14 @@ def make_engine(job: Job, seed: int) -> TorchEngine:
     return TorchEngine(job, seed=seed, options=options)
 
 
-def measure_references(engine: Engine, budget: MemoryBudget | None) -> References:
+def measure_references(engine: Engine, budget: MemoryBudget | None, *, require_leanest: bool = True) -> References:
     """Measure the baseline and the leanest plan, and check that the budget can be met.
+
+    Args:
+        engine: where they are measured.
+        budget: the memory budget; ``None`` for none.
+        require_leanest: whether a budget below what the leanest plan needs is refused; a planner knows by itself
+            whether another plan fits.
 
     Raises:
         JobError: if the baseline cannot run.
@@ -169,7 +179,7 @@ def measure_references(engine: Engine, budget: MemoryBudget | None) -> Reference
     leanest = engine.run(WINDOW_STEPS)
     size = None if budget is None else budget.resolve(baseline.peak_bytes)
     least = min(peak for peak in (baseline.peak_bytes, leanest.peak_bytes) if peak is not None)
-    if size is not None and least > size:
+    if require_leanest and size is not None and least > size:
         raise BudgetError(
             f"memory budget is {format_bytes(size)} but the leanest plan needs {format_bytes(least)}",
             where="--memory-budget",
@@ -243,8 +253,9 @@ class _Tuning:
         self._tracker = tracker
         self._profile = profile
         self._on_progress = on_progress
-        self._reserve = FINALISTS * FINAL_ROUNDS * _FINAL_STEPS
-        available = settings.steps - references.steps - self._reserve
+        # The baseline's window that costs are ratios to; the finals measure it again.
+        self._reference = references.baseline
+        available = settings.steps - references.steps - _RESERVE
         self._metered = MeteredEngine(engine, available, self._note, window_budget=settings.trials)
         space = engine.space
         self._metered.known[space.leanest()] = _held_to(references.leanest, references.memory_budget_bytes)
@@ -274,6 +285,7 @@ class _Tuning:
             plan=plan,
             measurement=measurement,
             cost=cost,
+            baseline=self._reference,
             tuning_s=seconds,
             tuning_steps=steps,
             trials=tuple(self._trials),
@@ -356,7 +368,7 @@ class _Tuning:
             wanted = None if budget is None else int(budget * share)
             plans = planned(self._method, self._profile, wanted, goal)[:FINALISTS]
             plan, measurement, cost = self._finals(plans)
-            if measurement.failure is None:
+            if self._is_feasible(plan, measurement):
                 return plan, measurement, cost
         raise InputError(
             f"no planned plan fits: {measurement.failure_detail}",
@@ -375,8 +387,7 @@ class _Tuning:
         fitting = {
             plan: cost
             for plan, window in self._metered.known.items()
-            if self._settings.objective.feasible(self._observe(plan, window))
-            and (cost := self._cost(plan, window)) < math.inf
+            if self._is_feasible(plan, window) and (cost := self._cost(plan, window)) < math.inf
         }
         if not fitting:
             raise InputError(
@@ -392,18 +403,30 @@ class _Tuning:
     def _finals(self, finalists: Sequence[Plan]) -> tuple[Plan, Measurement, float]:
         """Measure the finalists again, interleaved, and return the cheapest."""
         self._final = True
-        self._metered.step_budget = self._metered.steps_spent + self._reserve
+        self._metered.step_budget = self._metered.steps_spent + _RESERVE
         self._metered.window_budget = None
-        self._metered.memory_budget_bytes = self._references.memory_budget_bytes
-        windows: dict[Plan, list[Measurement]] = {plan: [] for plan in finalists}
+        baseline = self._metered.space.baseline()
+        candidates = list(dict.fromkeys([baseline, *finalists]))
+        windows: dict[Plan, list[Measurement]] = {plan: [] for plan in candidates}
         for round_number in range(FINAL_ROUNDS):
-            for plan in finalists if round_number % 2 == 0 else reversed(finalists):
+            for plan in candidates if round_number % 2 == 0 else reversed(candidates):
+                # The baseline is held to no budget.
+                within = None if plan == baseline else self._references.memory_budget_bytes
+                self._metered.memory_budget_bytes = within
                 self._metered.apply(plan)
                 windows[plan].append(self._metered.measure(_FINAL_STEPS))
         merged = {plan: _merge(seen) for plan, seen in windows.items()}
-        costs = {plan: self._cost(plan, window) for plan, window in merged.items()}
-        best = min(costs, key=costs.__getitem__)
+        if merged[baseline].failure is None:
+            self._reference = merged[baseline]
+        if baseline in finalists:
+            merged[baseline] = _held_to(merged[baseline], self._references.memory_budget_bytes)
+        costs = {plan: self._cost(plan, merged[plan]) for plan in finalists}
+        feasible = [plan for plan in finalists if self._is_feasible(plan, merged[plan])]
+        best = min(feasible or finalists, key=costs.__getitem__)
         return best, merged[best], costs[best]
+
+    def _is_feasible(self, plan: Plan, window: Measurement) -> bool:
+        return self._settings.objective.feasible(self._observe(plan, window))
 
     def _cost(self, plan: Plan, window: Measurement) -> float:
         return self._settings.objective.cost(self._observe(plan, window))
@@ -413,7 +436,7 @@ class _Tuning:
             space=self._metered.space,
             plan=plan,
             window=window,
-            reference=self._references.baseline,
+            reference=self._reference,
             memory_budget_bytes=self._references.memory_budget_bytes,
             batch_size=self._job.batch_size,
             adaptive=self._job.batching == "adaptive",

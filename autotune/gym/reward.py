@@ -10,9 +10,10 @@ from autotune.gym.observation import Observation
 from autotune.physics.cost import Constraints, Weights, cost
 from autotune.physics.goodput import efficiency
 
-# A failed window costs more than any plan that anyone would want (the slowest ones take about 1.4 times the baseline's
-# time), but not much more: at 3, PPO settled on whatever failed least before it had compared what fits.
+# A failed window costs more than any plan that fits, but not much more than those that anyone would want: at 3, PPO
+# settled on whatever failed least before it had compared what fits. So dear plans that fit are drawn together below it.
 FAILURE_COST = 1.5
+_DEAR = 1.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +48,11 @@ class Objective:
         """
         excess = overshoot(observation)
         if excess > 0 or not self.feasible(observation):
-            return FAILURE_COST + min(excess, 1.0)
+            weights = self.weights.time + self.weights.memory + self.weights.energy
+            return (FAILURE_COST + min(excess, 1.0)) * weights
         ratios = _time_ratio(observation), _memory_ratio(observation), _energy_ratio(observation)
         total = cost(*ratios, self.weights)
-        return total if math.isfinite(total) else FAILURE_COST
+        return total if math.isfinite(total) else math.inf
 
     def feasible(self, observation: Observation) -> bool:
         """Tell whether a window completed, was timed, and met the constraints."""
@@ -62,8 +64,21 @@ class Objective:
         return limits.met(loss=window.loss or 0.0, memory=window.peak_bytes or 0, gradient_norm=norm)
 
     def reward(self, observation: Observation) -> float:
-        """Return minus the cost."""
-        return -self.cost(observation)
+        """Return minus the cost, with costs above 1.25 of the weights' sum drawn together below that of a failure.
+
+        The order of plans that fit stays, and each of them is better than each that does not.
+        """
+        total = self.cost(observation)
+        if overshoot(observation) > 0 or not self.feasible(observation):
+            return -total
+        return -_drawn_together(total, sum((self.weights.time, self.weights.memory, self.weights.energy)))
+
+
+def _drawn_together(total: float, baseline: float) -> float:
+    dear, worst = _DEAR * baseline, FAILURE_COST * baseline
+    if total <= dear:
+        return total
+    return worst - (worst - dear) * math.exp(-(total - dear) / (worst - dear))
 
 
 def overshoot(observation: Observation) -> float:

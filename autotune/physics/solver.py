@@ -15,6 +15,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
+from autotune.budget import format_bytes
 from autotune.errors import BudgetError
 from autotune.physics.cost import Weights
 from autotune.physics.goodput import efficiency
@@ -91,9 +92,9 @@ def solve_each(profile: Profile, budget_bytes: int | None = None, goal: Goal | N
         least = smallest(profile)
         needed = math.ceil(least.peak_bytes / (1 - SAFETY_MARGIN))
         raise BudgetError(
-            f"memory budget is {budget_bytes} bytes, but {least.plan} already needs {needed}",
-            where="memory budget",
-            allowed=f"at least {needed} bytes ({needed / _MIB:.1f} MiB)",
+            f"memory budget is {format_bytes(budget_bytes or 0)}, but the smallest plan ({least.plan}) needs more",
+            where="--memory-budget",
+            allowed=f"at least {needed} bytes ({format_bytes(needed)})",
         )
     return sorted(found, key=lambda solution: solution.objective)
 

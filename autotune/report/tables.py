@@ -61,6 +61,9 @@ def verdict_line(comparison: Mapping[str, Any]) -> str:
         if entry["time_ratio"] is not None and _all_fit(comparison, entry["arm"])
     ]
     if not fitting:
+        reasons = {entry["reason"] for entry in comparison["against_baseline"] if entry["verdict"] == "not comparable"}
+        if len(reasons) == 1:
+            return f"Nothing can be compared: {reasons.pop()}."
         return "No arm within the budget reached the target on every seed."
     best = min(fitting, key=lambda entry: entry["time_ratio"])
     low, high = (1 / bound for bound in reversed(best["time_ratio_ci95"]))
