@@ -41,7 +41,7 @@ BAD: dict[str, Callable[[Path], tuple[list[str], str]]] = {
     "attribute that is no job": lambda f: (["tune", f"{JOB}:nothing"], "a Job"),
     "budget that is no size": lambda f: (["tune", str(JOB), "--memory-budget", "banana"], "20GiB"),
     "budget of zero": lambda f: (["tune", str(JOB), "--memory-budget", "0%"], "share"),
-    "budget without a unit": lambda f: (["tune", str(JOB), "--memory-budget", "48"], "20GiB"),
+    "budget without a unit": lambda f: (["tune", str(JOB), "--memory-budget", "40"], "20GiB"),
     "budget below every plan": lambda f: (["tune", str(JOB), "--memory-budget", "1KiB"], "at least"),
     "unknown method": lambda f: (["tune", str(JOB), "--method", "magic"], "random, optuna, ppo"),
     "too few steps": lambda f: (["tune", str(JOB), "--steps", "1"], "at least"),

@@ -177,7 +177,7 @@ def test_searched_arms_have_paid_their_real_steps_and_their_trials_are_recorded(
     rows = [json.loads(row) for row in Path(document["run"], "trials.jsonl").read_text().splitlines()]
     for arm in document["arms"]:
         if arm["name"] in ("random", "ppo"):
-            assert 0 < arm["tuning_steps"] <= 40
+            assert 0 < arm["tuning_steps"] <= 48
             assert arm["tuning_s"] > 0
             own = [row for row in rows if row["method"] == arm["name"]]
             assert [row["number"] for row in own] == list(range(len(own)))
@@ -206,7 +206,7 @@ def test_the_tables_say_what_the_document_says(document: dict) -> None:
     assert table.row_count == 4
     assert len(plan_lines(document)) == 4
     line = verdict_line(document)
-    assert "an indication, not a claim" in line or "No arm" in line
+    assert "an indication, not a claim" in line or "Nothing can be compared" in line or "No arm" in line
 
 
 def test_a_target_that_is_met_before_training_or_never_is_said_and_is_no_error(tmp_path: Path) -> None:
