@@ -52,7 +52,7 @@ def test_a_command_is_a_parent_run_with_nested_runs_and_artifacts(tmp_path: Path
 
 
 def test_tuning_is_logged_trial_by_trial_with_plan_and_policy(tmp_path: Path) -> None:
-    document = autotune.tune(tiny_job.job(), "ppo", steps=40, runs_dir=tmp_path)
+    document = autotune.tune(tiny_job.job(), "ppo", steps=48, runs_dir=tmp_path)
     found = runs_in(tracking_uri(tmp_path))
     trials = [run for run in found if "trial" in run.info.run_name]
     rows = Path(document["run"], "trials.jsonl").read_text().splitlines()
@@ -124,7 +124,7 @@ def test_a_server_that_does_not_answer_costs_one_warning_and_everything_is_sent_
 def test_a_command_goes_on_without_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with dead_server("absent") as uri:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-        document = autotune.tune(tiny_job.job(), "random", steps=40, runs_dir=tmp_path)
+        document = autotune.tune(tiny_job.job(), "random", steps=48, runs_dir=tmp_path)
     assert Path(document["run"], "plan.json").is_file()
 
 
