@@ -11,8 +11,11 @@ from autotune.budget import format_bytes
 
 _INK, _FAINT, _BUDGET = "#1f2328", "#8c959f", "#cf222e"
 # Okabe and Ito's palette: told apart by colour-blind readers.
-_COLOURS = ("#000000", "#e69f00", "#56b4e9", "#009e73", "#d55e00", "#0072b2", "#cc79a7", "#999999", "#b8a900")
-_MARKERS = "osD^vPX*h"
+_COLOURS = (
+    *("#000000", "#e69f00", "#56b4e9", "#009e73", "#d55e00", "#0072b2", "#cc79a7", "#999999", "#b8a900"),
+    *("#7b3fa0", "#8c510a", "#1b7837"),
+)
+_MARKERS = "osD^vPX*hp<>"
 
 
 def draw_comparison(comparison: Mapping[str, Any], path: Path) -> Path:
