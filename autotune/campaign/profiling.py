@@ -77,7 +77,7 @@ def cached_profile(
     """
     device = device_name()
     key = profile_key(job, device)
-    path = _path(job, runs, key)
+    path = cache_path(job, runs, key)
     found = None if fresh else find_profile(job, runs)
     if found is not None:
         return found, path, True
@@ -90,7 +90,7 @@ def cached_profile(
 def find_profile(job: Job, runs: Path) -> Profile | None:
     """Return a job's cached profile on this device, or ``None`` if there is none: nothing is measured."""
     key = profile_key(job, device_name())
-    path = _path(job, runs, key)
+    path = cache_path(job, runs, key)
     if not path.is_file():
         return None
     try:
@@ -101,8 +101,16 @@ def find_profile(job: Job, runs: Path) -> Profile | None:
     return found if found.fingerprint == key else None
 
 
-def _path(job: Job, runs: Path, key: str) -> Path:
-    return runs / "profiles" / f"{_file_name(job.name)}-{key[:12]}.json"
+def cache_path(job: Job, runs: Path, key: str, kind: str = "") -> Path:
+    """Return the file that keeps what was measured of a job.
+
+    Args:
+        job: the job.
+        runs: the folder of runs.
+        key: what :func:`autotune.engines.profiler.profile_key` returned.
+        kind: what else than the profile is kept; ends the file's name.
+    """
+    return runs / "profiles" / f"{_file_name(job.name)}-{key[:12]}{kind}.json"
 
 
 def read_profile(path: Path, job: Job | None = None) -> Profile:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,7 +15,7 @@ app = typer.Typer(help="Benchmarks; results are written to runs/benchmarks/.", n
 
 @app.callback()
 def _group() -> None:
-    """Keep ``bench`` a group while it has one benchmark."""
+    """Keep ``bench`` a group."""
 
 
 @app.command("overhead")
@@ -30,23 +30,83 @@ def overhead(
     from autotune.campaign.bench_overhead import bench_overhead
     from autotune.campaign.runs import require_writable
     from autotune.catalog import load_job
-    from autotune.files import write_json
 
     require_writable(runs_dir)
     found = load_job(job)
-    output = shared.console(as_json=as_json)
-    with shared.Bars(output) as bars:
+    with shared.Bars(shared.console(as_json=as_json)) as bars:
         bars.stage(f"{found.name}: engine against a plain loop", pairs)
         document = bench_overhead(found, pairs=pairs, seed=seed, on_pair=bars.advance)
+    low, high = document["ratio_ci95"]
+    line = (
+        f"engine / plain loop = {document['ratio_median']:.4f} (median of {pairs} pairs, 95 % interval {low:.4f} to "
+        f"{high:.4f})"
+    )
+    _finish(document, f"overhead-{found.name}", line, runs_dir, as_json)
+
+
+@app.command("solver")
+def solver(
+    instances: Annotated[int, typer.Option("--instances", min=1, help="Small jobs to solve by brute force too.")] = 100,
+    seed: SeedOption = 0,
+    runs_dir: RunsOption = shared.RUNS,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare the solvers with brute force on small jobs, and time the exact one on 1,000 units."""
+    from autotune.campaign.bench_solver import bench_solver
+    from autotune.campaign.runs import require_writable
+
+    require_writable(runs_dir)
+    with shared.Bars(shared.console(as_json=as_json)) as bars:
+        bars.stage(f"{instances} small jobs by brute force, then 1,000 units", instances)
+        document = bench_solver(instances=instances, seed=seed, on_instance=bars.advance)
+    line = (
+        f"exact solver: {document['gap_to_brute_force_max']:.2e} from brute force at worst; 1,000 units in "
+        f"{document['seconds_1000_units']:.2f} s per k. Price solver: {document['price_solver_gap_median']:.2%} "
+        f"(median), {document['price_solver_gap_p95']:.2%} (p95)"
+    )
+    _finish(document, "solver", line, runs_dir, as_json)
+
+
+@app.command("simulator")
+def simulator(
+    seconds: Annotated[float, typer.Option("--seconds", min=0.1, help="How long each rate is measured.")] = 10.0,
+    job: Annotated[str | None, typer.Option("--job", help="Also rank this job's plans against real runs.")] = None,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Real runs of each plan.")] = 3,
+    seed: SeedOption = 0,
+    runs_dir: RunsOption = shared.RUNS,
+    as_json: JsonOption = False,
+) -> None:
+    """Count simulated decisions per second; with --job, compare predicted with real times to the target."""
+    from autotune.campaign.bench_simulator import bench_simulator, rank_plans
+    from autotune.campaign.comparison import paired_seeds
+    from autotune.campaign.runs import require_writable
+    from autotune.catalog import load_job
+
+    require_writable(runs_dir)
+    found = None if job is None else load_job(job)
+    with shared.Bars(shared.console(as_json=as_json)) as bars:
+        bars.stage("simulate", 1)
+        document = bench_simulator(seconds=seconds, seed=seed)
+        if found is not None:
+            bars.stage(f"{found.name}: real runs of five plans", 1)
+            document["ranking"] = rank_plans(found, runs_dir, paired_seeds(seeds))
+    line = (
+        f"{document['decisions_per_s']:,.0f} decisions/s with raw actions, "
+        f"{document['decisions_per_s_price_solver']:,.0f} with the price solver in the loop"
+    )
+    if found is not None:
+        line += f"; rank correlation with real runs of {found.name}: {document['ranking']['rank_correlation']:.2f}"
+    _finish(document, "simulator", line, runs_dir, as_json)
+
+
+def _finish(document: dict[str, Any], name: str, line: str, runs_dir: Path, as_json: bool) -> None:
+    """Write a benchmark's document and show its line."""
+    from autotune.files import write_json
+
     folder = Path(runs_dir) / "benchmarks"
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"overhead-{found.name}.json"
+    path = folder / f"{name}.json"
     write_json(path, document)
     if as_json:
         shared.print_json(document)
-    low, high = document["ratio_ci95"]
-    output.print(
-        f"engine / plain loop = {document['ratio_median']:.4f} (median of {pairs} pairs, 95 % interval {low:.4f} to "
-        f"{high:.4f}); written to {path}",
-        soft_wrap=True,
-    )
+    shared.console(as_json=as_json).print(f"{line}; written to {path}", soft_wrap=True)

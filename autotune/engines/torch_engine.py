@@ -228,6 +228,24 @@ class TorchEngine:
         self._pending = []
         self._closed = True
 
+    def gradient(self, plan: Plan) -> list[torch.Tensor | None]:
+        """Return the next step's gradient under a plan, unscaled and unclipped, per parameter; nothing is trained.
+
+        The same generators and batches serve the next call and the next step.
+        """
+        former = self._plan
+        self.apply(plan)
+        try:
+            with self._own_randomness():
+                undo = _Undo(randomness.capture(), copy_buffers(self.model), self.monitor.state)
+                try:
+                    _Attempt(self, self._take_batches(), sample=False).accumulate(metered=False)
+                    return [None if p.grad is None else p.grad.clone() for p in self.update.parameters]
+                finally:
+                    self._put_back(undo)
+        finally:
+            self.apply(former)
+
     def recomputations(self) -> dict[str, int]:
         """Return how often each unit was recomputed since it last came under control."""
         return controls.recomputations(self.model)
@@ -397,7 +415,7 @@ class _Attempt:
         self.stepped = False
 
     def accumulate(self, *, metered: bool) -> None:
-        """Run all micro-batches, unscale and clip; on return only the update itself is left."""
+        """Run all micro-batches and unscale; on return the true gradient lies in the parameters."""
         engine = self._engine
         engine.update.scaled = engine.plan.uses_fp16
         engine.set_learning_rate(self.samples)
@@ -411,7 +429,6 @@ class _Attempt:
             self._run_sampled(live)
         else:
             self._run(live)
-        engine.update.clip(self.norm)
 
     @property
     def overflowed(self) -> bool:
@@ -419,7 +436,8 @@ class _Attempt:
         return self._engine.update.scaled and math.isfinite(self.loss)
 
     def finish(self) -> None:
-        """Make the update, or skip it if the loss or the gradient is not finite."""
+        """Clip and make the update, or skip it if the loss or the gradient is not finite."""
+        self._engine.update.clip(self.norm)
         self.updating = True
         self.stepped = self._engine.update.finish(self.norm, abandon=not math.isfinite(self.loss))
 

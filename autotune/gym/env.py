@@ -128,6 +128,7 @@ class TuningEnv(gymnasium.Env[dict[str, Array], NDArray[np.int64]]):
         before = self.observation
         self._engine.apply(plan)
         window = self._engine.run(self.window_steps)
+        self.memory_budget_bytes = self._engine.memory_budget_bytes
         self._windows += 1
         self._samples += window.samples
         self._crashes = self._crashes + 1 if window.failure in (Failure.CRASHED, Failure.NON_FINITE) else 0

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autotune.errors import InputError
 from autotune.gym.observation import Observation
 from autotune.physics.cost import Constraints, Weights, cost
@@ -71,14 +74,15 @@ class Objective:
         total = self.cost(observation)
         if overshoot(observation) > 0 or not self.feasible(observation):
             return -total
-        return -_drawn_together(total, sum((self.weights.time, self.weights.memory, self.weights.energy)))
+        whole = sum((self.weights.time, self.weights.memory, self.weights.energy))
+        return -float(drawn_together(np.asarray(total), whole))
 
 
-def _drawn_together(total: float, baseline: float) -> float:
+def drawn_together(total: NDArray[np.float64], baseline: float) -> NDArray[np.float64]:
+    """Return costs with those above 1.25 of the baseline's drawn together below that of a failure, in their order."""
     dear, worst = _DEAR * baseline, FAILURE_COST * baseline
-    if total <= dear:
-        return total
-    return worst - (worst - dear) * math.exp(-(total - dear) / (worst - dear))
+    beyond = np.maximum(total - dear, 0.0)
+    return np.where(total <= dear, total, worst - (worst - dear) * np.exp(-beyond / (worst - dear)))
 
 
 def overshoot(observation: Observation) -> float:

@@ -1,0 +1,171 @@
+"""Answer windows from a profile and a convergence model: a training run in microseconds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autotune.errors import EngineError
+from autotune.job import Job
+from autotune.measurement import Failure, GradientStatistics, Measurement, UnitGradient
+from autotune.physics.convergence import Convergence
+from autotune.physics.profile import Profile
+from autotune.physics.simulation import SimulatedJob, Simulation, Windows, World
+from autotune.plan import Plan, PlanSpace
+
+
+def as_simulated(job: Job, profile: Profile, convergence: Convergence) -> SimulatedJob:
+    """Return a job as numbers.
+
+    Args:
+        job: the real job.
+        profile: what its plans cost.
+        convergence: how it converges.
+    """
+    return SimulatedJob(
+        name=job.name,
+        profile=profile,
+        convergence=convergence,
+        target=job.target,
+        goal=job.goal,
+        total_samples=job.total_samples,
+        schedule=job.schedule,
+        splits_to_learn=len(profile.accumulation_choices) > 1,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    state: Any
+    plan: Plan
+
+
+class SimulatedEngine:
+    """Run one simulated job.
+
+    Args:
+        job: the job.
+        world: how the run differs from its profile; ``None``: not at all.
+        seed: of everything random.
+        discard_steps: first steps of a window that are not timed.
+
+    Attributes:
+        memory_budget_bytes: the budget that windows are held to; the world may change it.
+    """
+
+    def __init__(self, job: SimulatedJob, *, world: World | None = None, seed: int = 0, discard_steps: int = 1) -> None:
+        self.job = job
+        self.memory_budget_bytes: int | None = None
+        self._discard = discard_steps
+        self._simulation = Simulation([job], world, seed=seed)
+        self._simulation.begin(np.zeros(1, dtype=np.int64))
+        self._space = job.profile.space
+        self._plan = self._space.baseline()
+        self._closed = False
+
+    @property
+    def space(self) -> PlanSpace:
+        """Return the plans that the profile knows."""
+        return self._space
+
+    @property
+    def plan(self) -> Plan:
+        """Return the plan that is applied."""
+        return self._plan
+
+    def apply(self, plan: Plan) -> None:
+        """Make the next windows run under a plan.
+
+        Raises:
+            PlanError: if the plan lies outside the space; the former plan stays.
+        """
+        self._plan = self._space.check(plan)
+
+    def run(self, steps: int) -> Measurement:
+        """Run a window.
+
+        Raises:
+            EngineError: if the engine was closed.
+        """
+        if self._closed:
+            raise EngineError("the engine is closed; create another one")
+        simulation, lanes = self._simulation, self._simulation.lanes
+        budget = math.inf if self.memory_budget_bytes is None else float(self.memory_budget_bytes)
+        if lanes.budget[0] != budget:
+            simulation.set_budget(np.array([0]), np.array([budget]))
+        k, choices = simulation.told.encode(0, self._plan)
+        window = simulation.run(np.array([k]), choices[None], steps)
+        if budget < math.inf:
+            # The world may have changed it.
+            lanes.budget[0] = self.memory_budget_bytes = int(lanes.budget[0])
+        return measurement(simulation, window, 0, discard_steps=self._discard)
+
+    def evaluate(self) -> float:
+        """Return the job's metric."""
+        return float(self._simulation.metric()[0])
+
+    def snapshot(self) -> _Snapshot:
+        """Return the run's state, its generator's included."""
+        return _Snapshot(self._simulation.snapshot(), self._plan)
+
+    def restore(self, snapshot: _Snapshot) -> None:
+        """Return to a snapshot."""
+        self._simulation.restore(snapshot.state)
+        self._plan = snapshot.plan
+
+    def close(self) -> None:
+        """Refuse further windows."""
+        self._closed = True
+
+
+def measurement(simulation: Simulation, window: Windows, lane: int, *, discard_steps: int = 1) -> Measurement:
+    """Return one lane's window as the measurement that a real engine would have returned.
+
+    Args:
+        simulation: whose window it is.
+        window: what it saw.
+        lane: which lane.
+        discard_steps: first steps that are not timed.
+    """
+
+    def known(value: float) -> float | None:
+        return None if math.isnan(value) else float(value)
+
+    steps = int(window.steps[lane])
+    seconds = known(window.seconds_per_step[lane])
+    timed = max(steps - discard_steps, 0) if seconds is not None else 0
+    budget, over = simulation.lanes.budget[lane], bool(window.over_budget[lane])
+    age = known(window.noise_age_steps[lane])
+    units = simulation.told.profiles[int(simulation.lanes.job[lane])].units
+    return Measurement(
+        steps=steps,
+        samples=int(window.samples[lane]),
+        items=int(window.samples[lane]),
+        total_s=float(window.total_s[lane]),
+        step_s=(seconds,) * timed if seconds is not None else (),
+        seconds_per_step=seconds if timed else None,
+        samples_per_step=float(window.samples_per_step[lane]) if timed else None,
+        peak_bytes=int(window.peak_bytes[lane]),
+        memory_budget_bytes=int(budget) if math.isfinite(budget) else None,
+        loss=float(window.loss[lane]),
+        gradient=GradientStatistics(
+            norm=float(window.norm[lane]),
+            noise_scale=known(window.noise_scale[lane]),
+            noise_scale_age_steps=None if age is None else int(age),
+            variance=known(window.variance[lane]),
+            per_unit={
+                unit.name: UnitGradient(
+                    rms=float(window.unit_rms[lane, place]),
+                    signal_to_noise=known(window.unit_signal_to_noise[lane, place]),
+                    underflow_frac=float(window.unit_underflow[lane, place]),
+                )
+                for place, unit in enumerate(units)
+            },
+        ),
+        learning_rate=float(window.learning_rate[lane]),
+        failure=Failure.OVER_BUDGET if over else None,
+        failure_detail=f"peak {window.peak_bytes[lane]:.0f} bytes over {budget:.0f}" if over else "",
+    )

@@ -1,0 +1,501 @@
+"""Train jobs that exist as numbers only, many at once.
+
+A profile says what a step costs, a convergence model what it wins.
+
+Everything random comes from one generator, so that a simulation repeats exactly under its seed and its plans.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.job import WarmupCosine
+from autotune.physics.convergence import Convergence, Curve, falling, step_efficiency
+from autotune.physics.cost_arrays import CostArrays, Floats, Indices, Plans
+from autotune.physics.noise_scale import NoiseScaleAverage
+from autotune.physics.profile import Profile
+
+Flags = NDArray[np.bool_]
+_DECAY = NoiseScaleAverage().decay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedJob:
+    """Hold a job as numbers.
+
+    Attributes:
+        name: what it is called.
+        profile: what a planner is told that it costs.
+        convergence: how it converges.
+        target: the metric at which it has arrived.
+        goal: whether the metric shall be small (``min``) or large (``max``).
+        total_samples: samples after which a run that has not arrived ends.
+        truth: what it really costs; ``None``: what its profile says.
+        schedule: its learning-rate schedule.
+        splits_to_learn: whether a whole batch may be cut in two so that the noise scale is learnt at k = 1.
+    """
+
+    name: str
+    profile: Profile
+    convergence: Convergence
+    target: float
+    total_samples: float
+    goal: str = "min"
+    truth: Profile | None = None
+    schedule: WarmupCosine | None = None
+    splits_to_learn: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Say how a run differs from what its profile promises; all zero is a still world.
+
+    Attributes:
+        time_noise_frac: standard deviation of the logarithm of a window's median step.
+        drift_frac: standard deviation of the logarithm of the machine's slow changes of speed.
+        drift_windows: after how many windows such a change is forgotten.
+        noise_scale_error: standard deviation of one sample of tr(Sigma) and of |G|^2, relative.
+        loss_noise_frac: standard deviation of a window's mean loss, relative, at a batch of one noise scale.
+        length_rate: chance per window that sequences change their length.
+        length_range: factor on the profiled length, from and to.
+        budget_rate: chance per window that the budget changes.
+        budget_range: factor on the first budget, from and to.
+        noise_rate: chance per window that the data changes its noise.
+        noise_range: factor on the noise scale, from and to.
+    """
+
+    time_noise_frac: float = 0.0
+    drift_frac: float = 0.0
+    drift_windows: float = 20.0
+    noise_scale_error: float = 0.0
+    loss_noise_frac: float = 0.0
+    length_rate: float = 0.0
+    length_range: tuple[float, float] = (0.5, 1.5)
+    budget_rate: float = 0.0
+    budget_range: tuple[float, float] = (0.8, 1.25)
+    noise_rate: float = 0.0
+    noise_range: tuple[float, float] = (0.5, 2.0)
+
+
+# Strengths as seen on real runs: see the README's figures for the machine's noise, and physics.noise_scale.
+MOVING = World(
+    time_noise_frac=0.03,
+    drift_frac=0.05,
+    noise_scale_error=0.5,
+    loss_noise_frac=0.01,
+    length_rate=0.02,
+    budget_rate=0.02,
+    noise_rate=0.02,
+)
+
+
+@dataclass(slots=True)
+class Lanes:
+    """Hold the state of n runs; every array has shape (n,).
+
+    Attributes:
+        job: which job each lane runs.
+        effort: effective steps so far.
+        steps: optimizer steps.
+        samples: samples consumed.
+        seconds: wall time so far.
+        drift: logarithm of the machine's slowness.
+        length: factor on the profiled sequence length.
+        noise_factor: factor on the noise scale.
+        budget: in bytes; infinity for none.
+        first_budget: the budget that the run began with.
+        trace: moving average of tr(Sigma).
+        square: moving average of |G|^2.
+        learnt: samples in these averages.
+        learnt_at: the step that last fed them; -1 before the first.
+        plan_row: number that tells plans apart, so that a switch is seen.
+    """
+
+    job: Indices
+    effort: Floats
+    steps: Indices
+    samples: Floats
+    seconds: Floats
+    drift: Floats
+    length: Floats
+    noise_factor: Floats
+    budget: Floats
+    first_budget: Floats
+    trace: Floats
+    square: Floats
+    learnt: Indices
+    learnt_at: Indices
+    plan_row: Indices
+
+    @classmethod
+    def begin(cls, job: Indices) -> Lanes:
+        """Return lanes before their first step."""
+        n = len(job)
+        zero, none = np.zeros(n), np.full(n, np.inf)
+        return cls(
+            job=job.copy(),
+            effort=zero.copy(),
+            steps=np.zeros(n, dtype=np.int64),
+            samples=zero.copy(),
+            seconds=zero.copy(),
+            drift=zero.copy(),
+            length=np.ones(n),
+            noise_factor=np.ones(n),
+            budget=none.copy(),
+            first_budget=none.copy(),
+            trace=zero.copy(),
+            square=zero.copy(),
+            learnt=np.zeros(n, dtype=np.int64),
+            learnt_at=np.full(n, -1, dtype=np.int64),
+            plan_row=np.full(n, -1, dtype=np.int64),
+        )
+
+    def take(self, where: Indices) -> Lanes:
+        """Return some lanes, copied."""
+        return Lanes(**{item.name: getattr(self, item.name)[where] for item in fields(self)})
+
+    def put(self, where: Indices, other: Lanes) -> None:
+        """Replace some lanes by others."""
+        for item in fields(self):
+            getattr(self, item.name)[where] = getattr(other, item.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """Hold what a window of each lane saw; arrays of shape (n,), or (n, max_units) for units; unknown is NaN.
+
+    Attributes:
+        steps: optimizer steps that were run.
+        samples: samples consumed.
+        samples_per_step: samples of one step.
+        seconds_per_step: measured median; NaN where no step was timed.
+        total_s: wall seconds.
+        peak_bytes: the peak.
+        over_budget: whether the window ended for it.
+        loss: mean training loss.
+        norm: norm of the gradient.
+        noise_scale: as estimated so far.
+        noise_age_steps: steps since it was last fed.
+        variance: eq. 7.
+        learning_rate: relative to the job's own.
+        unit_rms: root mean square of each unit's gradient.
+        unit_signal_to_noise: of each unit.
+        unit_underflow: share of each unit's gradient that fp16 cannot hold.
+    """
+
+    steps: Indices
+    samples: Floats
+    samples_per_step: Floats
+    seconds_per_step: Floats
+    total_s: Floats
+    peak_bytes: Floats
+    over_budget: Flags
+    loss: Floats
+    norm: Floats
+    noise_scale: Floats
+    noise_age_steps: Floats
+    variance: Floats
+    learning_rate: Floats
+    unit_rms: Floats
+    unit_signal_to_noise: Floats
+    unit_underflow: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class _Curves:
+    """Hold one curve per job, or per lane; see :class:`autotune.physics.convergence.Curve`."""
+
+    asymptote: Floats
+    drop: Floats
+    scale: Floats
+    exponent: Floats
+
+    @classmethod
+    def of(cls, curves: Sequence[Curve]) -> _Curves:
+        return cls(*(np.array([getattr(curve, item.name) for curve in curves]) for item in fields(cls)))
+
+    def at(self, effort: Floats) -> Floats:
+        return falling(effort, self.asymptote, self.drop, self.scale, self.exponent)
+
+    def take(self, job: Indices) -> _Curves:
+        return _Curves(self.asymptote[job], self.drop[job], self.scale[job], self.exponent[job])
+
+
+@dataclass(slots=True)
+class _Jobs:
+    """Hold what differs between jobs, besides costs, as arrays over jobs."""
+
+    loss: _Curves
+    metric: _Curves
+    noise_reference: Floats
+    noise_loss: Floats
+    noise_exponent: Floats
+    noise_factor: Floats
+    batch: Floats
+    adaptive: Flags
+    target: Floats
+    sign: Floats
+    total_samples: Floats
+    switch_s: Floats
+    splits: Flags
+    warmup: Floats
+    minimum: Floats
+    scheduled: Flags
+    squared_errors: Floats = field(default_factory=lambda: np.zeros(0))
+    unit_share: Floats = field(default_factory=lambda: np.zeros(0))
+
+
+class Simulation:
+    """Run lanes of simulated jobs.
+
+    Args:
+        jobs: the jobs that lanes can run.
+        world: how runs differ from their profiles.
+        seed: of everything random.
+        max_units: units that arrays have room for; ``None`` takes the largest job's.
+
+    Attributes:
+        told: what planners are told that plans cost.
+        true: what they really cost.
+        lanes: the runs' state.
+    """
+
+    def __init__(
+        self, jobs: Sequence[SimulatedJob], world: World | None = None, *, seed: int = 0, max_units: int | None = None
+    ) -> None:
+        self.jobs = tuple(jobs)
+        self.world = world or World()
+        self.told = CostArrays([job.profile for job in jobs], max_units=max_units)
+        truths = [job.truth or job.profile for job in jobs]
+        same = all(job.truth is None for job in jobs)
+        self.true = self.told if same else CostArrays(truths, max_units=max_units)
+        self._generator = np.random.default_rng(seed)
+        self._facts = self._collect()
+        self.lanes = Lanes.begin(np.zeros(0, dtype=np.int64))
+
+    def reseed(self, seed: int) -> None:
+        """Draw everything random from another seed from now on."""
+        self._generator = np.random.default_rng(seed)
+
+    def begin(self, job: Indices) -> None:
+        """Begin a run of a job in each lane, shape (n,)."""
+        self.lanes = Lanes.begin(job)
+
+    def restart(self, where: Indices, job: Indices) -> None:
+        """Begin other runs in some lanes."""
+        self.lanes.put(where, Lanes.begin(job))
+
+    def set_budget(self, where: Indices, budget_bytes: Floats) -> None:
+        """Hold some lanes to a budget from now on; infinity for none."""
+        self.lanes.budget[where] = budget_bytes
+        self.lanes.first_budget[where] = budget_bytes
+
+    def batch(self, k: Indices) -> Floats:
+        """Return each lane's effective batch in samples, given the number of its k."""
+        job = self.lanes.job
+        times = np.where(self._facts.adaptive[job], self.told.accumulation_steps[job, k], 1)
+        return np.asarray(self._facts.batch[job] * times)
+
+    def metric(self) -> Floats:
+        """Return each lane's metric."""
+        return self._facts.metric.take(self.lanes.job).at(self.lanes.effort)
+
+    def arrived(self) -> Flags:
+        """Tell which lanes have met their target."""
+        job = self.lanes.job
+        return np.asarray(self._facts.sign[job] * self.metric() <= self._facts.sign[job] * self._facts.target[job])
+
+    def progress(self) -> Floats:
+        """Return the share of its samples that each lane has consumed, at most 1."""
+        return np.minimum(self.lanes.samples / self._facts.total_samples[self.lanes.job], 1.0)
+
+    def run_some(self, where: Indices, k: Indices, choices: Indices, steps: int) -> Windows:
+        """Run a window of some lanes; arrays are theirs. See :meth:`run`."""
+        whole, self.lanes = self.lanes, self.lanes.take(where)
+        try:
+            return self.run(k, choices, steps)
+        finally:
+            whole.put(where, self.lanes)
+            self.lanes = whole
+
+    def run(self, k: Indices, choices: Indices, steps: int) -> Windows:
+        """Run a window of each lane.
+
+        Args:
+            k: shape (n,), number of each lane's k among its job's.
+            choices: shape (n, max_units); see :func:`autotune.physics.cost_arrays.choice_index`.
+            steps: optimizer steps of the window; one that is over its budget ends after its first.
+        """
+        lanes, plans = self.lanes, Plans(job=self.lanes.job, k=k, choices=choices)
+        self._happen()
+        peak = self.true.peak_bytes(plans, lanes.length)
+        over = peak > lanes.budget
+        done = np.where(over, 1, steps)
+        seconds = self.true.seconds_per_step(plans, lanes.length) * np.exp(lanes.drift)
+        switched = self._note_plan(plans)
+        total = seconds * done + switched * self._facts.switch_s[lanes.job]
+        loss, batch, square, noise = self._train(plans, done)
+        samples = batch * done
+        lanes.seconds += total
+        lanes.steps += done
+        lanes.samples += samples
+        variance = self._learn(k, batch, square, noise)
+        norm = np.sqrt(square * (1 + noise / batch))
+        return Windows(
+            steps=done,
+            samples=samples,
+            samples_per_step=batch,
+            seconds_per_step=np.where(over, np.nan, seconds * np.exp(self._normal(self.world.time_noise_frac))),
+            total_s=total,
+            peak_bytes=peak,
+            over_budget=over,
+            loss=loss * (1 + self._normal(self.world.loss_noise_frac)),
+            norm=norm,
+            noise_scale=self.known_noise_scale(),
+            noise_age_steps=np.where(lanes.learnt_at >= 0, lanes.steps - 1.0 - lanes.learnt_at, np.nan),
+            variance=variance,
+            learning_rate=self._learning_rate(),
+            **self._units(norm, batch, noise, variance),
+        )
+
+    def snapshot(self) -> tuple[Lanes, np.random.Generator]:
+        """Return the state of all lanes and of the generator, copied."""
+        return copy.deepcopy(self.lanes), copy.deepcopy(self._generator)
+
+    def restore(self, state: tuple[Lanes, np.random.Generator]) -> None:
+        """Return to a snapshot."""
+        self.lanes, self._generator = copy.deepcopy(state)
+
+    def _happen(self) -> None:
+        """Let the world move by one window."""
+        world, lanes = self.world, self.lanes
+        if world.drift_frac:
+            keep = np.exp(-1 / world.drift_windows)
+            lanes.drift = keep * lanes.drift + self._normal(world.drift_frac * float(np.sqrt(1 - keep**2)))
+        for rate, (low, high), name in (
+            (world.length_rate, world.length_range, "length"),
+            (world.noise_rate, world.noise_range, "noise_factor"),
+            (world.budget_rate, world.budget_range, "budget"),
+        ):
+            if rate:
+                n = len(lanes.job)
+                value = np.exp(self._generator.uniform(np.log(low), np.log(high), n))
+                hit = self._generator.random(n) < rate
+                value = value * lanes.first_budget if name == "budget" else value
+                setattr(lanes, name, np.where(hit, value, getattr(lanes, name)))
+
+    def _note_plan(self, plans: Plans) -> Flags:
+        """Return which lanes run another plan than in the window before."""
+        weights = np.arange(1, plans.choices.shape[1] + 1) * 2654435761 + 97
+        row = (plans.choices + 1) @ weights + plans.k * 40503
+        switched = (row != self.lanes.plan_row) & (self.lanes.plan_row >= 0)
+        self.lanes.plan_row = row
+        return np.asarray(switched)
+
+    def _train(self, plans: Plans, steps: Indices) -> tuple[Floats, Floats, Floats, Floats]:
+        """Move the effort; return loss and |G|^2 in the window's middle, the batch and the true noise scale."""
+        lanes, facts = self.lanes, self._facts
+        curve, batch = facts.loss.take(lanes.job), self.batch(plans.k)
+        noise = self._noise_at(curve.at(lanes.effort))
+        errors = np.take_along_axis(facts.squared_errors[lanes.job], plans.choices[:, :, None], 2)[:, :, 0].sum(axis=1)
+        gained = steps * step_efficiency(batch, noise, errors)
+        middle = lanes.effort + gained / 2
+        lanes.effort = lanes.effort + gained
+        # For gradient descent the loss falls as |G|^2 does; relative to the first step's.
+        square = (1 + middle / curve.scale) ** (-curve.exponent - 1)
+        return curve.at(middle), batch, square, noise
+
+    def _noise_at(self, loss: Floats) -> Floats:
+        facts, job = self._facts, self.lanes.job
+        law = facts.noise_reference[job] * (facts.noise_loss[job] / loss) ** facts.noise_exponent[job]
+        return np.asarray(law * facts.noise_factor[job] * self.lanes.noise_factor)
+
+    def _learn(self, k: Indices, batch: Floats, square: Floats, noise: Floats) -> Floats:
+        """Feed the noise scale's averages where a step had two batch sizes; return eq. 7's variance there."""
+        lanes, facts = self.lanes, self._facts
+        pieces = self.told.accumulation_steps[lanes.job, k]
+        split = (pieces == 1) & facts.splits[lanes.job]
+        pieces = np.where(split, 2, pieces)
+        seen = pieces > 1
+        error = self.world.noise_scale_error
+        trace = noise * square * np.exp(self._normal(error) - error**2 / 2)
+        # Noise in the gradient that is left at this batch makes |G|^2 harder to tell.
+        found = square * (1 + self._normal(error) * np.minimum(0.2 + noise / batch, 2.0))
+        past = np.minimum(_DECAY, lanes.learnt / (lanes.learnt + 1.0))
+        lanes.trace = np.where(seen, past * lanes.trace + (1 - past) * trace, lanes.trace)
+        lanes.square = np.where(seen, past * lanes.square + (1 - past) * found, lanes.square)
+        lanes.learnt = lanes.learnt + seen
+        lanes.learnt_at = np.where(seen, lanes.steps - 1, lanes.learnt_at)
+        return np.where(seen, trace * pieces / batch, np.nan)
+
+    def known_noise_scale(self) -> Floats:
+        """Return each lane's estimate of the noise scale in samples; NaN while unknown."""
+        lanes = self.lanes
+        known = (lanes.learnt > 0) & (lanes.trace > 0) & (lanes.square > 0)
+        return np.where(known, lanes.trace / np.where(known, lanes.square, 1.0), np.nan)
+
+    def _units(self, norm: Floats, batch: Floats, noise: Floats, variance: Floats) -> dict[str, Floats]:
+        """Return per-unit statistics: shares of the whole that stay as they are."""
+        share = self._facts.unit_share[self.lanes.job]
+        ratio = np.where(np.isnan(variance), np.nan, batch / np.maximum(noise, 1e-9))
+        return {
+            "unit_rms": norm[:, None] * share,
+            "unit_signal_to_noise": ratio[:, None] * np.ones_like(share),
+            "unit_underflow": np.zeros_like(share),
+        }
+
+    def _learning_rate(self) -> Floats:
+        facts, lanes = self._facts, self.lanes
+        job = lanes.job
+        done = np.minimum(lanes.samples / facts.total_samples[job], 1.0)
+        warmup, minimum = facts.warmup[job], facts.minimum[job]
+        share = np.clip((done - warmup) / np.maximum(1 - warmup, 1e-12), 0.0, 1.0)
+        cosine = minimum + (1 - minimum) * 0.5 * (1 + np.cos(np.pi * share))
+        rate = np.where(done <= warmup, done / np.maximum(warmup, 1e-12), cosine)
+        return np.where(facts.scheduled[job], rate, 1.0)
+
+    def _normal(self, deviation: float) -> Floats:
+        n = len(self.lanes.job)
+        return deviation * self._generator.standard_normal(n) if deviation else np.zeros(n)
+
+    def _collect(self) -> _Jobs:
+        jobs = self.jobs
+        models = [job.convergence for job in jobs]
+        schedules = [job.schedule or WarmupCosine() for job in jobs]
+        facts = _Jobs(
+            loss=_Curves.of([model.loss for model in models]),
+            metric=_Curves.of([model.metric for model in models]),
+            noise_reference=np.array([model.noise.reference for model in models]),
+            noise_loss=np.array([model.noise.reference_loss for model in models]),
+            noise_exponent=np.array([model.noise.exponent for model in models]),
+            noise_factor=np.array([model.noise_factor for model in models]),
+            batch=np.array([float(job.profile.batch_size) for job in jobs]),
+            adaptive=np.array([job.profile.batching == "adaptive" for job in jobs]),
+            target=np.array([job.target for job in jobs]),
+            sign=np.array([1.0 if job.goal == "min" else -1.0 for job in jobs]),
+            total_samples=np.array([float(job.total_samples) for job in jobs]),
+            switch_s=np.array([job.profile.switch_s for job in jobs]),
+            splits=np.array([job.splits_to_learn and job.profile.batching == "fixed" for job in jobs]),
+            warmup=np.array([schedule.warmup_frac for schedule in schedules]),
+            minimum=np.array([schedule.minimum_frac for schedule in schedules]),
+            scheduled=np.array([job.schedule is not None for job in jobs]),
+        )
+        shape = (len(jobs), self.told.max_units)
+        facts.squared_errors, facts.unit_share = np.zeros((*shape, self.told.max_choices)), np.zeros(shape)
+        for number, job in enumerate(jobs):
+            self._collect_units(number, job, facts)
+        return facts
+
+    @staticmethod
+    def _collect_units(number: int, job: SimulatedJob, facts: _Jobs) -> None:
+        parameters = sum(unit.num_parameters for unit in job.profile.units)
+        for place, unit in enumerate(job.profile.units):
+            facts.unit_share[number, place] = 1 / np.sqrt(max(parameters, 1))
+            errors = job.convergence.squared_errors.get(unit.name, {})
+            for index, precision in enumerate(job.profile.precisions):
+                facts.squared_errors[number, place, 2 * index : 2 * index + 2] = errors.get(str(precision), 0.0)

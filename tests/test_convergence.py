@@ -1,0 +1,173 @@
+"""The convergence model: its laws, and that it finds again what made the data."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune.errors import ProfileError
+from autotune.physics.convergence import (
+    Convergence,
+    Curve,
+    NoiseLaw,
+    RunRecord,
+    fit,
+    fit_curve,
+    fit_noise,
+    step_efficiency,
+)
+from autotune.physics.goodput import efficiency, goodput, optimal_batch
+from autotune.plan import Plan, Precision
+
+positive = st.floats(1e-2, 1e5)
+CURVE = Curve(asymptote=1.0, drop=4.0, scale=10.0, exponent=0.7)
+MODEL = Convergence(loss=CURVE, metric=CURVE, noise=NoiseLaw(reference=8.0, reference_loss=5.0, exponent=3.0))
+
+
+@given(positive, st.floats(0, 1e6), st.floats(0, 10))
+def test_a_step_is_worth_more_than_nothing_and_at_most_one_step(batch, noise, error):
+    assert 0 < step_efficiency(batch, noise, error) <= 1
+
+
+@given(positive, positive, st.floats(0, 1e6), st.floats(0, 10))
+def test_a_larger_batch_never_makes_a_step_worth_less(first, second, noise, error):
+    small, large = sorted((first, second))
+    assert step_efficiency(small, noise, error) <= step_efficiency(large, noise, error)
+
+
+@given(positive, positive, st.floats(0, 1e6))
+def test_a_larger_batch_never_makes_a_sample_worth_more(first, second, noise):
+    small, large = sorted((first, second))
+    assert step_efficiency(small, noise) / small >= step_efficiency(large, noise) / large * (1 - 1e-12)
+
+
+def test_at_a_batch_of_one_noise_scale_a_step_is_worth_half():
+    assert step_efficiency(64.0, 64.0) == 0.5
+
+
+@given(positive, positive, positive)
+def test_steps_worth_agree_with_pollux_efficiency(batch, reference, noise):
+    ratio = (step_efficiency(batch, noise) / batch) / (step_efficiency(reference, noise) / reference)
+    assert ratio == pytest.approx(efficiency(batch, noise, reference), rel=1e-9)
+
+
+@given(st.floats(1e-3, 10), st.floats(1e-5, 1), st.floats(1e-2, 1e5), st.floats(1.01, 100))
+def test_goodput_is_highest_at_its_closed_form_optimum(constant, per_sample, noise, factor):
+    best = optimal_batch(constant, per_sample, noise)
+
+    def at(batch: float) -> float:
+        return goodput(batch / (constant + per_sample * batch), batch, noise, 1.0)
+
+    assert at(best) >= at(best * factor) * (1 - 1e-12)
+    assert at(best) >= at(best / factor) * (1 - 1e-12)
+
+
+@given(st.floats(0, 1e4), st.floats(0, 1e4))
+def test_curves_fall_and_can_be_inverted(first, second):
+    early, late = sorted((first, second))
+    assert CURVE.at(early) >= CURVE.at(late)
+    assert CURVE.effort_to(CURVE.at(early)) == pytest.approx(early, rel=1e-6, abs=1e-6)
+
+
+def test_what_lies_beyond_the_asymptote_is_never_met():
+    assert CURVE.effort_to(0.9) == math.inf
+    assert CURVE.effort_to(6.0) == 0.0
+    assert MODEL.steps_to(0.9, 32.0) == math.inf
+
+
+@given(st.floats(1.5, 4.5), st.floats(1.5, 4.5), positive)
+def test_a_harder_target_takes_more_steps(first, second, batch):
+    hard, easy = sorted((first, second))
+    assert MODEL.steps_to(hard, batch) >= MODEL.steps_to(easy, batch)
+
+
+def test_steps_are_those_of_a_run_step_by_step():
+    effort, steps, batch = 0.0, 0, 16.0
+    while CURVE.at(effort) > 2.0:
+        effort += step_efficiency(batch, MODEL.noise_scale(CURVE.at(effort)), 0.01)
+        steps += 1
+    assert MODEL.steps_to(2.0, batch, 0.01) == pytest.approx(steps, rel=0.02)
+
+
+def test_errors_of_units_add_up():
+    model = Convergence(
+        loss=CURVE, metric=CURVE, noise=MODEL.noise, squared_errors={"a": {"bf16": 0.25}, "b": {"bf16": 0.5}}
+    )
+    plan = Plan(accumulation_steps=1, precision={"a": Precision.BF16, "b": Precision.FP32}, storage={})
+    assert model.squared_error(plan) == 0.25
+    both = plan.changed(precision={"a": Precision.BF16, "b": Precision.BF16})
+    assert model.squared_error(both) == 0.75
+
+
+def run_of(truth: Convergence, batch: float, steps: int, generator: np.random.Generator, noise: float) -> RunRecord:
+    """Return a run that follows a model, in windows of five steps."""
+    effort, losses, metrics, scales = 0.0, [], [], []
+    for _ in range(steps // 5):
+        seen = []
+        for _ in range(5):
+            loss = truth.loss.at(effort)
+            seen.append(loss)
+            effort += step_efficiency(batch, truth.noise_factor * truth.noise.at(loss))
+        losses.append(float(np.mean(seen) * (1 + noise * generator.standard_normal())))
+        metrics.append(float(truth.metric.at(effort) * (1 + noise * generator.standard_normal())))
+        scales.append(truth.noise.at(losses[-1]) * math.exp(0.3 * generator.standard_normal()))
+    ends = tuple(range(5, 5 * len(losses) + 1, 5))
+    return RunRecord(batch=batch, steps=ends, losses=tuple(losses), metrics=tuple(metrics), noise_scales=tuple(scales))
+
+
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+def test_a_fit_finds_the_model_that_made_the_runs(factor):
+    generator = np.random.default_rng(0)
+    truth = Convergence(loss=CURVE, metric=CURVE, noise=MODEL.noise, noise_factor=factor)
+    runs = [run_of(truth, batch, steps, generator, 0.01) for batch, steps in ((8.0, 200), (16.0, 150), (64.0, 100))]
+    found = fit(runs)
+    assert found.loss_error_frac < 0.03
+    assert found.metric_error_frac < 0.03
+    assert found.noise.exponent == pytest.approx(3.0, abs=0.5)
+    assert factor / 2 <= found.noise_factor <= factor * 2
+    for batch in (8.0, 32.0, 128.0):
+        assert found.steps_to(2.2, batch) == pytest.approx(truth.steps_to(2.2, batch), rel=0.25)
+
+
+def test_runs_of_one_batch_do_not_tell_how_much_noise_matters():
+    generator = np.random.default_rng(0)
+    assert fit([run_of(MODEL, 16.0, 100, generator, 0.01)]).noise_factor == 1.0
+
+
+def test_without_a_known_noise_scale_every_step_counts_the_same():
+    run = RunRecord(
+        batch=8.0, steps=(5, 10, 15), losses=(3.0, 2.0, 1.5), metrics=(3.0, 2.0, 1.5), noise_scales=(None,) * 3
+    )
+    assert fit_noise([run]).reference == 0.0
+    assert list(run.efforts(fit_noise([run]), 1.0)) == [5.0, 10.0, 15.0]
+
+
+def test_a_quantity_that_grows_can_be_fitted_too():
+    efforts = np.arange(1.0, 60.0)
+    grown = Curve(asymptote=0.95, drop=-0.8, scale=8.0, exponent=1.0)
+    found, error = fit_curve(efforts, grown.along(efforts))
+    assert error < 0.01
+    assert found.drop < 0
+
+
+def test_a_constant_can_be_fitted_too():
+    found, error = fit_curve(np.arange(1.0, 6.0), np.full(5, 2.0))
+    assert error < 1e-6
+    assert found.at(3.0) == pytest.approx(2.0)
+
+
+def test_a_fit_needs_a_run():
+    with pytest.raises(ValueError, match="at least three windows"):
+        fit([])
+
+
+def test_documents_round_trip_and_wrong_ones_are_named():
+    assert Convergence.from_json(MODEL.to_json()) == MODEL
+    with pytest.raises(ProfileError, match="version is 7"):
+        Convergence.from_json({**MODEL.to_json(), "version": 7})
+    with pytest.raises(ProfileError, match="is damaged"):
+        Convergence.from_json({**MODEL.to_json(), "loss": {}})
