@@ -12,7 +12,7 @@ import pytest
 from autotune.cli.main import run
 
 JOB = Path(__file__).parent / "tiny_job.py"
-VERBS = ["bench", "compare", "demo", "doctor", "explain", "profile", "tune"]
+VERBS = ["bench", "compare", "demo", "doctor", "explain", "plan", "profile", "tune"]
 
 
 def plan_file(folder: Path, **changes: object) -> str:
@@ -28,7 +28,20 @@ def test_the_surface_is_the_documented_one(capsys: pytest.CaptureFixture[str]) -
     assert sorted(line.split()[0] for line in listed if line.startswith("  ") and line[2] != " ") == VERBS
 
 
-@pytest.mark.parametrize("verb", [["demo"], ["tune"], ["compare"], ["explain"], ["doctor"], ["bench", "overhead"]])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ["demo"],
+        ["tune"],
+        ["compare"],
+        ["explain"],
+        ["doctor"],
+        ["plan"],
+        ["bench", "overhead"],
+        ["bench", "solver"],
+        ["bench", "simulator"],
+    ],
+)
 def test_every_verb_has_json_and_help(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*verb, "--help"]) == 0
     assert "--json" in capsys.readouterr().out

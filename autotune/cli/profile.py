@@ -19,6 +19,9 @@ def command(
     job: Annotated[str, typer.Argument(help="A catalog name, package.module:attribute, or file.py:attribute.")],
     validate: Annotated[int, typer.Option("--validate", min=0, help="Measure so many random plans as well.")] = 0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure even if a profile is cached.")] = False,
+    convergence: Annotated[
+        bool, typer.Option("--convergence", help="Fit how the job converges to a few short real runs as well.")
+    ] = False,
     seconds: Annotated[float, typer.Option("--seconds", min=5, help="About how long profiling may take.")] = 60.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of weights, batches and calibration plans.")] = 0,
     runs_dir: RunsOption = shared.RUNS,
@@ -26,6 +29,7 @@ def command(
 ) -> None:
     """Measure what every unit of a job costs, so that the time and memory of any plan can be predicted."""
     from autotune.campaign import profiling
+    from autotune.campaign.convergence import cached_convergence
     from autotune.campaign.runs import require_writable
     from autotune.catalog import load_job
     from autotune.engines.profiler import ProfilerOptions
@@ -43,12 +47,18 @@ def command(
         if validate:
             bars.stage(f"measure {validate} random plans", 2 * validate)
             validation = profiling.validate(found, profile, validate, seed=seed + 1, on_plan=bars.advance)
+        model = None
+        if convergence:
+            bars.stage("train a few short runs", 1)
+            model, _, _ = cached_convergence(found, runs_dir, fresh=fresh, seed=seed, on_progress=bars.advance)
     for warning in profile.warnings:
         shared.console(as_json=True).print(f"warning: {warning}", soft_wrap=True)
     if as_json:
         document: dict[str, Any] = {"file": str(path), "cached": cached, **profile.to_json()}
         if validation is not None:
             document["validation"] = validation.to_json()
+        if model is not None:
+            document["convergence"] = model.to_json()
         shared.print_json(document)
         return
     output.print(_table(profile))
@@ -63,6 +73,15 @@ def command(
             f"{validation.memory_underprediction_max:.2%} at worst; time off by {validation.time_error_median:.1%} "
             f"(median), {validation.time_error_p95:.1%} (p95), where two measurements of one plan differ by "
             f"{validation.time_noise_median:.1%}."
+        )
+    if model is not None:
+        start, end = model.loss.at(0.0), model.loss.at(model.steps / max(model.runs, 1))
+        output.print(
+            f"Convergence, from {model.runs} runs of {model.steps} steps in all: the fitted loss is off by "
+            f"{model.loss_error_frac:.1%}, the metric by {model.metric_error_frac:.1%} (medians). The noise scale is "
+            f"{model.noise_scale(start):.3g} samples at a loss of {start:.3g} and {model.noise_scale(end):.3g} at "
+            f"{end:.3g}.",
+            soft_wrap=True,
         )
 
 

@@ -53,7 +53,7 @@ def inspect_job(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict
     return (
         PlanSpace(
             units=ordered,
-            accumulation_choices=_accumulation_choices(job, model, locks),
+            accumulation_choices=accumulation_choices(job, model, locks),
             precisions=_precisions(model, locks),
         ),
         locks,
@@ -148,7 +148,8 @@ def _check_loss(loss: Any, where: str) -> None:
         raise JobError("loss has no gradient", where=where, allowed="a loss computed from the model's parameters")
 
 
-def _accumulation_choices(job: Job, model: nn.Module, locks: dict[str, str]) -> tuple[int, ...]:
+def accumulation_choices(job: Job, model: nn.Module, locks: dict[str, str]) -> tuple[int, ...]:
+    """Return the allowed k, and note in ``locks`` why it is locked, if it is."""
     normalised = any(isinstance(module, _BatchNorm) for module in model.modules())
     if job.batching == "fixed" and normalised and len(job.accumulation_choices) > 1:
         locks["accumulation_steps"] = (

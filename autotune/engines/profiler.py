@@ -13,16 +13,17 @@ import json
 import logging
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from autotune.engines.attribution import Attribution, BoundaryKey, as_boundary, attribute
+from autotune.engines.attribution import attribute
 from autotune.engines.inspection import ask, build_model, build_optimizer
+from autotune.engines.step_tables import Choice, known, step_table
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import JobError
 from autotune.job import Job
@@ -32,13 +33,9 @@ from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch, seconds_by_place, stamp_for
 from autotune.mechanics.trees import tensors
 from autotune.physics.profile import (
-    FIXED,
     PROFILE_VERSION,
-    Boundary,
     Calibration,
-    Cost,
     Profile,
-    Segment,
     StepTable,
     choice_name,
 )
@@ -159,18 +156,6 @@ class WatchedEngine(TorchEngine):
         return [unit.name for unit in self.space.units]
 
 
-@dataclass(slots=True)
-class _Choice:
-    """Collect what was seen under one homogeneous plan."""
-
-    plan: Plan
-    attribution: Attribution | None = None
-    calls: tuple[str, ...] = ()
-    seconds: list[dict[tuple[Phase, int], float]] = field(default_factory=list)
-    totals: list[list[float]] = field(default_factory=list)
-    first_s: list[float] = field(default_factory=list)
-
-
 def profile(
     job: Job,
     *,
@@ -224,7 +209,7 @@ class _Profiler:
             options=EngineOptions(discard_steps=0, statistics_every=None, meter_memory=False),
         )
         space = self.engine.space
-        self._ks = _spread(space.accumulation_choices, options.max_tables)
+        self._ks = spread_choices(space.accumulation_choices, options.max_tables)
         if len(self._ks) < len(space.accumulation_choices):
             self._warnings.append(f"k was profiled at {', '.join(map(str, self._ks))} only")
 
@@ -263,23 +248,10 @@ class _Profiler:
         if window.failure is not None:
             raise JobError(f"the baseline ends with {window.failure}: {window.failure_detail}", where="job")
 
-    def _homogeneous(self, space: PlanSpace) -> dict[tuple[int, str], Plan]:
-        storages = [Storage.SAVE, *([Storage.RECOMPUTE] if space.recomputable else [])]
-        return {
-            (k, choice_name(precision, storage)): space.plan(
-                accumulation_steps=k,
-                precision=precision,
-                recomputed=space.recomputable if storage is Storage.RECOMPUTE else (),
-            )
-            for k in self._ks
-            for precision in space.precisions
-            for storage in storages
-        }
-
-    def _trace(self) -> dict[tuple[int, str], _Choice]:
+    def _trace(self) -> dict[tuple[int, str], Choice]:
         """Trace one step of every homogeneous plan; leave out those that fail."""
-        choices: dict[tuple[int, str], _Choice] = {}
-        for key, plan in self._homogeneous(self.engine.space).items():
+        choices: dict[tuple[int, str], Choice] = {}
+        for key, plan in homogeneous_plans(self.engine.space, self._ks).items():
             self.engine.apply(plan)
             window, tracer = self.engine.traced()
             if window.failure is not None or tracer.trace is None:
@@ -289,8 +261,8 @@ class _Profiler:
             first = next((choice for (k, _), choice in choices.items() if k == key[0]), None)
             if first is not None:
                 self._require_same_calls(first, tracer.trace.calls)
-            seen = attribute(tracer.trace, recomputed, None if first is None else _known(first).gradients)
-            choices[key] = _Choice(plan, seen, tracer.trace.calls)
+            seen = attribute(tracer.trace, recomputed, None if first is None else known(first).gradients)
+            choices[key] = Choice(plan, seen, tracer.trace.calls)
         return choices
 
     def _refuse(self, key: tuple[int, str], window: Measurement) -> None:
@@ -299,7 +271,7 @@ class _Profiler:
         if window.failure not in (Failure.OUT_OF_MEMORY, Failure.UNSUPPORTED):
             raise JobError(f"profiling {name} at k = {k} ends with {window.failure}", where=f"job {self._job.name!r}")
 
-    def _time(self, choices: Mapping[tuple[int, str], _Choice]) -> None:
+    def _time(self, choices: Mapping[tuple[int, str], Choice]) -> None:
         """Time the homogeneous plans piece by piece, in rounds of alternating direction."""
         began = time.perf_counter()
         share = 0.75 * self._options.seconds
@@ -312,7 +284,7 @@ class _Profiler:
             if number >= 1 and spent * (number + 2) / (number + 1) > share:
                 break
 
-    def _visit(self, choice: _Choice) -> None:
+    def _visit(self, choice: Choice) -> None:
         self.engine.apply(choice.plan)
         choice.totals.append([])
         for step in range(_VISIT_STEPS):
@@ -329,7 +301,7 @@ class _Profiler:
             choice.seconds.append(seconds)
             choice.totals[-1].append(window.step_s[0])
 
-    def _require_same_calls(self, choice: _Choice, calls: tuple[str, ...]) -> None:
+    def _require_same_calls(self, choice: Choice, calls: tuple[str, ...]) -> None:
         if calls != choice.calls:
             differing = sorted(
                 {name for name in (*calls, *choice.calls) if calls.count(name) != choice.calls.count(name)}
@@ -340,21 +312,9 @@ class _Profiler:
                 allowed="units=[...] without them",
             )
 
-    def _table(self, k: int, choices: Mapping[tuple[int, str], _Choice]) -> StepTable:
+    def _table(self, k: int, choices: Mapping[tuple[int, str], Choice]) -> StepTable:
         own = {name: choice for (steps, name), choice in choices.items() if steps == k}
-        calls = next(iter(own.values())).calls
-        recomputable = self.engine.space.recomputable
-        segments = tuple(_segment(index, calls, own, recomputable) for index in range(2 * len(calls) + 1))
-        return StepTable(
-            accumulation_steps=k,
-            micro_batch=self._micro_batch(k),
-            segments=segments,
-            boundaries=_merged_boundaries(calls, own),
-            update_peak_bytes=max(_known(choice).update_peak for choice in own.values()),
-            update_s=statistics.median(
-                seconds[("update", -1)] for choice in own.values() for seconds in choice.seconds
-            ),
-        )
+        return step_table(k, self._micro_batch(k), own, self.engine.space.recomputable)
 
     def _micro_batch(self, k: int) -> int:
         return self._job.batch_size if self._job.batching == "adaptive" else -(-self._job.batch_size // k)
@@ -382,94 +342,27 @@ class _Profiler:
             self._on_progress(share)
 
 
-def _spread(choices: Sequence[int], count: int) -> tuple[int, ...]:
+def homogeneous_plans(space: PlanSpace, ks: Sequence[int]) -> dict[tuple[int, str], Plan]:
+    """Return the plans in which every unit takes the same choice, by k and the choice's name."""
+    storages = [Storage.SAVE, *([Storage.RECOMPUTE] if space.recomputable else [])]
+    return {
+        (k, choice_name(precision, storage)): space.plan(
+            accumulation_steps=k,
+            precision=precision,
+            recomputed=space.recomputable if storage is Storage.RECOMPUTE else (),
+        )
+        for k in ks
+        for precision in space.precisions
+        for storage in storages
+    }
+
+
+def spread_choices(choices: Sequence[int], count: int) -> tuple[int, ...]:
     """Return up to so many of the choices, the smallest and the largest among them."""
     if len(choices) <= count:
         return tuple(choices)
     indices = np.linspace(0, len(choices) - 1, count).round().astype(int)
     return tuple(choices[index] for index in dict.fromkeys(indices.tolist()))
-
-
-def _known(choice: _Choice) -> Attribution:
-    assert choice.attribution is not None
-    return choice.attribution
-
-
-def _segment(index: int, calls: Sequence[str], own: Mapping[str, _Choice], recomputable: Collection[str]) -> Segment:
-    costs = {name: _cost(index, choice) for name, choice in own.items()}
-    gradients = next(_known(choice).gradients[index] for choice in own.values())
-    if index % 2 == 0:
-        return Segment(unit=None, gradient_bytes=gradients, costs={FIXED: _most(list(costs.values()))})
-    unit = calls[index // 2]
-    costs = _no_free_recomputation(costs) if unit in recomputable else _without_storage(costs)
-    return Segment(unit=unit, gradient_bytes=gradients, costs=costs)
-
-
-def _no_free_recomputation(costs: Mapping[str, Cost]) -> dict[str, Cost]:
-    """Return the costs with recomputation at least as long as saving: less can only be noise."""
-    raised = dict(costs)
-    for name, cost in costs.items():
-        precision, _, storage = name.partition("/")
-        saving = costs.get(f"{precision}/{Storage.SAVE}")
-        if storage == Storage.RECOMPUTE and saving is not None and cost.seconds < saving.seconds:
-            raised[name] = replace(cost, backward_s=cost.backward_s + saving.seconds - cost.seconds)
-    return raised
-
-
-def _without_storage(costs: Mapping[str, Cost]) -> dict[str, Cost]:
-    """Return the costs of a unit that always saves: what was seen in both kinds of plans, as one."""
-    by_precision: dict[str, list[Cost]] = {}
-    for name, cost in costs.items():
-        by_precision.setdefault(name.partition("/")[0], []).append(cost)
-    return {f"{precision}/{Storage.SAVE}": _most(found) for precision, found in by_precision.items()}
-
-
-def _most(costs: Sequence[Cost]) -> Cost:
-    """Return the cost of a piece that no choice changes: median seconds, largest bytes."""
-    return Cost(
-        forward_s=statistics.median(cost.forward_s for cost in costs),
-        backward_s=statistics.median(cost.backward_s for cost in costs),
-        saved_bytes=max(cost.saved_bytes for cost in costs),
-        forward_peak_bytes=_largest([cost.forward_peak_bytes for cost in costs]),
-        backward_peak_bytes=_largest([cost.backward_peak_bytes for cost in costs]),
-    )
-
-
-def _largest(pairs: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    return max(first for first, _ in pairs), max(later for _, later in pairs)
-
-
-def _cost(index: int, choice: _Choice) -> Cost:
-    seen = _known(choice)
-
-    def median(phase: Phase) -> float:
-        return statistics.median(seconds.get((phase, index), 0.0) for seconds in choice.seconds)
-
-    return Cost(
-        forward_s=median("forward"),
-        backward_s=median("backward"),
-        saved_bytes=seen.saved[index],
-        forward_peak_bytes=seen.forward_peaks[index],
-        backward_peak_bytes=seen.backward_peaks[index],
-    )
-
-
-def _merged_boundaries(calls: Sequence[str], own: Mapping[str, _Choice]) -> tuple[Boundary, ...]:
-    """Return the boundaries as all traces of one k together show them."""
-    keys: dict[BoundaryKey, None] = {key: None for choice in own.values() for key in _known(choice).boundaries}
-    merged = []
-    for key in sorted(keys):
-        seen = {name: passing for name, choice in own.items() if (passing := _known(choice).boundaries.get(key))}
-        boundary = as_boundary(key, list(seen.values()))
-        keepers: dict[int, list[str]] = {}
-        for name, passing in seen.items():
-            for segment in passing.keepers:
-                keepers.setdefault(segment, []).append(name)
-        # What the code between units keeps, it keeps under every plan.
-        held = boundary.held or any(segment % 2 == 0 for segment in keepers)
-        units = {segment: tuple(names) for segment, names in sorted(keepers.items()) if segment % 2}
-        merged.append(replace(boundary, held=held, keepers=units))
-    return tuple(merged)
 
 
 def _noise(visits: Sequence[Sequence[Sequence[float]]]) -> float:

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 # Up to this size a buffer (running statistics, a power iteration's vectors) is copied every time. Larger ones (masks,
 # tables, frozen weights) are copied until a pass in training mode was seen to leave them alone.
@@ -31,10 +32,15 @@ def drop_constants(module: nn.Module, copies: dict[str, torch.Tensor]) -> None:
     if not large or not module.training:
         return
     current = dict(module.named_buffers())
-    same = frozenset(name for name in large if name in current and torch.equal(current[name], copies[name]))
+    same = frozenset(name for name in large if name in current and _equal(current[name], copies[name]))
     for name in same:
         del copies[name]
     _large_constants[module] = _large_constants.get(module, frozenset()) | same
+
+
+def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
+    # A fake tensor has no values; a large buffer is nearly always a constant.
+    return isinstance(one, FakeTensor) or torch.equal(one, two)
 
 
 @contextmanager

@@ -286,14 +286,18 @@ class StepTracer:
     def _note(self, role: Literal["input", "output"], place: Place, found: Sequence[torch.Tensor]) -> None:
         if place.micro_batch == 0:
             mark = len(self.watch.places) - 1
-            self._seen += [(role, place, mark, tensor.untyped_storage().data_ptr()) for tensor in found]
+            self._seen += [(role, place, mark, self._address(tensor)) for tensor in found]
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         watch = self.watch
         if watch.places and watch.place.phase == "forward" and watch.place.micro_batch == 0:
-            self._seen.append(("saved", watch.place, -1, tensor.untyped_storage().data_ptr()))
+            self._seen.append(("saved", watch.place, -1, self._address(tensor)))
         # Detached, or a saved output would keep its own graph alive.
         return tensor.detach()
+
+    def _address(self, tensor: torch.Tensor) -> int:
+        """Return what tells a tensor's storage from all others that are alive."""
+        return tensor.untyped_storage().data_ptr()
 
     def _read(self, profiled: profile) -> StepTrace:
         marks: list[float] = []
@@ -307,6 +311,15 @@ class StepTracer:
                 marks.append(event.start_time_ns)
         changes.sort(key=lambda change: change[0])
         marks.sort()
+        return self._assemble(marks, changes)
+
+    def _assemble(self, marks: Sequence[float], changes: Sequence[tuple[float, int, int]]) -> StepTrace:
+        """Return the trace of a step.
+
+        Args:
+            marks: time of each of the watch's places.
+            changes: time, bytes and address of every allocation (> 0) and release (< 0), ascending.
+        """
         places = tuple(self.watch.places)
         first_backward = next(
             (moment for moment, place in zip(marks, places, strict=True) if place.phase == "backward"), float("inf")

@@ -145,6 +145,7 @@ class Profile:
         seconds: how long profiling took.
         steps: real optimizer steps that it took.
         warnings: what a reader should know.
+        estimated: whether it was estimated for a device that was not there, instead of measured.
     """
 
     job: str
@@ -163,6 +164,7 @@ class Profile:
     seconds: float
     steps: int
     warnings: tuple[str, ...] = ()
+    estimated: bool = False
 
     @property
     def space(self) -> PlanSpace:

@@ -1,0 +1,119 @@
+"""``autotune plan``: which plan to launch with on a device that is not here, from estimates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from autotune.cli import console as shared
+from autotune.cli.console import BudgetOption, JsonOption
+
+if TYPE_CHECKING:
+    from autotune.physics.devices import DeviceSpec
+    from autotune.physics.profile import Profile
+
+# Left free of a device's capacity for what an estimate does not see: the driver's context, what kernels need for
+# themselves, and fragmentation.
+_HEADROOM = 0.1
+
+
+def command(
+    job: Annotated[str, typer.Argument(help="A catalog name, package.module:attribute, or file.py:attribute.")],
+    device: Annotated[str, typer.Option("--device", help="The device: h200, h100, a100, rtx3090, ...")],
+    memory_budget: BudgetOption = None,
+    output: Annotated[Path | None, typer.Option("--output", help="Write the plan to this file.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Estimate a job's memory and time on a device that is not here, and compute the plan to launch with.
+
+    Nothing of the model is allocated: a job far larger than this machine can be planned. Every figure is an estimate.
+    """
+    from autotune.catalog import load_job
+    from autotune.engines.estimator import estimate
+    from autotune.files import write_json
+    from autotune.physics.devices import find_device
+    from autotune.physics.solver import solve
+
+    spec, found = find_device(device), load_job(job)
+    with shared.Bars(shared.console(as_json=as_json)) as bars:
+        bars.stage(f"estimate {found.name} on {spec.name}", 1)
+        profile = estimate(found, spec, on_progress=bars.advance)
+    budget = _budget(memory_budget, spec, profile)
+    solution = solve(profile, budget)
+    rows = _rows(profile, solution.plan, budget)
+    if output is not None:
+        write_json(output, solution.plan.to_json())
+    if as_json:
+        shared.print_json(
+            {
+                "job": found.name,
+                "device": spec.name,
+                "estimated": True,
+                "source": spec.source,
+                "memory_budget_bytes": budget,
+                "plan": solution.plan.to_json(),
+                "predicted": {
+                    "seconds_per_step": solution.seconds_per_step,
+                    "peak_bytes": solution.peak_bytes,
+                },
+                "alternatives": rows,
+                "seconds": profile.seconds,
+            }
+        )
+        return
+    console = shared.console(as_json=False)
+    console.print(_table(rows, f"{found.name} on {spec.name}: estimated, not measured"))
+    console.print(
+        f"Rates from {spec.source}; {_HEADROOM:.0%} of the memory is left free unless --memory-budget says otherwise. "
+        f"Measure on the device before you rely on it: autotune profile, then tune --method exact.",
+        soft_wrap=True,
+    )
+
+
+def _budget(given: str | None, spec: DeviceSpec, profile: Profile) -> int:
+    from autotune.budget import MemoryBudget
+    from autotune.physics.memory_model import peak_bytes
+
+    if given is None:
+        return int(spec.memory_bytes * (1 - _HEADROOM))
+    return MemoryBudget.parse(given).resolve(peak_bytes(profile, profile.space.baseline()))
+
+
+def _rows(profile: Profile, best: Any, budget: int) -> list[dict[str, Any]]:
+    """Return the hand-made rules' plans and the best one, with what is estimated of them."""
+    from autotune.agents.rules import RULES
+    from autotune.physics.memory_model import peak_bytes
+    from autotune.physics.time_model import seconds_per_step
+
+    plans = {**{name: rule.plan(profile.space) for name, rule in RULES.items()}, "exact": best}
+    return [
+        {
+            "name": name,
+            "plan": str(plan),
+            "seconds_per_step": seconds_per_step(profile, plan),
+            "peak_bytes": peak_bytes(profile, plan),
+            "fits": peak_bytes(profile, plan) <= budget,
+        }
+        for name, plan in plans.items()
+        if plan.accumulation_steps in profile.accumulation_choices
+    ]
+
+
+def _table(rows: list[dict[str, Any]], title: str) -> Table:
+    from autotune.budget import format_bytes
+
+    table = Table(title=title, title_justify="left")
+    for name in ("", "plan", "step", "peak", "fits"):
+        table.add_column(name)
+    for row in rows:
+        table.add_row(
+            row["name"],
+            row["plan"],
+            f"{row['seconds_per_step']:.4g} s",
+            format_bytes(row["peak_bytes"]),
+            "yes" if row["fits"] else "no",
+        )
+    return table

@@ -1,0 +1,217 @@
+"""Estimate a profile for a device that is not there: the job's own step, on fake tensors.
+
+Nothing is allocated and nothing computed: memory follows from the lifetimes of what the step's operators would
+allocate, time from a table of the device's published rates. The profile says that it is estimated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+
+from autotune.engines.attribution import attribute
+from autotune.engines.inspection import accumulation_choices, ask, build_model, build_optimizer
+from autotune.engines.profiler import fixed_shape, homogeneous_plans, spread_choices
+from autotune.engines.step_tables import Choice, known, step_table
+from autotune.errors import JobError
+from autotune.job import Job
+from autotune.mechanics import controls, stepping
+from autotune.mechanics.fake_trace import FakeTracer, fused_attention
+from autotune.mechanics.memory_meter import resident_tensors
+from autotune.mechanics.randomness import isolated, seed_all
+from autotune.mechanics.step_trace import Phase
+from autotune.mechanics.trees import map_tensors
+from autotune.physics.devices import DeviceSpec
+from autotune.physics.profile import Calibration, Profile
+from autotune.plan import Plan, PlanSpace, Precision, Storage
+from autotune.units import Unit, find_units, name_units
+
+_MAX_TABLES = 4
+_PRECISION_OF = {torch.bfloat16: Precision.BF16, torch.float16: Precision.FP16}
+
+
+def estimate(job: Job, device: DeviceSpec, *, on_progress: Callable[[float], None] | None = None) -> Profile:
+    """Return an estimated profile of a job on a device.
+
+    Args:
+        job: the job; one of its batches is really drawn, its model is never really built.
+        device: the device's published figures.
+        on_progress: is told of the share that is done.
+
+    Raises:
+        JobError: if the step depends on values of tensors, which fake tensors do not have.
+    """
+    return _Estimator(job, device, on_progress).profile()
+
+
+class _Estimator:
+    """Estimate one job on one device."""
+
+    def __init__(self, job: Job, device: DeviceSpec, on_progress: Callable[[float], None] | None) -> None:
+        self._began = time.perf_counter()
+        self._job = job
+        self._device = device
+        self._on_progress = on_progress
+        with isolated():
+            seed_all(0)
+            self._batch = next(iter(ask(job, "batches", lambda: fixed_shape(job).batches(0))))
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def profile(self) -> Profile:
+        try:
+            with isolated(), self._mode:
+                return self._estimate()
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise JobError(
+                f"the step depends on values ({error}), which an estimate does not have",
+                where=f"job {self._job.name!r}",
+                allowed="autotune profile on the device itself",
+            ) from error
+
+    def _estimate(self) -> Profile:
+        job = self._job
+        model = build_model(job)
+        model.train()
+        optimizer = build_optimizer(job, model)
+        for group in optimizer.param_groups:
+            if group.get("fused") is None and group.get("foreach", False) is None:
+                # What torch chooses on a GPU, with its temporaries.
+                group["foreach"] = True
+        space = self._space(model)
+        fake = map_tensors(self._mode.from_tensor, self._batch)
+        self._run(model, optimizer, fake, space.baseline(), None)
+        static = _bytes(resident_tensors(model, optimizer, [fake]))
+        ks = spread_choices(space.accumulation_choices, _MAX_TABLES)
+        plans = homogeneous_plans(space, ks)
+        choices: dict[tuple[int, str], Choice] = {}
+        for number, (key, plan) in enumerate(plans.items()):
+            first = next((choice for (k, _), choice in choices.items() if k == key[0]), None)
+            choices[key] = self._trace(model, optimizer, fake, space, plan, first)
+            if self._on_progress is not None:
+                self._on_progress((number + 1) / len(plans))
+        return Profile(
+            job=job.name,
+            device=self._device.name,
+            fingerprint="",
+            batching=job.batching,
+            batch_size=job.batch_size,
+            units=space.units,
+            accumulation_choices=ks,
+            precisions=space.precisions,
+            static_bytes=static,
+            tables=tuple(
+                step_table(
+                    k,
+                    job.batch_size if job.batching == "adaptive" else -(-job.batch_size // k),
+                    {name: choice for (steps, name), choice in choices.items() if steps == k},
+                    space.recomputable,
+                )
+                for k in ks
+            ),
+            calibration=Calibration(),
+            noise_frac=0.0,
+            switch_s=0.0,
+            seconds=time.perf_counter() - self._began,
+            steps=0,
+            warnings=(f"estimated from published figures ({self._device.source}); nothing was measured",),
+            estimated=True,
+        )
+
+    def _space(self, model: nn.Module) -> PlanSpace:
+        job = self._job
+        units = find_units(model) if job.units is None else name_units(model, job.units)
+        fake = map_tensors(self._mode.from_tensor, self._batch)
+
+        def run() -> None:
+            with fused_attention(), torch.no_grad():
+                job.loss(model, fake)
+
+        calls = controls.forward_order(model, [unit.name for unit in units], run)
+        by_name: dict[str, Unit] = {unit.name: unit for unit in units}
+        lowered = controls.has_16_bit_parameters(model)
+        return PlanSpace(
+            units=tuple(by_name[name] for name, count in calls.items() if count > 0),
+            accumulation_choices=accumulation_choices(job, model, {}),
+            precisions=(Precision.INHERIT,) if lowered else self._device.precisions,
+        )
+
+    def _trace(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batch: Any,
+        space: PlanSpace,
+        plan: Plan,
+        first: Choice | None,
+    ) -> Choice:
+        controls.apply(model, plan)
+        tracer = FakeTracer(model, [unit.name for unit in space.units], self._operator_time)
+        tracer.know(resident_tensors(model, optimizer, [batch]))
+        self._run(model, optimizer, batch, plan, tracer)
+        controls.remove(model)
+        assert tracer.trace is not None
+        recomputed = [name for name, storage in plan.storage.items() if storage is Storage.RECOMPUTE]
+        seen = attribute(tracer.trace, recomputed, None if first is None else known(first).gradients)
+        # At most two micro-batches are traced; the rest repeat the second.
+        traced = min(plan.accumulation_steps, 2)
+        seconds: dict[tuple[Phase, int], float] = {}
+        for place, value in tracer.seconds.items():
+            key = (place.phase, place.segment)
+            # What happens between micro-batches belongs to the update, which is made once.
+            factor = 1.0 if place.phase == "update" else plan.accumulation_steps / traced
+            seconds[key] = seconds.get(key, 0.0) + value * factor
+        seconds.setdefault(("update", -1), 0.0)
+        return Choice(plan, seen, tracer.trace.calls, seconds=[seconds])
+
+    def _run(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batch: Any,
+        plan: Plan,
+        tracer: FakeTracer | None,
+    ) -> None:
+        """Run a step, its third micro-batch and further ones left out."""
+        k = plan.accumulation_steps
+        pieces = [batch] * k if self._job.batching == "adaptive" else stepping.split(batch, k)
+        if tracer is None:
+            with fused_attention():
+                self._step(model, optimizer, pieces[:2], lambda _phase: None)
+            return
+        with tracer.tracing():
+            self._step(model, optimizer, pieces[:2], tracer.watch.begin)
+
+    def _step(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        pieces: list[Any],
+        begin: Callable[[Phase], None],
+    ) -> None:
+        for piece in pieces:
+            begin("forward")
+            loss = ask(self._job, "loss", lambda piece=piece: self._job.loss(model, piece))  # type: ignore[misc]
+            begin("backward")
+            (loss * (1.0 / len(pieces))).backward()
+            begin("update")
+            del loss
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def _operator_time(self, operations: float, moved: float, dtype: torch.dtype) -> float:
+        return self._device.seconds(operations, moved, _PRECISION_OF.get(dtype, Precision.FP32))
+
+
+def _bytes(values: list[torch.Tensor]) -> int:
+    """Return the bytes of fake tensors' storages, each once."""
+    storages = {value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in values}
+    return sum(storages.values())

@@ -1,0 +1,139 @@
+"""Assemble the costs of a step at one k from what its homogeneous plans showed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from autotune.engines.attribution import Attribution, BoundaryKey, as_boundary
+from autotune.mechanics.step_trace import Phase
+from autotune.physics.profile import FIXED, Boundary, Cost, Segment, StepTable
+from autotune.plan import Plan, Storage
+
+
+@dataclass(slots=True)
+class Choice:
+    """Collect what was seen under one homogeneous plan.
+
+    Attributes:
+        plan: the plan.
+        attribution: who kept what, in its traced step.
+        calls: the units that the step called, in order.
+        seconds: of each timed step, by phase and segment.
+        totals: of each visit, the seconds of its timed steps.
+        first_s: of each visit, the seconds of its first step.
+    """
+
+    plan: Plan
+    attribution: Attribution | None = None
+    calls: tuple[str, ...] = ()
+    seconds: list[dict[tuple[Phase, int], float]] = field(default_factory=list)
+    totals: list[list[float]] = field(default_factory=list)
+    first_s: list[float] = field(default_factory=list)
+
+
+def step_table(
+    accumulation_steps: int, micro_batch: int, own: Mapping[str, Choice], recomputable: Collection[str]
+) -> StepTable:
+    """Return the costs of a step at one k.
+
+    Args:
+        accumulation_steps: k.
+        micro_batch: samples in its largest micro-batch.
+        own: what was seen at this k, by the name of the choice that all units took.
+        recomputable: names of the units whose storage can be chosen.
+    """
+    calls = next(iter(own.values())).calls
+    segments = tuple(_segment(index, calls, own, recomputable) for index in range(2 * len(calls) + 1))
+    return StepTable(
+        accumulation_steps=accumulation_steps,
+        micro_batch=micro_batch,
+        segments=segments,
+        boundaries=_merged_boundaries(calls, own),
+        update_peak_bytes=max(known(choice).update_peak for choice in own.values()),
+        update_s=statistics.median(seconds[("update", -1)] for choice in own.values() for seconds in choice.seconds),
+    )
+
+
+def known(choice: Choice) -> Attribution:
+    """Return what a choice's trace showed."""
+    assert choice.attribution is not None
+    return choice.attribution
+
+
+def _segment(index: int, calls: Sequence[str], own: Mapping[str, Choice], recomputable: Collection[str]) -> Segment:
+    costs = {name: _cost(index, choice) for name, choice in own.items()}
+    gradients = next(known(choice).gradients[index] for choice in own.values())
+    if index % 2 == 0:
+        return Segment(unit=None, gradient_bytes=gradients, costs={FIXED: _most(list(costs.values()))})
+    unit = calls[index // 2]
+    costs = _no_free_recomputation(costs) if unit in recomputable else _without_storage(costs)
+    return Segment(unit=unit, gradient_bytes=gradients, costs=costs)
+
+
+def _no_free_recomputation(costs: Mapping[str, Cost]) -> dict[str, Cost]:
+    """Return the costs with recomputation at least as long as saving: less can only be noise."""
+    raised = dict(costs)
+    for name, cost in costs.items():
+        precision, _, storage = name.partition("/")
+        saving = costs.get(f"{precision}/{Storage.SAVE}")
+        if storage == Storage.RECOMPUTE and saving is not None and cost.seconds < saving.seconds:
+            raised[name] = replace(cost, backward_s=cost.backward_s + saving.seconds - cost.seconds)
+    return raised
+
+
+def _without_storage(costs: Mapping[str, Cost]) -> dict[str, Cost]:
+    """Return the costs of a unit that always saves: what was seen in both kinds of plans, as one."""
+    by_precision: dict[str, list[Cost]] = {}
+    for name, cost in costs.items():
+        by_precision.setdefault(name.partition("/")[0], []).append(cost)
+    return {f"{precision}/{Storage.SAVE}": _most(found) for precision, found in by_precision.items()}
+
+
+def _most(costs: Sequence[Cost]) -> Cost:
+    """Return the cost of a piece that no choice changes: median seconds, largest bytes."""
+    return Cost(
+        forward_s=statistics.median(cost.forward_s for cost in costs),
+        backward_s=statistics.median(cost.backward_s for cost in costs),
+        saved_bytes=max(cost.saved_bytes for cost in costs),
+        forward_peak_bytes=_largest([cost.forward_peak_bytes for cost in costs]),
+        backward_peak_bytes=_largest([cost.backward_peak_bytes for cost in costs]),
+    )
+
+
+def _largest(pairs: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return max(first for first, _ in pairs), max(later for _, later in pairs)
+
+
+def _cost(index: int, choice: Choice) -> Cost:
+    seen = known(choice)
+
+    def median(phase: Phase) -> float:
+        return statistics.median(seconds.get((phase, index), 0.0) for seconds in choice.seconds)
+
+    return Cost(
+        forward_s=median("forward"),
+        backward_s=median("backward"),
+        saved_bytes=seen.saved[index],
+        forward_peak_bytes=seen.forward_peaks[index],
+        backward_peak_bytes=seen.backward_peaks[index],
+    )
+
+
+def _merged_boundaries(calls: Sequence[str], own: Mapping[str, Choice]) -> tuple[Boundary, ...]:
+    """Return the boundaries as all traces of one k together show them."""
+    keys: dict[BoundaryKey, None] = {key: None for choice in own.values() for key in known(choice).boundaries}
+    merged = []
+    for key in sorted(keys):
+        seen = {name: passing for name, choice in own.items() if (passing := known(choice).boundaries.get(key))}
+        boundary = as_boundary(key, list(seen.values()))
+        keepers: dict[int, list[str]] = {}
+        for name, passing in seen.items():
+            for segment in passing.keepers:
+                keepers.setdefault(segment, []).append(name)
+        # What the code between units keeps, it keeps under every plan.
+        held = boundary.held or any(segment % 2 == 0 for segment in keepers)
+        units = {segment: tuple(names) for segment, names in sorted(keepers.items()) if segment % 2}
+        merged.append(replace(boundary, held=held, keepers=units))
+    return tuple(merged)

@@ -1,0 +1,156 @@
+"""Trace a step that is never computed: fake tensors have shapes and lifetimes, but no values and no memory.
+
+Every operator that would run is seen on its way; what it would allocate, compute and move is noted. What a kernel needs
+for itself stays unseen, so that peaks read a little low.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from autotune.mechanics.step_trace import Place, StepTracer
+
+# Seconds of an operator: from its floating-point operations, the bytes that it moves, and the format it computes in.
+OperatorTime = Callable[[float, float, torch.dtype], float]
+
+
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """Run the body with attention counted as the fused kernel of a GPU: with dropout, a CPU falls back to another.
+
+    A mode would not reach recomputation, which runs inside backward; so the function itself is replaced.
+    """
+    original = F.scaled_dot_product_attention
+
+    def fused(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **rest: Any) -> Any:
+        return original(query, key, value, attn_mask, 0.0, **rest)
+
+    F.scaled_dot_product_attention = fused  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = original
+
+
+class _Operators(TorchDispatchMode):
+    """Note what every operator allocates, and how long it would take."""
+
+    def __init__(self, tracer: FakeTracer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tracer = tracer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._tracer.note(func, args, kwargs, result)
+        return result
+
+
+class FakeTracer(StepTracer):
+    """Trace a step under fake tensors.
+
+    Attributes:
+        seconds: estimated seconds by place, all micro-batches.
+
+    Args:
+        model: a model of fake tensors.
+        units: names of the units.
+        operator_time: estimates the seconds of one operator.
+    """
+
+    def __init__(self, model: nn.Module, units: Iterable[str], operator_time: OperatorTime) -> None:
+        super().__init__(model, units, torch.device("cpu"))
+        self._operator_time = operator_time
+        self._clock = 0
+        self._marks: list[float] = []
+        self._changes: list[tuple[float, int, int]] = []
+        self._alive: dict[int, Any] = {}
+        self.seconds: dict[Place, float] = {}
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Trace the body, one optimizer step."""
+        with (
+            fused_attention(),
+            self.watch,
+            saved_tensors_hooks(self._pack, lambda tensor: tensor),
+            _Operators(self),
+        ):
+            yield
+        self.trace = self._assemble(self._marks, self._changes)
+
+    def know(self, resident: Iterable[torch.Tensor]) -> None:
+        """Count these tensors as older than the step."""
+        for tensor in resident:
+            storage = tensor.untyped_storage()
+            self._alive[storage._cdata] = storage
+
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Take in one operator."""
+        given = {self._address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        for tensor in made:
+            self._see_storage(tensor.untyped_storage())
+        views = all(self._address(tensor) in given for tensor in made) and not func._schema.is_mutable
+        if self.watch.places and made and not views:
+            seconds = self._seconds(func, args, kwargs, result)
+            self.seconds[self.watch.place] = self.seconds.get(self.watch.place, 0.0) + seconds
+
+    def _seconds(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
+        leaves = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        moved = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+        formats = [leaf.dtype for leaf in leaves if leaf.is_floating_point()]
+        return self._operator_time(
+            _operations(func, args, kwargs, result), moved, formats[0] if formats else torch.int64
+        )
+
+    def _see_storage(self, storage: Any) -> None:
+        address = storage._cdata
+        if address in self._alive:
+            return
+        self._alive[address] = weakref.ref(storage, lambda _: self._release(address, size))
+        size = storage.nbytes()
+        self._changes.append((self._tick(), size, address))
+
+    def _release(self, address: int, size: int) -> None:
+        del self._alive[address]
+        self._changes.append((self._tick(), -size, address))
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    def _mark(self) -> None:
+        self._marks.append(self._tick())
+
+    def _address(self, tensor: torch.Tensor) -> int:
+        address: int = tensor.untyped_storage()._cdata
+        return address
+
+
+def _operations(func: Any, args: Any, kwargs: Any, result: Any) -> float:
+    """Return an operator's floating-point operations, as torch's own counter has them; 0 for what only moves bytes."""
+    count = flop_registry.get(func._overloadpacket)
+    if count is not None:
+        return float(count(*args, **kwargs, out_val=result))
+    name = str(func._overloadpacket)
+    if "scaled_dot_product" not in name:
+        return 0.0
+    # The CPU's fused kernel, which the counter does not know; its backward is given the output's gradient first.
+    backward = "backward" in name
+    query, key, value = [leaf for leaf in args if isinstance(leaf, torch.Tensor)][backward : backward + 3]
+    pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+    products = 2.0 * pairs * (query.shape[3] + value.shape[3])
+    # Backward recomputes the scores and makes four products where forward makes two.
+    return 2.5 * products if backward else products
