@@ -40,6 +40,8 @@ check: $(DEV)
 
 bench: $(STAMP)
 	$(BIN)/autotune bench overhead
+	$(BIN)/autotune bench solver
+	$(BIN)/autotune bench simulator
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

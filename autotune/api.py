@@ -11,7 +11,7 @@ from autotune.agents.planner import PLANNERS, planned
 from autotune.budget import MemoryBudget, format_bytes
 from autotune.campaign import comparison, tuning
 from autotune.campaign.arms import arm_names, named_arm, static_arm
-from autotune.campaign.profiling import cached_profile
+from autotune.campaign.profiling import cached_profile, find_profile
 from autotune.campaign.runs import RunDirectory, device_name, require_writable
 from autotune.campaign.tracking import Tracker, send_pending
 from autotune.catalog import load_job
@@ -20,7 +20,7 @@ from autotune.errors import InputError
 from autotune.job import Job
 from autotune.physics.memory_model import peak_bytes
 from autotune.physics.profile import Profile
-from autotune.physics.solver import Goal
+from autotune.physics.solver import Goal, require_feasible, solve, with_shadow_price
 from autotune.physics.time_model import seconds_per_step
 from autotune.plan import Plan
 from autotune.report.figures import draw_comparison
@@ -77,6 +77,7 @@ class Session:
         if method not in tuning.METHODS:
             raise InputError(f"method is {method!r}", where="--method", allowed=tuning.METHODS)
         require_writable(self.runs)
+        self._refuse_budget_early()
         engine, references = self._references(require_leanest=method not in PLANNERS)
         profile = self._profile([method])
         if profile is not None:
@@ -88,7 +89,7 @@ class Session:
         engine.close()
         document = {
             "plan": result.plan.to_json(),
-            "predicted": None if profile is None else predicted(profile, result.plan),
+            "predicted": None if profile is None else predicted(profile, result.plan, references.memory_budget_bytes),
             "measured": {
                 "seconds_per_step": result.measurement.seconds_per_step,
                 "peak_bytes": result.measurement.peak_bytes,
@@ -122,6 +123,7 @@ class Session:
             InputError: for wrong input, before anything is written.
         """
         require_writable(self.runs)
+        self._refuse_budget_early()
         engine, references = self._references()
         profile = self._profile(names)
         arms = {name: named_arm(name, self.job, engine.space) for name in names if name not in tuning.METHODS}
@@ -187,6 +189,12 @@ class Session:
         return comparison.find_horizon(
             self.job, on_pilot=lambda number, share: self.reporter.advance(share, f"pilot {number + 1}")
         )
+
+    def _refuse_budget_early(self) -> None:
+        """Refuse a budget that a profile in the cache shows to be too small, before anything runs."""
+        profile = None if self.budget is None else find_profile(self.job, self.runs)
+        if profile is not None and self.budget is not None:
+            require_feasible(profile, self.budget.resolve(peak_bytes(profile, profile.space.baseline())))
 
     def _references(self, *, require_leanest: bool = True) -> tuple[TorchEngine, tuning.References]:
         self.reporter.stage("measure the baseline and the leanest plan", 1)
@@ -327,9 +335,23 @@ def _session(
     )
 
 
-def predicted(profile: Profile, plan: Plan) -> dict[str, float]:
-    """Return what a profile predicts of a plan: ``seconds_per_step`` and ``peak_bytes``."""
-    return {"seconds_per_step": seconds_per_step(profile, plan), "peak_bytes": peak_bytes(profile, plan)}
+def predicted(profile: Profile, plan: Plan, budget_bytes: int | None = None) -> dict[str, float]:
+    """Return what a profile predicts of a plan.
+
+    Args:
+        profile: the profile.
+        plan: the plan.
+        budget_bytes: the budget that it was made for; ``None`` for none.
+
+    Returns:
+        ``seconds_per_step``, ``peak_bytes`` and, under a budget, ``seconds_per_gib``: what one more GiB would save in
+        each step of the exact solver's plan.
+    """
+    document = {"seconds_per_step": seconds_per_step(profile, plan), "peak_bytes": peak_bytes(profile, plan)}
+    if budget_bytes is not None:
+        priced = with_shadow_price(profile, solve(profile, budget_bytes), budget_bytes)
+        document["seconds_per_gib"] = priced.shadow_price or 0.0
+    return document
 
 
 def fastest_fitting_plan(document: dict[str, Any]) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ import json
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import nn
 
 from autotune.engines.attribution import attribute
 from autotune.engines.inspection import ask, build_model, build_optimizer
-from autotune.engines.step_tables import Choice, known, step_table
+from autotune.engines.step_tables import Choice, bounded, known, step_table
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import JobError
 from autotune.job import Job
@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 _CANDIDATES = 8
 # Steps of one visit to a plan: the first warms up.
 _VISIT_STEPS = 3
+# Steps that are watched first, for units that are called only sometimes.
+_CALL_CHECKS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +154,12 @@ class WatchedEngine(TorchEngine):
             return window, {}, ()
         return window, seconds_by_place(watch, self.device), tuple(watch.calls[0])
 
+    def leave_out(self, names: Collection[str]) -> None:
+        """Let some units be as the job has them from now on, and no part of any plan."""
+        units = tuple(unit for unit in self.space.units if unit.name not in names)
+        self._space = replace(self.space, units=units)
+        self.apply(self._space.baseline())
+
     def _unit_names(self) -> list[str]:
         return [unit.name for unit in self.space.units]
 
@@ -182,6 +190,14 @@ def profile(
     return profiler.profile(fingerprint or profile_key(job, device_name))
 
 
+class _UnsteadyCalls(Exception):  # noqa: N818 - not an error: profiling begins anew without these units
+    """Say which units are not called in every step."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__(", ".join(names))
+        self.names = names
+
+
 class _Profiler:
     """Profile one job."""
 
@@ -199,6 +215,8 @@ class _Profiler:
         self._options = options
         self._on_progress = on_progress
         self._warnings: list[str] = []
+        # The units that every step calls, in order, once a step was seen.
+        self._calls: tuple[str, ...] | None = None
         with isolated():
             seed_all(options.seed)
             steady = fixed_shape(job, options.seed)
@@ -216,9 +234,10 @@ class _Profiler:
     def profile(self, fingerprint: str) -> Profile:
         engine = self.engine
         self._warm_up()
-        choices = self._trace()
-        self._report(0.25)
-        self._time(choices)
+        choices = self._observe()
+        if not choices:
+            raise JobError("no plan could be profiled", where=f"job {self._job.name!r}", allowed=self._warnings)
+        tables = tuple(self._table(k, choices) for k in self._ks if any(key[0] == k for key in choices))
         result = Profile(
             job=self._job.name,
             device=self._device_name,
@@ -226,10 +245,10 @@ class _Profiler:
             batching=self._job.batching,
             batch_size=self._job.batch_size,
             units=engine.space.units,
-            accumulation_choices=tuple(k for k in self._ks if any(key[0] == k for key in choices)),
+            accumulation_choices=tuple(table.accumulation_steps for table in tables),
             precisions=engine.space.precisions,
             static_bytes=engine.static_bytes,
-            tables=tuple(self._table(k, choices) for k in self._ks if any(key[0] == k for key in choices)),
+            tables=bounded(tables),
             calibration=Calibration(),
             noise_frac=_noise([choice.totals for choice in choices.values()]),
             switch_s=max(0.0, statistics.median(_switches(choices.values()))),
@@ -243,10 +262,31 @@ class _Profiler:
         return replace(result, seconds=time.perf_counter() - self._began, steps=engine.progress.steps)
 
     def _warm_up(self) -> None:
-        """Run a step, which creates the optimizer's state."""
-        window = self.engine.run(1)
+        """Run a step, which creates the optimizer's state; where the baseline has no room, of the leanest plan."""
+        for plan in (self.engine.space.baseline(), self.engine.space.leanest()):
+            self.engine.apply(plan)
+            window = self.engine.run(1)
+            if window.failure is not Failure.OUT_OF_MEMORY:
+                break
         if window.failure is not None:
-            raise JobError(f"the baseline ends with {window.failure}: {window.failure_detail}", where="job")
+            raise JobError(f"the first step ends with {window.failure}: {window.failure_detail}", where="job")
+
+    def _observe(self) -> dict[tuple[int, str], Choice]:
+        """Trace and time the homogeneous plans; units that are called only sometimes are left out, with a warning."""
+        while True:
+            try:
+                for _ in range(_CALL_CHECKS):
+                    self._require_steady_calls(self.engine.timed()[2])
+                choices = self._trace()
+                self._report(0.25)
+                self._time(choices)
+            except _UnsteadyCalls as unsteady:
+                self.engine.leave_out(unsteady.names)
+                self._calls = None
+                listed = ", ".join(unsteady.names)
+                self._warnings.append(f"called differently from step to step, so left as they are: {listed}")
+            else:
+                return choices
 
     def _trace(self) -> dict[tuple[int, str], Choice]:
         """Trace one step of every homogeneous plan; leave out those that fail."""
@@ -259,8 +299,7 @@ class _Profiler:
                 continue
             recomputed = [name for name, storage in plan.storage.items() if storage is Storage.RECOMPUTE]
             first = next((choice for (k, _), choice in choices.items() if k == key[0]), None)
-            if first is not None:
-                self._require_same_calls(first, tracer.trace.calls)
+            self._require_steady_calls(tracer.trace.calls)
             seen = attribute(tracer.trace, recomputed, None if first is None else known(first).gradients)
             choices[key] = Choice(plan, seen, tracer.trace.calls)
         return choices
@@ -291,7 +330,7 @@ class _Profiler:
             window, seconds, calls = self.engine.timed()
             if window.failure is not None:
                 raise JobError(f"a timed step ends with {window.failure}: {window.failure_detail}", where="job")
-            self._require_same_calls(choice, calls)
+            self._require_steady_calls(calls)
             if step == 0:
                 choice.first_s.append(window.step_s[0])
                 continue
@@ -301,16 +340,16 @@ class _Profiler:
             choice.seconds.append(seconds)
             choice.totals[-1].append(window.step_s[0])
 
-    def _require_same_calls(self, choice: Choice, calls: tuple[str, ...]) -> None:
-        if calls != choice.calls:
-            differing = sorted(
-                {name for name in (*calls, *choice.calls) if calls.count(name) != choice.calls.count(name)}
-            )
-            raise JobError(
-                f"units are called differently from step to step: {', '.join(differing)}",
-                where=f"job {self._job.name!r}",
-                allowed="units=[...] without them",
-            )
+    def _require_steady_calls(self, calls: tuple[str, ...]) -> None:
+        if not calls:
+            return
+        if self._calls is None:
+            self._calls = calls
+        if calls != self._calls:
+            counts = {name: (calls.count(name), self._calls.count(name)) for name in (*calls, *self._calls)}
+            differing = sorted(name for name, (now, before) in counts.items() if now != before)
+            # Called as often, but in another order: none of them has a place of its own.
+            raise _UnsteadyCalls(tuple(differing or sorted(counts)))
 
     def _table(self, k: int, choices: Mapping[tuple[int, str], Choice]) -> StepTable:
         own = {name: choice for (steps, name), choice in choices.items() if steps == k}

@@ -1,12 +1,57 @@
-"""Answer windows from a function or a record instead of training: the fake that tests and demonstrations plug in."""
+"""Answer windows from a function or a record instead of training: what was measured once can be searched again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from autotune.errors import EngineError
-from autotune.measurement import Measurement
-from autotune.plan import Plan, PlanSpace
+from autotune.errors import EngineError, InputError
+from autotune.measurement import Failure, Measurement
+from autotune.plan import Plan, PlanSpace, Precision
+from autotune.units import Unit
+
+Trace = Mapping[Plan, Sequence[Measurement]]
+
+
+def read_trace(path: Path) -> dict[Plan, list[Measurement]]:
+    """Return the windows of a recorded search (``trials.jsonl`` of a run), by plan, in the order of measuring.
+
+    Raises:
+        InputError: naming the line that is not a recorded window.
+    """
+    trace: dict[Plan, list[Measurement]] = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", where=str(path), allowed="a trials.jsonl") from error
+    for number, line in enumerate(lines, 1):
+        where = f"{path}, line {number}"
+        try:
+            entry: Any = json.loads(line)
+            plan, window = entry["plan"], entry["measurement"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise InputError("is no recorded window", where=where, allowed="plan and measurement") from error
+        trace.setdefault(Plan.from_json(plan, where=where), []).append(Measurement.from_json(window, where=where))
+    if not trace:
+        raise InputError("holds no window", where=str(path), allowed="at least one")
+    return trace
+
+
+def space_of(plans: Iterable[Plan]) -> PlanSpace:
+    """Return the smallest space that holds some plans of one job; units' sizes are unknown in it."""
+    plans = list(plans)
+    first = plans[0]
+    return PlanSpace(
+        units=tuple(
+            Unit(name=name, kind="", recomputable=name in first.storage, parameter_names=(), num_parameters=0)
+            for name in first.precision
+        ),
+        accumulation_choices=tuple(sorted({plan.accumulation_steps for plan in plans})),
+        precisions=tuple(p for p in Precision if any(p in plan.precision.values() for plan in plans)),
+    )
 
 
 class ReplayEngine:
@@ -14,14 +59,15 @@ class ReplayEngine:
 
     Args:
         space: the plans that can be applied.
-        answers: what a window of a plan measures: a function of plan and steps, or a record by plan.
+        answers: what a window of a plan measures: a function of plan and steps, or a record by plan, whose windows
+            are returned in turn.
         metrics: what successive evaluations return; the last one repeats.
     """
 
     def __init__(
         self,
         space: PlanSpace,
-        answers: Callable[[Plan, int], Measurement] | Mapping[Plan, Measurement],
+        answers: Callable[[Plan, int], Measurement] | Trace,
         *,
         metrics: tuple[float, ...] = (0.0,),
     ) -> None:
@@ -56,12 +102,25 @@ class ReplayEngine:
         """
         if self._closed:
             raise EngineError("the engine is closed; create another one")
+        seen = sum(plan == self._plan for plan, _ in self.windows)
         self.windows.append((self._plan, steps))
         if callable(self._answers):
             return self._answers(self._plan, steps)
         if self._plan not in self._answers:
             raise EngineError(f"nothing is recorded for the plan {self._plan}")
-        return self._answers[self._plan]
+        recorded = self._answers[self._plan]
+        return self._held(recorded[seen % len(recorded)])
+
+    def _held(self, window: Measurement) -> Measurement:
+        """Return a recorded window as it would have been under the budget of now."""
+        budget, peak = self.memory_budget_bytes, window.peak_bytes
+        if window.failure not in (None, Failure.OVER_BUDGET):
+            return window
+        over = budget is not None and peak is not None and peak > budget
+        if over:
+            detail = f"peak {peak} bytes over {budget}"
+            return replace(window, memory_budget_bytes=budget, failure=Failure.OVER_BUDGET, failure_detail=detail)
+        return replace(window, memory_budget_bytes=budget, failure=None, failure_detail="")
 
     def evaluate(self) -> float:
         """Return the next metric."""

@@ -62,6 +62,76 @@ def known(choice: Choice) -> Attribution:
     return choice.attribution
 
 
+def bounded(tables: Sequence[StepTable]) -> tuple[StepTable, ...]:
+    """Return the tables with costs for choices that ran out of memory, from two smaller micro-batches.
+
+    Bytes are extrapolated along a straight line in the size of the micro-batch, which is what they follow nearly;
+    seconds are taken from the nearest. Where no two others are known, the choice stays without a cost.
+
+    Args:
+        tables: of all k, ascending.
+    """
+    names: list[set[str]] = [
+        set().union(*(table.segments[i].costs for table in tables)) for i in range(len(tables[0].segments))
+    ]
+    filled = []
+    for number, table in enumerate(tables):
+        if all(set(segment.costs) == known for segment, known in zip(table.segments, names, strict=True)):
+            filled.append(table)
+            continue
+        segments = []
+        for index, segment in enumerate(table.segments):
+            costs = dict(segment.costs)
+            for name in sorted(names[index] - set(costs)):
+                known_at = [
+                    (other.micro_batch, other.segments[index].costs[name])
+                    for other in tables[number + 1 :]
+                    if name in other.segments[index].costs
+                ]
+                if len(known_at) >= 2:
+                    costs[name] = _extrapolated(table.micro_batch, known_at[0], known_at[1])
+            segments.append(replace(segment, costs=costs))
+        boundaries = _with_keepers_of(table, tables[number + 1 :])
+        filled.append(replace(table, segments=tuple(segments), boundaries=boundaries))
+    return tuple(filled)
+
+
+def _with_keepers_of(table: StepTable, others: Sequence[StepTable]) -> tuple[Boundary, ...]:
+    """Return a table's boundaries with keepers that only other tables' choices showed."""
+    boundaries = list(table.boundaries)
+    for other in others:
+        if len(other.boundaries) != len(boundaries):
+            continue
+        for index, (own, seen) in enumerate(zip(boundaries, other.boundaries, strict=True)):
+            keepers = {
+                segment: tuple(dict.fromkeys((*own.keepers.get(segment, ()), *seen.keepers.get(segment, ()))))
+                for segment in {**own.keepers, **seen.keepers}
+            }
+            boundaries[index] = replace(own, keepers=keepers)
+    return tuple(boundaries)
+
+
+def _extrapolated(micro_batch: int, near: tuple[int, Cost], far: tuple[int, Cost]) -> Cost:
+    (near_size, one), (far_size, two) = near, far
+    if near_size == far_size:
+        return one
+    share = (micro_batch - near_size) / (near_size - far_size)
+
+    def line(a: int, b: int) -> int:
+        return round(a + (a - b) * share)
+
+    def lines(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+        return line(a[0], b[0]), line(a[1], b[1])
+
+    return Cost(
+        forward_s=one.forward_s,
+        backward_s=one.backward_s,
+        saved_bytes=line(one.saved_bytes, two.saved_bytes),
+        forward_peak_bytes=lines(one.forward_peak_bytes, two.forward_peak_bytes),
+        backward_peak_bytes=lines(one.backward_peak_bytes, two.backward_peak_bytes),
+    )
+
+
 def _segment(index: int, calls: Sequence[str], own: Mapping[str, Choice], recomputable: Collection[str]) -> Segment:
     costs = {name: _cost(index, choice) for name, choice in own.items()}
     gradients = next(known(choice).gradients[index] for choice in own.values())

@@ -6,7 +6,6 @@ a test holds the two together.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +38,7 @@ class SimulatedVectorEnv(VectorEnv[dict[str, Array], NDArray[np.int64], Any]):
     whose episode ends starts another job in the same step.
 
     Args:
-        jobs: the jobs that lanes draw from; ``None`` draws 256 of all kinds.
+        jobs: the jobs that lanes draw from; ``None`` draws 64 of all kinds.
         num_envs: lanes.
         world: how runs differ from their profiles.
         window_steps: optimizer steps of a window.
@@ -73,7 +72,7 @@ class SimulatedVectorEnv(VectorEnv[dict[str, Array], NDArray[np.int64], Any]):
         if num_envs < 1 or window_steps <= _DISCARD or max_windows < 1:
             raise InputError("num_envs, window_steps or max_windows is too small", where="environment")
         generator = np.random.default_rng(seed)
-        self.jobs = tuple(jobs) if jobs is not None else tuple(draw_job(generator) for _ in range(256))
+        self.jobs = tuple(jobs) if jobs is not None else tuple(draw_job(generator) for _ in range(64))
         self.simulation = Simulation(self.jobs, world, seed=seed, max_units=max_units)
         self.num_envs = num_envs
         self.metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
@@ -214,9 +213,10 @@ class SimulatedVectorEnv(VectorEnv[dict[str, Array], NDArray[np.int64], Any]):
         values = self._global(where, k, window)
         table = np.stack([values[name] for name in GLOBAL_FEATURES], axis=1)
         units = self._units(where, choices, window)
-        rows = np.stack([units[name] for name in UNIT_FEATURES], axis=2)
-        present = self._facts.present[self.simulation.lanes.job[where]]
-        rows = np.where(present[:, :, None], rows, 0.0)
+        rows = np.empty((*choices.shape, len(UNIT_FEATURES)), dtype=np.float32)
+        for number, name in enumerate(UNIT_FEATURES):
+            rows[:, :, number] = units[name]
+        rows[~self._facts.present[self.simulation.lanes.job[where]]] = 0.0
         return {"global": _bounded(table), "units": _bounded(rows).reshape(len(where), -1)}
 
     def _global(self, where: Indices, k: Indices, window: Windows) -> dict[str, Floats]:
@@ -333,13 +333,14 @@ def _least_peaks(solver: PriceSolver) -> Floats:
 
 
 def _log(value: Floats, base: Floats) -> Floats:
-    """Return the logarithm of a ratio, 0 for what is unknown, the limit's sign for 0."""
+    """Return the logarithm of a ratio, NaN for what is unknown."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = value / base
-        logarithm = np.log(ratio)
-    unknown = np.isnan(ratio) | (base <= 0) | (value < 0)
-    return np.where(unknown, 0.0, np.clip(logarithm, -math.inf, math.inf))
+        logarithm = np.log(value / base)
+    return np.where((base <= 0) | (value < 0), np.nan, logarithm)
 
 
-def _bounded(values: Floats) -> Array:
-    return np.clip(np.nan_to_num(values, nan=0.0, posinf=LIMIT, neginf=-LIMIT), -LIMIT, LIMIT).astype(np.float32)
+def _bounded(values: Floats | Array) -> Array:
+    """Return features within their limits, 0 for what is unknown."""
+    bounded = np.clip(values, -LIMIT, LIMIT).astype(np.float32)
+    bounded[np.isnan(bounded)] = 0.0
+    return bounded

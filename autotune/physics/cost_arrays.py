@@ -130,8 +130,12 @@ class CostArrays:
             if segment.unit is not None:
                 self._unit_of[(*where, index)] = numbers[segment.unit]
             for choice, name in enumerate(_names(profile, segment, self.max_choices)):
-                cost = segment.costs[name]
                 at = (*where, index, choice)
+                if name not in segment.costs:
+                    # It could not be profiled: it never fits.
+                    self._forward_constant[at] = -_NEVER
+                    continue
+                cost = segment.costs[name]
                 self._seconds[at], self._saved[at] = cost.seconds, cost.saved_bytes
                 self._forward_constant[at], self._forward[at] = _larger(
                     (0, cost.forward_peak_bytes[0]), (around.gradients_before, cost.forward_peak_bytes[1]), later=later
@@ -263,12 +267,9 @@ def _larger(first: tuple[int, int], later_one: tuple[int, int], *, later: bool) 
 
 
 def _names(profile: Profile, segment: Segment, count: int) -> list[str]:
-    """Return the name of each numbered choice of a segment; of one that it lacks, the nearest that it has."""
+    """Return the name of each numbered choice of a segment; of a storage that it cannot have, that of saving."""
     if segment.unit is None:
         return [FIXED] * count
-    names = []
-    for choice in range(count):
-        precision = profile.precisions[min(choice // 2, len(profile.precisions) - 1)]
-        name = choice_name(precision, _STORAGES[choice % 2])
-        names.append(name if name in segment.costs else choice_name(precision, Storage.SAVE))
-    return names
+    storages = _STORAGES if profile.unit(segment.unit).recomputable else (Storage.SAVE, Storage.SAVE)
+    last = len(profile.precisions) - 1
+    return [choice_name(profile.precisions[min(c // 2, last)], storages[c % 2]) for c in range(count)]

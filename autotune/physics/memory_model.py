@@ -93,7 +93,7 @@ def peak_bytes(profile: Profile, plan: Plan) -> int:
 
 def step_peak_bytes(table: StepTable, chosen: Sequence[str]) -> int:
     """Return the predicted peak above the static bytes, given each segment's choice."""
-    costs = [segment.costs[name] for segment, name in zip(table.segments, chosen, strict=True)]
+    costs = [segment.cost(name) for segment, name in zip(table.segments, chosen, strict=True)]
     around = levels(
         [segment.gradient_bytes for segment in table.segments],
         [cost.saved_bytes for cost in costs],

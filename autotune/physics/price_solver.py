@@ -149,14 +149,16 @@ class PriceSolver:
         """Return the plan with the fewest links taken that fits, by bisection, and its peak."""
         rows = job * self.arrays.max_k + k
 
-        def at(taken: Indices) -> tuple[Plans, Floats]:
-            plans = Plans(job=job, k=k, choices=self._chains.choices(rows, taken))
-            return plans, self.arrays.peak_bytes(plans, length)
+        def at(lanes: Indices, taken: Indices) -> tuple[Plans, Floats]:
+            plans = Plans(job=job[lanes], k=k[lanes], choices=self._chains.choices(rows[lanes], taken))
+            return plans, self.arrays.peak_bytes(plans, length[lanes])
 
         low, high = np.zeros(len(job), dtype=np.int64), self._chains.count[rows]
-        while (low < high).any():
-            middle = (low + high) // 2
-            fits = at(middle)[1] <= budget
-            high = np.where(fits, middle, high)
-            low = np.where(fits, low, middle + 1)
-        return at(high)
+        open_ = np.flatnonzero(low < high)
+        while len(open_):
+            middle = (low[open_] + high[open_]) // 2
+            fits = at(open_, middle)[1] <= budget[open_]
+            high[open_] = np.where(fits, middle, high[open_])
+            low[open_] = np.where(fits, low[open_], middle + 1)
+            open_ = open_[low[open_] < high[open_]]
+        return at(np.arange(len(job)), high)

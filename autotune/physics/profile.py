@@ -64,6 +64,18 @@ class Segment:
     gradient_bytes: int
     costs: Mapping[str, Cost]
 
+    def cost(self, choice: str) -> Cost:
+        """Return what a choice costs.
+
+        Raises:
+            ProfileError: if it could not be profiled.
+        """
+        if choice not in self.costs:
+            raise ProfileError(
+                f"{choice} of unit {self.unit!r} could not be profiled", where="profile", allowed=list(self.costs)
+            )
+        return self.costs[choice]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
@@ -174,6 +186,10 @@ class Profile:
             accumulation_choices=self.accumulation_choices,
             precisions=self.precisions,
         )
+
+    def unit(self, name: str) -> Unit:
+        """Return a unit by the name that its segments have."""
+        return next(unit for unit in self.units if unit.name == name)
 
     def table(self, accumulation_steps: int) -> StepTable:
         """Return the costs at one k.

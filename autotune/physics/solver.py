@@ -16,7 +16,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from autotune.budget import format_bytes
-from autotune.errors import BudgetError
+from autotune.errors import BudgetError, ProfileError
 from autotune.physics.cost import Weights
 from autotune.physics.goodput import efficiency
 from autotune.physics.memory_model import levels, peak_bytes
@@ -89,14 +89,24 @@ def solve_each(profile: Profile, budget_bytes: int | None = None, goal: Goal | N
     solutions = [_best_at(profile, table, usable, goal) for table in profile.tables]
     found = [solution for solution in solutions if solution is not None]
     if not found:
-        least = smallest(profile)
-        needed = math.ceil(least.peak_bytes / (1 - SAFETY_MARGIN))
+        require_feasible(profile, budget_bytes or 0)
+    return sorted(found, key=lambda solution: solution.objective)
+
+
+def require_feasible(profile: Profile, budget_bytes: int) -> None:
+    """Refuse a budget that no plan meets.
+
+    Raises:
+        BudgetError: naming the smallest budget that can be met, and the plan that meets it.
+    """
+    least = smallest(profile)
+    needed = math.ceil(least.peak_bytes / (1 - SAFETY_MARGIN))
+    if needed > budget_bytes:
         raise BudgetError(
-            f"memory budget is {format_bytes(budget_bytes or 0)}, but the smallest plan ({least.plan}) needs more",
+            f"memory budget is {format_bytes(budget_bytes)}, but the smallest plan ({least.plan}) needs more",
             where="--memory-budget",
             allowed=f"at least {needed} bytes ({format_bytes(needed)})",
         )
-    return sorted(found, key=lambda solution: solution.objective)
 
 
 def smallest(profile: Profile) -> Solution:
@@ -142,12 +152,10 @@ def _best_at(profile: Profile, table: StepTable, usable_bytes: float, goal: Goal
 def _solution(profile: Profile, plan: Plan, goal: Goal, gap: float) -> Solution:
     seconds = seconds_per_step(profile, plan)
     worth = samples_of_progress(profile, plan.accumulation_steps, goal.noise_scale)
-    baseline = profile.space.baseline()
-    time_ratio = (seconds / worth) / (
-        seconds_per_step(profile, baseline) / samples_of_progress(profile, 1, goal.noise_scale)
-    )
+    base_s, base_bytes = _reference(profile, goal)
+    time_ratio = (seconds / worth) / base_s
     peak = peak_bytes(profile, plan)
-    memory_ratio = peak / peak_bytes(profile, baseline)
+    memory_ratio = peak / base_bytes
     return Solution(
         plan=plan,
         seconds_per_step=seconds,
@@ -156,6 +164,18 @@ def _solution(profile: Profile, plan: Plan, goal: Goal, gap: float) -> Solution:
         objective=goal.weights.time * time_ratio + goal.weights.memory * memory_ratio,
         gap=gap,
     )
+
+
+def _reference(profile: Profile, goal: Goal) -> tuple[float, int]:
+    """Return the baseline's seconds per sample of progress and its peak; the leanest plan's, if it cannot run."""
+    plan = profile.space.baseline()
+    try:
+        peak = peak_bytes(profile, plan)
+    except ProfileError:
+        plan = profile.space.leanest()
+        peak = peak_bytes(profile, plan)
+    worth = samples_of_progress(profile, plan.accumulation_steps, goal.noise_scale)
+    return seconds_per_step(profile, plan) / worth, peak
 
 
 def samples_of_progress(profile: Profile, accumulation_steps: int, noise_scale: float | None) -> float:
@@ -193,10 +213,9 @@ class _Program:
         self._whole: list[int] = []
         self._options: dict[str, dict[str, int]] = {}
         worth = samples_of_progress(profile, table.accumulation_steps, goal.noise_scale)
-        baseline = profile.space.baseline()
-        base_s = seconds_per_step(profile, baseline) / samples_of_progress(profile, 1, goal.noise_scale)
+        base_s, base_bytes = _reference(profile, goal)
         self._per_second = goal.weights.time * profile.calibration.scale / worth / base_s
-        self._per_mib = goal.weights.memory * _MIB / peak_bytes(profile, baseline)
+        self._per_mib = goal.weights.memory * _MIB / base_bytes
         room = (usable_bytes - profile.static_bytes) / _MIB
         self._peak = self._column(0.0, room, self._per_mib)
         self._infeasible = room < table.update_peak_bytes / _MIB

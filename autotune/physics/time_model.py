@@ -28,7 +28,7 @@ def summed_seconds(profile: Profile, plan: Plan) -> float:
     """Return the seconds of a step as the sum of its pieces."""
     table = profile.table(plan.accumulation_steps)
     pieces = zip(table.segments, choices(table.segments, plan), strict=True)
-    return table.update_s + sum(segment.costs[name].seconds for segment, name in pieces)
+    return table.update_s + sum(segment.cost(name).seconds for segment, name in pieces)
 
 
 def calibrated(profile: Profile, measured: Sequence[tuple[Plan, float]]) -> Profile:
