@@ -11,10 +11,12 @@ from autotune.physics.time_model import seconds_per_step
 from autotune.plan import Plan, Storage
 
 PLANNERS = ("greedy", "exact")
+# About the time model's error: a plan that is predicted to be dearer by more would win a measurement by noise alone.
+_CLOSE_FRAC = 0.05
 
 
 def planned(method: str, profile: Profile, budget_bytes: int | None, goal: Goal) -> list[Plan]:
-    """Return the plans that a planner proposes, the best first.
+    """Return the plans that a planner proposes, the best first: those that the predictions cannot tell apart.
 
     Args:
         method: one of ``PLANNERS``.
@@ -26,7 +28,9 @@ def planned(method: str, profile: Profile, budget_bytes: int | None, goal: Goal)
         BudgetError: if no plan fits; the message names the smallest budget that can be met.
     """
     if method == "exact":
-        return [solution.plan for solution in solve_each(profile, budget_bytes, goal)]
+        solutions = solve_each(profile, budget_bytes, goal)
+        limit = solutions[0].objective * (1 + _CLOSE_FRAC)
+        return [solution.plan for solution in solutions if solution.objective <= limit]
     return [greedy_plan(profile, budget_bytes, goal)]
 
 
