@@ -190,11 +190,13 @@ class PlanSpace:
         units: the units, in the order in which the forward pass reaches them.
         accumulation_choices: allowed k, ascending.
         precisions: allowed precisions, the same for every unit; the first is the baseline's.
+        k_splits: whether a larger k makes micro-batches smaller (fixed batching), or steps larger (adaptive batching).
     """
 
     units: tuple[Unit, ...]
     accumulation_choices: tuple[int, ...]
     precisions: tuple[Precision, ...]
+    k_splits: bool = True
 
     @property
     def recomputable(self) -> tuple[str, ...]:
@@ -229,9 +231,9 @@ class PlanSpace:
         return self.plan(accumulation_steps=self.accumulation_choices[0], precision=self.precisions[0])
 
     def leanest(self) -> Plan:
-        """Return the plan expected to need least memory: largest k, 16-bit, everything recomputed."""
+        """Return the plan expected to need least memory: 16-bit, everything recomputed, smallest micro-batches."""
         return self.plan(
-            accumulation_steps=self.accumulation_choices[-1],
+            accumulation_steps=self.accumulation_choices[-1 if self.k_splits else 0],
             precision=self.lowest_precision,
             recomputed=self.recomputable,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import json
 import pickle
@@ -370,3 +371,9 @@ def test_storage_has_a_coordinate_only_where_it_can_be_chosen():
     plan = SPACE.plan(accumulation_steps=1, precision=Precision.BF16, recomputed=["blocks.1"])
     assert dict(plan.storage) == {"blocks.0": Storage.SAVE, "blocks.1": Storage.RECOMPUTE}
     assert set(plan.precision.values()) == {Precision.BF16}
+
+
+def test_where_k_makes_steps_larger_the_leanest_plan_has_the_smallest():
+    space = PlanSpace(units=(), accumulation_choices=(1, 2, 4), precisions=(Precision.FP32,), k_splits=False)
+    assert space.leanest().accumulation_steps == 1
+    assert dataclasses.replace(space, k_splits=True).leanest().accumulation_steps == 4

@@ -142,6 +142,7 @@ class _Estimator:
             units=tuple(by_name[name] for name, count in calls.items() if count > 0),
             accumulation_choices=accumulation_choices(job, model, {}),
             precisions=(Precision.INHERIT,) if lowered else self._device.precisions,
+            k_splits=job.batching == "fixed",
         )
 
     def _trace(

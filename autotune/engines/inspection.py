@@ -55,6 +55,7 @@ def inspect_job(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict
             units=ordered,
             accumulation_choices=accumulation_choices(job, model, locks),
             precisions=_precisions(model, locks),
+            k_splits=job.batching == "fixed",
         ),
         locks,
     )

@@ -60,7 +60,9 @@ class CostArrays:
         accumulation_steps: shape (jobs, max_k), k itself; the last one repeats.
         unit_seconds: shape (jobs, max_k, max_units, max_choices), calibrated; of choices that a unit lacks, those of
             saving.
-        unit_kept_bytes: the same for what stays until backward because of the unit, boundaries included.
+        between_seconds: shape (jobs, max_k), the code between units, calibrated.
+        constant_seconds: shape (jobs, max_k), what does not depend on the sequence length.
+        unit_kept_bytes: as ``unit_seconds``, what stays until backward because of the unit, boundaries included.
     """
 
     def __init__(self, profiles: Sequence[Profile], *, max_units: int | None = None) -> None:
@@ -86,7 +88,6 @@ class CostArrays:
     def _make(self) -> None:
         shape = (len(self.profiles), self.max_k)
         per_choice = (*shape, self._segments, self.max_choices)
-        self._seconds = np.zeros(per_choice)
         self._saved = np.zeros(per_choice)
         # A pass needs constant + length x activation bytes above what earlier segments keep.
         self._forward, self._backward = np.zeros(per_choice), np.zeros(per_choice)
@@ -101,8 +102,8 @@ class CostArrays:
         self._keeper = np.zeros((self._keepers, *per_boundary), dtype=np.int64)
         self._keeper_bits = np.zeros((self._keepers, *per_boundary), dtype=np.int64)
         self._static = np.zeros(shape)
-        self._update_peak, self._update_s = np.zeros(shape), np.zeros(shape)
-        self._scale, self._added_s = np.ones(shape), np.zeros(shape)
+        self._update_peak = np.zeros(shape)
+        self.between_seconds, self.constant_seconds = np.zeros(shape), np.zeros(shape)
         units = (*shape, self.max_units, self.max_choices)
         self.unit_seconds, self.unit_kept_bytes = np.zeros(units), np.zeros(units)
 
@@ -114,9 +115,9 @@ class CostArrays:
             self.accumulation_steps[job, k] = table.accumulation_steps
             calibration = profile.calibration
             self._static[job, k] = profile.static_bytes
-            self._update_peak[job, k], self._update_s[job, k] = table.update_peak_bytes, table.update_s
-            self._scale[job, k] = calibration.scale
-            self._added_s[job, k] = calibration.micro_batch_s * table.accumulation_steps + calibration.constant_s
+            self._update_peak[job, k] = table.update_peak_bytes
+            added = calibration.micro_batch_s * table.accumulation_steps + calibration.constant_s
+            self.constant_seconds[job, k] = calibration.scale * table.update_s + added
             self._load_segments((job, k), profile, table, numbers)
             self._load_boundaries((job, k), profile, table, numbers)
 
@@ -136,7 +137,7 @@ class CostArrays:
                     self._forward_constant[at] = -_NEVER
                     continue
                 cost = segment.costs[name]
-                self._seconds[at], self._saved[at] = cost.seconds, cost.saved_bytes
+                self._saved[at] = cost.saved_bytes
                 self._forward_constant[at], self._forward[at] = _larger(
                     (0, cost.forward_peak_bytes[0]), (around.gradients_before, cost.forward_peak_bytes[1]), later=later
                 )
@@ -149,6 +150,8 @@ class CostArrays:
                     unit = (*where, numbers[segment.unit], choice)
                     self.unit_seconds[unit] += cost.seconds * profile.calibration.scale
                     self.unit_kept_bytes[unit] += cost.saved_bytes
+            if segment.unit is None:
+                self.between_seconds[where] += segment.costs[FIXED].seconds * profile.calibration.scale
 
     def _load_boundaries(
         self, where: tuple[int, int], profile: Profile, table: StepTable, numbers: dict[str, int]
@@ -221,13 +224,25 @@ class CostArrays:
         peak = np.maximum(peak, np.take(self._update_peak.reshape(-1), row))
         return np.asarray(peak + np.take(self._static.reshape(-1), row))
 
-    def seconds_per_step(self, plans: Plans, length: Floats | float = 1.0) -> Floats:
-        """Return predicted seconds per step, shape (n,); see :meth:`peak_bytes`."""
-        row, cell = self._cells(plans)
-        summed = np.take(self._seconds.reshape(-1), cell).sum(axis=1) * length
-        summed += np.take(self._update_s.reshape(-1), row)
-        scaled = summed * np.take(self._scale.reshape(-1), row)
-        return np.asarray(scaled + np.take(self._added_s.reshape(-1), row))
+    def seconds_per_step(
+        self, plans: Plans, length: Floats | float = 1.0, unit_seconds: Floats | None = None
+    ) -> Floats:
+        """Return predicted seconds per step, shape (n,).
+
+        Args:
+            plans: one plan per lane.
+            length: factor on everything that grows with the sequences, as for :meth:`peak_bytes`.
+            unit_seconds: shape (n, max_units, max_choices), what the units cost each lane at its plan's k; ``None`` for
+                what its job's profile says.
+        """
+        row = plans.job * self.max_k + plans.k
+        if unit_seconds is None:
+            units = row[:, None] * self.max_units + np.arange(self.max_units)
+            chosen = np.take(self.unit_seconds.reshape(-1), units * self.max_choices + plans.choices)
+        else:
+            chosen = np.take_along_axis(unit_seconds, plans.choices[:, :, None], axis=2)[:, :, 0]
+        growing = chosen.sum(axis=1) + np.take(self.between_seconds.reshape(-1), row)
+        return np.asarray(growing * length + np.take(self.constant_seconds.reshape(-1), row))
 
     def _cells(self, plans: Plans) -> tuple[Indices, Indices]:
         """Return the flat index of each lane's job and k, and of each of its segments' choices."""

@@ -85,18 +85,23 @@ class PriceSolver:
 
     def __init__(self, arrays: CostArrays) -> None:
         self.arrays = arrays
-        rows = len(arrays.profiles) * arrays.max_k
         choice = np.arange(arrays.max_choices)
         unit = np.arange(arrays.max_units)
         there = unit[None, :] < arrays.num_units[:, None]
         has = choice[None, :] < 2 * arrays.num_precisions[:, None]
         kept = arrays.recomputable[:, :, None] | (choice % 2 == 0)
-        allowed = np.repeat(there[:, :, None] & has[:, None, :] & kept, arrays.max_k, axis=0)
-        shape = (rows, arrays.max_units, arrays.max_choices)
+        self._allowed = there[:, :, None] & has[:, None, :] & kept
+        shape = (-1, arrays.max_units, arrays.max_choices)
+        allowed = np.repeat(self._allowed, arrays.max_k, axis=0)
         self._chains = make_chains(arrays.unit_seconds.reshape(shape), arrays.unit_kept_bytes.reshape(shape), allowed)
 
     def solve(
-        self, job: Indices, budget_bytes: Floats, length: Floats | float = 1.0, worth: Floats | None = None
+        self,
+        job: Indices,
+        budget_bytes: Floats,
+        length: Floats | float = 1.0,
+        worth: Floats | None = None,
+        unit_seconds: Floats | None = None,
     ) -> tuple[Plans, NDArray[np.bool_]]:
         """Return a plan per lane, and whether its predicted peak fits.
 
@@ -106,59 +111,106 @@ class PriceSolver:
             length: factor on activations, as for :meth:`CostArrays.peak_bytes`.
             worth: shape (n, max_k), what a step at each k is worth; ``None`` counts all k the same. Time per worth is
                 minimised.
+            unit_seconds: shape (n, max_k, max_units, max_choices), what the units cost each lane; ``None`` for what its
+                job's profile says.
 
         Returns:
             The plans; of lanes where nothing fits, the leanest that the chains reach.
         """
-        arrays, lanes = self.arrays, len(job)
-        length = np.broadcast_to(np.asarray(length, dtype=np.float64), (lanes,))
-        worth = np.ones((lanes, arrays.max_k)) if worth is None else worth
-        bound = self._fastest(job, length) / worth
+        lanes = _Lanes(self, job, budget_bytes, length, unit_seconds)
+        worth = np.ones((len(job), self.arrays.max_k)) if worth is None else worth
+        bound = lanes.fastest() / worth
         order = np.argsort(bound, axis=1, kind="stable")
-        best_k, best_choices = np.zeros(lanes, dtype=np.int64), np.zeros((lanes, arrays.max_units), dtype=np.int64)
-        best, fits = np.full(lanes, np.inf), np.zeros(lanes, dtype=bool)
-        least = np.full(lanes, np.inf)
-        for place in range(arrays.max_k):
+        best = _Best(len(job), self.arrays.max_units)
+        for place in range(self.arrays.max_k):
             k = order[:, place]
             # Where even the unlimited plan at this k is slower than what was found, there is nothing to look for.
-            open_ = (k < arrays.num_k[job]) & (np.take_along_axis(bound, k[:, None], 1)[:, 0] < best)
-            at = np.flatnonzero(open_)
+            promising = np.take_along_axis(bound, k[:, None], 1)[:, 0] < best.cost
+            at = np.flatnonzero((k < self.arrays.num_k[job]) & promising)
             if not len(at):
                 break
-            plans, peak = self._fit(job[at], k[at], budget_bytes[at], length[at])
-            cost = arrays.seconds_per_step(plans, length[at]) / worth[at, plans.k]
-            fit = peak <= budget_bytes[at]
-            better = np.where(fit, cost < best[at], ~fits[at] & (peak < least[at]))
-            chosen = at[better]
-            best_k[chosen], best_choices[chosen] = plans.k[better], plans.choices[better]
-            least[chosen] = peak[better]
-            won = at[better & fit]
-            best[won], fits[won] = cost[better & fit], True
-        return Plans(job=job, k=best_k, choices=best_choices), fits
+            plans, peak, seconds = lanes.fit(at, k[at])
+            best.take(at, plans, peak, seconds / worth[at, plans.k], peak <= budget_bytes[at])
+        return Plans(job=job, k=best.k, choices=best.choices), best.fits
 
-    def _fastest(self, job: Indices, length: Floats) -> Floats:
+    def chains(self, job: Indices, unit_seconds: Floats | None) -> tuple[Chains, Indices]:
+        """Return chains, and each lane's first row in them; one row per k."""
+        arrays = self.arrays
+        if unit_seconds is None:
+            return self._chains, job * arrays.max_k
+        shape = (-1, arrays.max_units, arrays.max_choices)
+        chains = make_chains(
+            unit_seconds.reshape(shape),
+            arrays.unit_kept_bytes[job].reshape(shape),
+            np.repeat(self._allowed[job], arrays.max_k, axis=0),
+        )
+        return chains, np.arange(len(job)) * arrays.max_k
+
+
+class _Lanes:
+    """Hold what is asked of each lane."""
+
+    def __init__(
+        self,
+        solver: PriceSolver,
+        job: Indices,
+        budget: Floats,
+        length: Floats | float,
+        unit_seconds: Floats | None,
+    ) -> None:
+        self._arrays = solver.arrays
+        self._job = job
+        self._budget = budget
+        self._length = np.broadcast_to(np.asarray(length, dtype=np.float64), job.shape)
+        self._unit_seconds = unit_seconds
+        self._chains, self._first = solver.chains(job, unit_seconds)
+
+    def fastest(self) -> Floats:
         """Return the seconds per step of each k's fastest plan, shape (n, max_k)."""
-        lanes, count = len(job), self.arrays.max_k
-        k = np.tile(np.arange(count), lanes)
-        repeated = np.repeat(job, count)
-        rows = repeated * count + k
-        plans = Plans(job=repeated, k=k, choices=self._chains.choices(rows, np.zeros(len(rows), dtype=np.int64)))
-        return self.arrays.seconds_per_step(plans, np.repeat(length, count)).reshape(lanes, count)
+        count = self._arrays.max_k
+        lanes = np.repeat(np.arange(len(self._job)), count)
+        k = np.tile(np.arange(count), len(self._job))
+        plans = self._plans(lanes, k, np.zeros(len(lanes), dtype=np.int64))
+        return self._seconds(lanes, plans).reshape(-1, count)
 
-    def _fit(self, job: Indices, k: Indices, budget: Floats, length: Floats) -> tuple[Plans, Floats]:
-        """Return the plan with the fewest links taken that fits, by bisection, and its peak."""
-        rows = job * self.arrays.max_k + k
-
-        def at(lanes: Indices, taken: Indices) -> tuple[Plans, Floats]:
-            plans = Plans(job=job[lanes], k=k[lanes], choices=self._chains.choices(rows[lanes], taken))
-            return plans, self.arrays.peak_bytes(plans, length[lanes])
-
-        low, high = np.zeros(len(job), dtype=np.int64), self._chains.count[rows]
+    def fit(self, lanes: Indices, k: Indices) -> tuple[Plans, Floats, Floats]:
+        """Return the plan of some lanes with the fewest links taken that fits, its peak and its seconds."""
+        low, high = np.zeros(len(lanes), dtype=np.int64), self._chains.count[self._first[lanes] + k]
         open_ = np.flatnonzero(low < high)
         while len(open_):
             middle = (low[open_] + high[open_]) // 2
-            fits = at(open_, middle)[1] <= budget[open_]
+            peak = self._peak(lanes[open_], self._plans(lanes[open_], k[open_], middle))
+            fits = peak <= self._budget[lanes[open_]]
             high[open_] = np.where(fits, middle, high[open_])
             low[open_] = np.where(fits, low[open_], middle + 1)
             open_ = open_[low[open_] < high[open_]]
-        return at(np.arange(len(job)), high)
+        plans = self._plans(lanes, k, high)
+        return plans, self._peak(lanes, plans), self._seconds(lanes, plans)
+
+    def _plans(self, lanes: Indices, k: Indices, taken: Indices) -> Plans:
+        return Plans(job=self._job[lanes], k=k, choices=self._chains.choices(self._first[lanes] + k, taken))
+
+    def _peak(self, lanes: Indices, plans: Plans) -> Floats:
+        return self._arrays.peak_bytes(plans, self._length[lanes])
+
+    def _seconds(self, lanes: Indices, plans: Plans) -> Floats:
+        own = None if self._unit_seconds is None else self._unit_seconds[lanes, plans.k]
+        return self._arrays.seconds_per_step(plans, self._length[lanes], own)
+
+
+class _Best:
+    """Hold the best plan of each lane so far: the cheapest that fits, else the one with the smallest peak."""
+
+    def __init__(self, lanes: int, max_units: int) -> None:
+        self.k = np.zeros(lanes, dtype=np.int64)
+        self.choices = np.zeros((lanes, max_units), dtype=np.int64)
+        self.cost, self.fits = np.full(lanes, np.inf), np.zeros(lanes, dtype=bool)
+        self._least = np.full(lanes, np.inf)
+
+    def take(self, at: Indices, plans: Plans, peak: Floats, cost: Floats, fits: NDArray[np.bool_]) -> None:
+        """Take in one plan for some lanes."""
+        better = np.where(fits, cost < self.cost[at], ~self.fits[at] & (peak < self._least[at]))
+        chosen, won = at[better], at[better & fits]
+        self.k[chosen], self.choices[chosen] = plans.k[better], plans.choices[better]
+        self._least[chosen] = peak[better]
+        self.cost[won], self.fits[won] = cost[better & fits], True

@@ -185,6 +185,7 @@ class Profile:
             units=self.units,
             accumulation_choices=self.accumulation_choices,
             precisions=self.precisions,
+            k_splits=self.batching == "fixed",
         )
 
     def unit(self, name: str) -> Unit:
