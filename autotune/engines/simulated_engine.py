@@ -13,7 +13,8 @@ from autotune.job import Job
 from autotune.measurement import Failure, GradientStatistics, Measurement, UnitGradient
 from autotune.physics.convergence import Convergence
 from autotune.physics.profile import Profile
-from autotune.physics.simulation import SimulatedJob, Simulation, Windows, World
+from autotune.physics.simulated_job import SimulatedJob
+from autotune.physics.simulation import Simulation, Windows, World
 from autotune.plan import Plan, PlanSpace
 
 

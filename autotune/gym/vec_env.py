@@ -22,7 +22,8 @@ from autotune.gym.spaces import observation_space
 from autotune.physics.cost_arrays import Floats, Indices, Plans
 from autotune.physics.goodput import efficiency
 from autotune.physics.price_solver import PriceSolver
-from autotune.physics.simulation import MOVING, SimulatedJob, Simulation, Windows, World
+from autotune.physics.simulated_job import SimulatedJob
+from autotune.physics.simulation import MOVING, Simulation, Windows, World
 from autotune.physics.synthetic import draw_job
 from autotune.plan import Precision
 

@@ -9,46 +9,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 import numpy as np
-from numpy.typing import NDArray
 
-from autotune.job import WarmupCosine
-from autotune.physics.convergence import Convergence, Curve, falling, step_efficiency
+from autotune.physics.convergence import step_efficiency
 from autotune.physics.cost_arrays import CostArrays, Floats, Indices, Plans
 from autotune.physics.noise_scale import NoiseScaleAverage
-from autotune.physics.profile import Profile
+from autotune.physics.simulated_job import Flags, JobArrays, SimulatedJob
 
-Flags = NDArray[np.bool_]
 _DECAY = NoiseScaleAverage().decay
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedJob:
-    """Hold a job as numbers.
-
-    Attributes:
-        name: what it is called.
-        profile: what a planner is told that it costs.
-        convergence: how it converges.
-        target: the metric at which it has arrived.
-        goal: whether the metric shall be small (``min``) or large (``max``).
-        total_samples: samples after which a run that has not arrived ends.
-        truth: what it really costs; ``None``: what its profile says.
-        schedule: its learning-rate schedule.
-        splits_to_learn: whether a whole batch may be cut in two so that the noise scale is learnt at k = 1.
-    """
-
-    name: str
-    profile: Profile
-    convergence: Convergence
-    target: float
-    total_samples: float
-    goal: str = "min"
-    truth: Profile | None = None
-    schedule: WarmupCosine | None = None
-    splits_to_learn: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,50 +176,6 @@ class Windows:
     unit_underflow: Floats
 
 
-@dataclass(frozen=True, slots=True)
-class _Curves:
-    """Hold one curve per job, or per lane; see :class:`autotune.physics.convergence.Curve`."""
-
-    asymptote: Floats
-    drop: Floats
-    scale: Floats
-    exponent: Floats
-
-    @classmethod
-    def of(cls, curves: Sequence[Curve]) -> _Curves:
-        return cls(*(np.array([getattr(curve, item.name) for curve in curves]) for item in fields(cls)))
-
-    def at(self, effort: Floats) -> Floats:
-        return falling(effort, self.asymptote, self.drop, self.scale, self.exponent)
-
-    def take(self, job: Indices) -> _Curves:
-        return _Curves(self.asymptote[job], self.drop[job], self.scale[job], self.exponent[job])
-
-
-@dataclass(slots=True)
-class _Jobs:
-    """Hold what differs between jobs, besides costs, as arrays over jobs."""
-
-    loss: _Curves
-    metric: _Curves
-    noise_reference: Floats
-    noise_loss: Floats
-    noise_exponent: Floats
-    noise_factor: Floats
-    batch: Floats
-    adaptive: Flags
-    target: Floats
-    sign: Floats
-    total_samples: Floats
-    switch_s: Floats
-    splits: Flags
-    warmup: Floats
-    minimum: Floats
-    scheduled: Flags
-    squared_errors: Floats = field(default_factory=lambda: np.zeros(0))
-    unit_share: Floats = field(default_factory=lambda: np.zeros(0))
-
-
 class Simulation:
     """Run lanes of simulated jobs.
 
@@ -275,7 +201,7 @@ class Simulation:
         same = all(job.truth is None for job in jobs)
         self.true = self.told if same else CostArrays(truths, max_units=max_units)
         self._generator = np.random.default_rng(seed)
-        self._facts = self._collect()
+        self._facts = JobArrays.of(self.jobs, self.told)
         self.lanes = Lanes.begin(np.zeros(0, dtype=np.int64))
 
     def reseed(self, seed: int) -> None:
@@ -462,40 +388,3 @@ class Simulation:
     def _normal(self, deviation: float) -> Floats:
         n = len(self.lanes.job)
         return deviation * self._generator.standard_normal(n) if deviation else np.zeros(n)
-
-    def _collect(self) -> _Jobs:
-        jobs = self.jobs
-        models = [job.convergence for job in jobs]
-        schedules = [job.schedule or WarmupCosine() for job in jobs]
-        facts = _Jobs(
-            loss=_Curves.of([model.loss for model in models]),
-            metric=_Curves.of([model.metric for model in models]),
-            noise_reference=np.array([model.noise.reference for model in models]),
-            noise_loss=np.array([model.noise.reference_loss for model in models]),
-            noise_exponent=np.array([model.noise.exponent for model in models]),
-            noise_factor=np.array([model.noise_factor for model in models]),
-            batch=np.array([float(job.profile.batch_size) for job in jobs]),
-            adaptive=np.array([job.profile.batching == "adaptive" for job in jobs]),
-            target=np.array([job.target for job in jobs]),
-            sign=np.array([1.0 if job.goal == "min" else -1.0 for job in jobs]),
-            total_samples=np.array([float(job.total_samples) for job in jobs]),
-            switch_s=np.array([job.profile.switch_s for job in jobs]),
-            splits=np.array([job.splits_to_learn and job.profile.batching == "fixed" for job in jobs]),
-            warmup=np.array([schedule.warmup_frac for schedule in schedules]),
-            minimum=np.array([schedule.minimum_frac for schedule in schedules]),
-            scheduled=np.array([job.schedule is not None for job in jobs]),
-        )
-        shape = (len(jobs), self.told.max_units)
-        facts.squared_errors, facts.unit_share = np.zeros((*shape, self.told.max_choices)), np.zeros(shape)
-        for number, job in enumerate(jobs):
-            self._collect_units(number, job, facts)
-        return facts
-
-    @staticmethod
-    def _collect_units(number: int, job: SimulatedJob, facts: _Jobs) -> None:
-        parameters = sum(unit.num_parameters for unit in job.profile.units)
-        for place, unit in enumerate(job.profile.units):
-            facts.unit_share[number, place] = 1 / np.sqrt(max(parameters, 1))
-            errors = job.convergence.squared_errors.get(unit.name, {})
-            for index, precision in enumerate(job.profile.precisions):
-                facts.squared_errors[number, place, 2 * index : 2 * index + 2] = errors.get(str(precision), 0.0)

@@ -14,7 +14,7 @@ import numpy as np
 from autotune.job import WarmupCosine
 from autotune.physics.convergence import Convergence, Curve, NoiseLaw
 from autotune.physics.profile import FIXED, Boundary, Calibration, Cost, Profile, Segment, StepTable, choice_name
-from autotune.physics.simulation import SimulatedJob
+from autotune.physics.simulated_job import SimulatedJob
 from autotune.plan import Precision, Storage
 from autotune.units import Unit
 
