@@ -120,6 +120,13 @@ class Plan:
         """Return a SHA-256 of the plan's canonical JSON: equal on every rank and machine for equal plans."""
         return hashlib.sha256(self._canonical().encode()).hexdigest()
 
+    @property
+    def uniform_16_bit(self) -> Precision | None:
+        """Return the one 16-bit precision that all named units compute in; ``None`` where there is none."""
+        precisions = set(self.precision.values())
+        found = precisions.pop() if len(precisions) == 1 else None
+        return found if found in (Precision.BF16, Precision.FP16) else None
+
     def changed(self, **changes: Any) -> Plan:
         """Return a copy with some attributes replaced."""
         return replace(self, **changes)

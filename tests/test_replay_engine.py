@@ -67,7 +67,13 @@ def test_a_plan_that_was_not_recorded_is_named(engine: ReplayEngine) -> None:
 
 
 def test_an_environment_steps_through_a_recorded_search(engine: ReplayEngine) -> None:
-    env = TuningEnv(tiny_job.job(), lambda seed: engine, memory_budget_bytes="60%", window_steps=3, evaluate=False)
+    env = TuningEnv(
+        tiny_job.job(),
+        lambda seed: ReplayEngine(engine.space, engine._answers),
+        memory_budget_bytes="60%",
+        window_steps=3,
+        evaluate=False,
+    )
     observation, _ = env.reset(seed=0)
     rewards = []
     for plan in engine._answers:

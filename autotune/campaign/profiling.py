@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from autotune.campaign.runs import device_name
-from autotune.engines.profiler import ProfilerOptions, fixed_shape, profile, profile_key
+from autotune.engines.profiler import ProfilerOptions, calibration_plan, fixed_shape, profile, profile_key
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import InputError, ProfileError
 from autotune.files import read_json, write_json
@@ -150,7 +150,7 @@ def validate(
         on_plan: is told of visits done.
     """
     space, generator = found.space, np.random.default_rng(seed)
-    drawn = list(dict.fromkeys(space.sample(generator) for _ in range(plans)))
+    drawn = list(dict.fromkeys(calibration_plan(space, generator, number) for number in range(plans)))
     engine = TorchEngine(fixed_shape(job), seed=seed, options=EngineOptions(discard_steps=1, statistics_every=None))
     engine.run(1)
     peaks: dict[Plan, int] = {}

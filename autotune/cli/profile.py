@@ -22,7 +22,7 @@ def command(
     convergence: Annotated[
         bool, typer.Option("--convergence", help="Fit how the job converges to a few short real runs as well.")
     ] = False,
-    seconds: Annotated[float, typer.Option("--seconds", min=5, help="About how long profiling may take.")] = 60.0,
+    seconds: Annotated[float, typer.Option("--seconds", min=5, help="About how long profiling may take.")] = 50.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of weights, batches and calibration plans.")] = 0,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,

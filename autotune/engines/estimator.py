@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import (
 
 from autotune.engines.attribution import attribute
 from autotune.engines.inspection import accumulation_choices, ask, build_model, build_optimizer
-from autotune.engines.profiler import fixed_shape, homogeneous_plans, spread_choices
-from autotune.engines.step_tables import Choice, known, step_table
+from autotune.engines.profiler import fixed_shape, spread_choices
+from autotune.engines.step_tables import Choice, Probe, all_tables, homogeneous_plans, known, without_copies
 from autotune.errors import JobError
 from autotune.job import Job
 from autotune.mechanics import controls, stepping
@@ -29,7 +29,7 @@ from autotune.mechanics.fake_trace import FakeTracer, fused_attention
 from autotune.mechanics.memory_meter import resident_tensors
 from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.step_trace import Phase
-from autotune.mechanics.trees import map_tensors
+from autotune.mechanics.trees import map_tensors, tensors
 from autotune.physics.devices import DeviceSpec
 from autotune.physics.profile import Calibration, Profile
 from autotune.plan import Plan, PlanSpace, Precision, Storage
@@ -89,15 +89,18 @@ class _Estimator:
         space = self._space(model)
         fake = map_tensors(self._mode.from_tensor, self._batch)
         self._run(model, optimizer, fake, space.baseline(), None)
-        static = _bytes(resident_tensors(model, optimizer, [fake]))
+        static = _bytes(resident_tensors(model, optimizer, []))
         ks = spread_choices(space.accumulation_choices, _MAX_TABLES)
         plans = homogeneous_plans(space, ks)
-        choices: dict[tuple[int, str], Choice] = {}
-        for number, (key, plan) in enumerate(plans.items()):
-            first = next((choice for (k, _), choice in choices.items() if k == key[0]), None)
-            choices[key] = self._trace(model, optimizer, fake, space, plan, first)
+        choices: dict[Probe, Choice] = {}
+        for number, (probe, plan) in enumerate(plans.items()):
+            k = probe.accumulation_steps
+            first = next((choice for other, choice in choices.items() if other.accumulation_steps == k), None)
+            controls.apply(model, plan, fp32_borders=not probe.passes_16_bit)
+            choices[probe] = self._trace(model, optimizer, fake, space, plan, first)
             if self._on_progress is not None:
                 self._on_progress((number + 1) / len(plans))
+        tables, uniform_tables = all_tables(without_copies(choices), job.batch_size, space)
         return Profile(
             job=job.name,
             device=self._device.name,
@@ -108,15 +111,8 @@ class _Estimator:
             accumulation_choices=ks,
             precisions=space.precisions,
             static_bytes=static,
-            tables=tuple(
-                step_table(
-                    k,
-                    job.batch_size if job.batching == "adaptive" else -(-job.batch_size // k),
-                    {name: choice for (steps, name), choice in choices.items() if steps == k},
-                    space.recomputable,
-                )
-                for k in ks
-            ),
+            tables=tables,
+            uniform_tables=uniform_tables,
             calibration=Calibration(),
             noise_frac=0.0,
             switch_s=0.0,
@@ -154,7 +150,6 @@ class _Estimator:
         plan: Plan,
         first: Choice | None,
     ) -> Choice:
-        controls.apply(model, plan)
         tracer = FakeTracer(model, [unit.name for unit in space.units], self._operator_time)
         tracer.know(resident_tensors(model, optimizer, [batch]))
         self._run(model, optimizer, batch, plan, tracer)
@@ -171,7 +166,8 @@ class _Estimator:
             factor = 1.0 if place.phase == "update" else plan.accumulation_steps / traced
             seconds[key] = seconds.get(key, 0.0) + value * factor
         seconds.setdefault(("update", -1), 0.0)
-        return Choice(plan, seen, tracer.trace.calls, seconds=[seconds])
+        held = _bytes(tensors(batch)) * (1 if space.k_splits else plan.accumulation_steps)
+        return Choice(plan, seen, tracer.trace.calls, held, seconds=[seconds])
 
     def _run(
         self,

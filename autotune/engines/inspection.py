@@ -36,7 +36,7 @@ def inspect_job(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict
 
     Returns:
         The space, units in forward order; and a reason per choice that is locked (``accumulation_steps``,
-        ``precision``).
+        ``precision``, ``borders``).
 
     Raises:
         JobError: if the loss raises, is not a scalar tensor or takes no gradient, or the count is wrong.
@@ -48,17 +48,15 @@ def inspect_job(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict
         if calls[unit.name] == 0:
             logger.warning("unit %r is never called by the loss and cannot be tuned", unit.name)
     by_name = {unit.name: unit for unit in units}
-    ordered = tuple(by_name[name] for name, count in calls.items() if count > 0)
     locks: dict[str, str] = {}
-    return (
-        PlanSpace(
-            units=ordered,
-            accumulation_choices=accumulation_choices(job, model, locks),
-            precisions=_precisions(model, locks),
-            k_splits=job.batching == "fixed",
-        ),
-        locks,
+    space = PlanSpace(
+        units=tuple(by_name[name] for name, count in calls.items() if count > 0),
+        accumulation_choices=accumulation_choices(job, model, locks),
+        precisions=_precisions(model, locks),
+        k_splits=job.batching == "fixed",
     )
+    _try_16_bit_borders(job, model, batch, space, locks)
+    return space, locks
 
 
 def classify(error: Exception) -> Failure:
@@ -136,6 +134,25 @@ def _trial(job: Job, model: nn.Module, batch: Any, units: tuple[Unit, ...]) -> d
             module.training = mode
     _check_loss(losses[0], f"job {job.name!r}")
     return calls
+
+
+def _try_16_bit_borders(job: Job, model: nn.Module, batch: Any, space: PlanSpace, locks: dict[str, str]) -> None:
+    """Note in ``locks`` if the code between units cannot take 16-bit tensors, which uniform plans would hand to it."""
+    plan = space.plan(accumulation_steps=1, precision=space.lowest_precision)
+    if plan.uniform_16_bit is None or not space.units:
+        return
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        controls.apply(model, plan)
+        with torch.no_grad():
+            job.loss(model, batch)
+    except Exception as error:  # noqa: BLE001 - whatever the user's code raises, fp32 borders are the answer
+        locks["borders"] = f"code between units takes no {space.lowest_precision} tensors: {error}"
+    finally:
+        controls.remove(model)
+        for module, mode in training.items():
+            module.training = mode
 
 
 def _check_loss(loss: Any, where: str) -> None:

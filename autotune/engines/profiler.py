@@ -23,21 +23,20 @@ from torch import nn
 
 from autotune.engines.attribution import attribute
 from autotune.engines.inspection import ask, build_model, build_optimizer
-from autotune.engines.step_tables import Choice, bounded, known, step_table
+from autotune.engines.step_tables import Choice, Probe, all_tables, homogeneous_plans, known, without_copies
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import JobError
 from autotune.job import Job
 from autotune.measurement import Failure, Measurement
+from autotune.mechanics import controls
 from autotune.mechanics.memory_meter import resident_tensors, tensor_bytes
 from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch, seconds_by_place, stamp_for
-from autotune.mechanics.trees import tensors
+from autotune.mechanics.trees import map_tensors, tensors
 from autotune.physics.profile import (
     PROFILE_VERSION,
     Calibration,
     Profile,
-    StepTable,
-    choice_name,
 )
 from autotune.physics.time_model import calibrated
 from autotune.plan import Plan, PlanSpace, Storage
@@ -64,7 +63,7 @@ class ProfilerOptions:
         seed: of weights, batches and calibration plans.
     """
 
-    seconds: float = 60.0
+    seconds: float = 50.0
     max_rounds: int = 5
     calibration_plans: int = 8
     max_tables: int = 4
@@ -72,9 +71,9 @@ class ProfilerOptions:
 
 
 def fixed_shape(job: Job, seed: int = 0) -> Job:
-    """Return the job with one batch for ever: the largest of its first few."""
+    """Return the job with one batch for ever, copied for every step: the largest of its first few."""
     batch = max(itertools.islice(job.batches(seed), _CANDIDATES), key=lambda item: tensor_bytes(tensors(item)))
-    return replace(job, batches=lambda _seed: itertools.repeat(batch))
+    return replace(job, batches=lambda _seed: (map_tensors(torch.clone, batch) for _ in itertools.count()))
 
 
 def profile_key(job: Job, device_name: str) -> str:
@@ -114,6 +113,7 @@ class WatchedEngine(TorchEngine):
     watch: StepWatch | None = None
     tracer: StepTracer | None = None
     static_bytes: int = 0
+    batch_bytes: int = 0
 
     def phase(self, name: Phase) -> None:
         """Pass the phase on to whoever watches."""
@@ -124,7 +124,8 @@ class WatchedEngine(TorchEngine):
     def metering(self, batches: Sequence[Any]) -> Iterator[bool]:
         """Trace or watch the body, where that was asked for."""
         if self.tracer is not None:
-            self.static_bytes = tensor_bytes(resident_tensors(self.model, self.update.optimizer, batches))
+            self.batch_bytes = tensor_bytes(tensors(batches))
+            self.static_bytes = tensor_bytes(resident_tensors(self.model, self.update.optimizer, []))
             self.watch = self.tracer.watch
             with self.tracer.tracing():
                 yield True
@@ -153,6 +154,11 @@ class WatchedEngine(TorchEngine):
         if window.failure is not None:
             return window, {}, ()
         return window, seconds_by_place(watch, self.device), tuple(watch.calls[0])
+
+    def apply_with(self, plan: Plan, *, fp32_borders: bool) -> None:
+        """Apply a plan, whatever was applied before, with one kind of borders where the plan allows both."""
+        self.apply(plan)
+        controls.apply(self.model, plan, fp32_borders=fp32_borders or self.fp32_borders)
 
     def leave_out(self, names: Collection[str]) -> None:
         """Let some units be as the job has them from now on, and no part of any plan."""
@@ -237,7 +243,7 @@ class _Profiler:
         choices = self._observe()
         if not choices:
             raise JobError("no plan could be profiled", where=f"job {self._job.name!r}", allowed=self._warnings)
-        tables = tuple(self._table(k, choices) for k in self._ks if any(key[0] == k for key in choices))
+        tables, uniform_tables = all_tables(choices, self._job.batch_size, engine.space)
         result = Profile(
             job=self._job.name,
             device=self._device_name,
@@ -248,7 +254,8 @@ class _Profiler:
             accumulation_choices=tuple(table.accumulation_steps for table in tables),
             precisions=engine.space.precisions,
             static_bytes=engine.static_bytes,
-            tables=bounded(tables),
+            tables=tables,
+            uniform_tables=uniform_tables,
             calibration=Calibration(),
             noise_frac=_noise([choice.totals for choice in choices.values()]),
             switch_s=max(0.0, statistics.median(_switches(choices.values()))),
@@ -271,15 +278,16 @@ class _Profiler:
         if window.failure is not None:
             raise JobError(f"the first step ends with {window.failure}: {window.failure_detail}", where="job")
 
-    def _observe(self) -> dict[tuple[int, str], Choice]:
+    def _observe(self) -> dict[Probe, Choice]:
         """Trace and time the homogeneous plans; units that are called only sometimes are left out, with a warning."""
         while True:
             try:
                 for _ in range(_CALL_CHECKS):
                     self._require_steady_calls(self.engine.timed()[2])
-                choices = self._trace()
+                choices = without_copies(self._trace())
                 self._report(0.25)
                 self._time(choices)
+                self.engine.apply(self.engine.space.baseline())
             except _UnsteadyCalls as unsteady:
                 self.engine.leave_out(unsteady.names)
                 self._calls = None
@@ -288,43 +296,44 @@ class _Profiler:
             else:
                 return choices
 
-    def _trace(self) -> dict[tuple[int, str], Choice]:
+    def _trace(self) -> dict[Probe, Choice]:
         """Trace one step of every homogeneous plan; leave out those that fail."""
-        choices: dict[tuple[int, str], Choice] = {}
-        for key, plan in homogeneous_plans(self.engine.space, self._ks).items():
-            self.engine.apply(plan)
+        choices: dict[Probe, Choice] = {}
+        for probe, plan in homogeneous_plans(self.engine.space, self._ks).items():
+            self.engine.apply_with(plan, fp32_borders=not probe.passes_16_bit)
             window, tracer = self.engine.traced()
             if window.failure is not None or tracer.trace is None:
-                self._refuse(key, window)
+                self._refuse(probe, window)
                 continue
             recomputed = [name for name, storage in plan.storage.items() if storage is Storage.RECOMPUTE]
-            first = next((choice for (k, _), choice in choices.items() if k == key[0]), None)
+            k = probe.accumulation_steps
+            first = next((choice for other, choice in choices.items() if other.accumulation_steps == k), None)
             self._require_steady_calls(tracer.trace.calls)
             seen = attribute(tracer.trace, recomputed, None if first is None else known(first).gradients)
-            choices[key] = Choice(plan, seen, tracer.trace.calls)
+            choices[probe] = Choice(plan, seen, tracer.trace.calls, self.engine.batch_bytes)
         return choices
 
-    def _refuse(self, key: tuple[int, str], window: Measurement) -> None:
-        k, name = key
+    def _refuse(self, probe: Probe, window: Measurement) -> None:
+        k, name = probe.accumulation_steps, probe.choice
         self._warnings.append(f"k = {k} with {name} ends with {window.failure}: {window.failure_detail}")
         if window.failure not in (Failure.OUT_OF_MEMORY, Failure.UNSUPPORTED):
             raise JobError(f"profiling {name} at k = {k} ends with {window.failure}", where=f"job {self._job.name!r}")
 
-    def _time(self, choices: Mapping[tuple[int, str], Choice]) -> None:
+    def _time(self, choices: Mapping[Probe, Choice]) -> None:
         """Time the homogeneous plans piece by piece, in rounds of alternating direction."""
         began = time.perf_counter()
         share = 0.75 * self._options.seconds
         for number in range(self._options.max_rounds):
-            order = list(choices.values())
-            for choice in order if number % 2 == 0 else reversed(order):
-                self._visit(choice)
+            order = list(choices.items())
+            for probe, choice in order if number % 2 == 0 else reversed(order):
+                self._visit(probe, choice)
             spent = time.perf_counter() - began
             self._report(0.25 + 0.5 * min(spent / share, 1.0))
             if number >= 1 and spent * (number + 2) / (number + 1) > share:
                 break
 
-    def _visit(self, choice: Choice) -> None:
-        self.engine.apply(choice.plan)
+    def _visit(self, probe: Probe, choice: Choice) -> None:
+        self.engine.apply_with(choice.plan, fp32_borders=not probe.passes_16_bit)
         choice.totals.append([])
         for step in range(_VISIT_STEPS):
             window, seconds, calls = self.engine.timed()
@@ -351,17 +360,10 @@ class _Profiler:
             # Called as often, but in another order: none of them has a place of its own.
             raise _UnsteadyCalls(tuple(differing or sorted(counts)))
 
-    def _table(self, k: int, choices: Mapping[tuple[int, str], Choice]) -> StepTable:
-        own = {name: choice for (steps, name), choice in choices.items() if steps == k}
-        return step_table(k, self._micro_batch(k), own, self.engine.space.recomputable)
-
-    def _micro_batch(self, k: int) -> int:
-        return self._job.batch_size if self._job.batching == "adaptive" else -(-self._job.batch_size // k)
-
     def _calibrate(self, result: Profile) -> Profile:
         """Measure whole plans, interleaved, and fit the time model to them."""
         space, generator = result.space, np.random.default_rng(self._options.seed)
-        plans = [space.sample(generator) for _ in range(self._options.calibration_plans)]
+        plans = [calibration_plan(space, generator, number) for number in range(self._options.calibration_plans)]
         seconds: dict[Plan, list[float]] = {plan: [] for plan in plans}
         for order in (plans, plans[::-1]):
             for plan in order:
@@ -381,19 +383,12 @@ class _Profiler:
             self._on_progress(share)
 
 
-def homogeneous_plans(space: PlanSpace, ks: Sequence[int]) -> dict[tuple[int, str], Plan]:
-    """Return the plans in which every unit takes the same choice, by k and the choice's name."""
-    storages = [Storage.SAVE, *([Storage.RECOMPUTE] if space.recomputable else [])]
-    return {
-        (k, choice_name(precision, storage)): space.plan(
-            accumulation_steps=k,
-            precision=precision,
-            recomputed=space.recomputable if storage is Storage.RECOMPUTE else (),
-        )
-        for k in ks
-        for precision in space.precisions
-        for storage in storages
-    }
+def calibration_plan(space: PlanSpace, generator: np.random.Generator, number: int) -> Plan:
+    """Return a random plan; every fourth uses the lowest precision for all units, as the best plans often do."""
+    plan = space.sample(generator)
+    if number % 4 == 3:
+        return plan.changed(precision={unit.name: space.lowest_precision for unit in space.units})
+    return plan
 
 
 def spread_choices(choices: Sequence[int], count: int) -> tuple[int, ...]:

@@ -8,8 +8,44 @@ from dataclasses import dataclass, field, replace
 
 from autotune.engines.attribution import Attribution, BoundaryKey, as_boundary
 from autotune.mechanics.step_trace import Phase
-from autotune.physics.profile import FIXED, Boundary, Cost, Segment, StepTable
-from autotune.plan import Plan, Storage
+from autotune.physics.profile import FIXED, Boundary, Cost, Segment, StepTable, choice_name
+from autotune.plan import Plan, PlanSpace, Precision, Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Name a homogeneous plan.
+
+    Attributes:
+        accumulation_steps: k.
+        choice: what every unit chooses, for example ``bf16/recompute``.
+        passes_16_bit: whether tensors pass between units in 16 bits.
+    """
+
+    accumulation_steps: int
+    choice: str
+    passes_16_bit: bool = False
+
+    @property
+    def precision(self) -> str:
+        """Return the name of the precision."""
+        return self.choice.partition("/")[0]
+
+
+def homogeneous_plans(space: PlanSpace, ks: Sequence[int]) -> dict[Probe, Plan]:
+    """Return the plans in which every unit takes the same choice; those of 16 bits with both kinds of borders."""
+    storages = [Storage.SAVE, *([Storage.RECOMPUTE] if space.recomputable else [])]
+    return {
+        Probe(k, choice_name(precision, storage), passes): space.plan(
+            accumulation_steps=k,
+            precision=precision,
+            recomputed=space.recomputable if storage is Storage.RECOMPUTE else (),
+        )
+        for k in ks
+        for precision in space.precisions
+        for passes in ((False, True) if precision in (Precision.BF16, Precision.FP16) else (False,))
+        for storage in storages
+    }
 
 
 @dataclass(slots=True)
@@ -20,6 +56,7 @@ class Choice:
         plan: the plan.
         attribution: who kept what, in its traced step.
         calls: the units that the step called, in order.
+        batch_bytes: the batches that the step held.
         seconds: of each timed step, by phase and segment.
         totals: of each visit, the seconds of its timed steps.
         first_s: of each visit, the seconds of its first step.
@@ -28,9 +65,56 @@ class Choice:
     plan: Plan
     attribution: Attribution | None = None
     calls: tuple[str, ...] = ()
+    batch_bytes: int = 0
     seconds: list[dict[tuple[Phase, int], float]] = field(default_factory=list)
     totals: list[list[float]] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
+
+
+def without_copies(choices: Mapping[Probe, Choice]) -> dict[Probe, Choice]:
+    """Return what was traced without 16-bit borders that make no difference: where units return fp32 by themselves."""
+    copies: set[Probe] = set()
+    for k, precision in {(p.accumulation_steps, p.precision) for p in choices if p.passes_16_bit}:
+        pairs = [
+            (probe, replace(probe, passes_16_bit=False))
+            for probe in choices
+            if probe.passes_16_bit and (probe.accumulation_steps, probe.precision) == (k, precision)
+        ]
+        if all(other in choices and known(choices[probe]) == known(choices[other]) for probe, other in pairs):
+            copies.update(probe for probe, _ in pairs)
+    return {probe: choice for probe, choice in choices.items() if probe not in copies}
+
+
+def all_tables(
+    choices: Mapping[Probe, Choice], batch_size: int, space: PlanSpace
+) -> tuple[tuple[StepTable, ...], dict[str, tuple[StepTable, ...]]]:
+    """Return the costs of a step at every k.
+
+    Args:
+        choices: what was seen under every homogeneous plan.
+        batch_size: samples in a batch.
+        space: the plans.
+
+    Returns:
+        For plans of different precisions, ascending in k; and by the name of a 16-bit precision for those that use it
+        everywhere, where that makes a difference.
+    """
+
+    def tables(*, passing: str | None) -> tuple[StepTable, ...]:
+        found = []
+        for k in dict.fromkeys(probe.accumulation_steps for probe in choices):
+            own = {
+                probe.choice: choice
+                for probe, choice in choices.items()
+                if probe.accumulation_steps == k and passing == (probe.precision if probe.passes_16_bit else None)
+            }
+            if own:
+                micro_batch = -(-batch_size // k) if space.k_splits else batch_size
+                found.append(step_table(k, micro_batch, own, space.recomputable))
+        return bounded(found) if found else ()
+
+    passing = dict.fromkeys(probe.precision for probe in choices if probe.passes_16_bit)
+    return tables(passing=None), {precision: tables(passing=precision) for precision in passing}
 
 
 def step_table(
@@ -53,6 +137,7 @@ def step_table(
         boundaries=_merged_boundaries(calls, own),
         update_peak_bytes=max(known(choice).update_peak for choice in own.values()),
         update_s=statistics.median(seconds[("update", -1)] for choice in own.values() for seconds in choice.seconds),
+        batch_bytes=max(choice.batch_bytes for choice in own.values()),
     )
 
 

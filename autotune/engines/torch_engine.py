@@ -126,6 +126,7 @@ class TorchEngine:
             self._pending: list[Any] = [ask(job, "batches", self._stream.take)]
             self._random = randomness.capture()
             self._space, self.locks = inspect_job(job, self.model, self._pending[0])
+            self.fp32_borders = "borders" in self.locks
             optimizer = build_optimizer(job, self.model)
         self.update = stepping.Update(optimizer, clip_norm=job.clip_norm, device_type=self.device.type)
         self._base_rates = [group["lr"] for group in self.update.optimizer.param_groups]
@@ -157,7 +158,7 @@ class TorchEngine:
         plan = self._space.check(plan)
         if plan == self._plan:
             return
-        controls.apply(self.model, plan)
+        controls.apply(self.model, plan, fp32_borders=self.fp32_borders)
         self._plan = plan
         self._steps_under_plan = 0
 

@@ -29,12 +29,14 @@ class ControlledForward:
         module: the unit.
         precision: the precision that the next call runs in.
         storage: the storage that the next call uses.
+        passes_16_bit: whether 16-bit outputs are handed on as they are.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.precision = Precision.INHERIT
         self.storage = Storage.SAVE
+        self.passes_16_bit = False
         self.suspended = False
         self.recomputation = Recomputation(module)
         # A forward that somebody else put on the instance is called, and put back at the end.
@@ -52,7 +54,7 @@ class ControlledForward:
 
     def _bind(self, precision: Precision) -> Callable[..., Any]:
         """Return the forward in a precision that later switches cannot change under a living graph."""
-        original = self._original
+        original, passes = self._original, self.passes_16_bit
         if precision is Precision.INHERIT:
             return original
 
@@ -61,7 +63,8 @@ class ControlledForward:
                 # Under an outer autocast of the user's own a unit can be handed 16-bit inputs.
                 args, kwargs = canonical(args), canonical(kwargs)
             with computing_in(precision, _device_type(self.module)):
-                return canonical(original(*args, **kwargs))
+                outputs = original(*args, **kwargs)
+                return outputs if passes else canonical(outputs)
 
         return run
 
@@ -86,15 +89,18 @@ class ControlledForward:
         return getattr, (self.module, "forward")
 
 
-def apply(model: nn.Module, plan: Plan) -> None:
+def apply(model: nn.Module, plan: Plan, *, fp32_borders: bool = False) -> None:
     """Make a model run under a plan, from its next forward pass on.
 
-    A unit that the plan does not name, or leaves at ``inherit`` and ``save``, is released. Call it only between steps,
-    while no graph of the model is alive.
+    A unit that the plan does not name, or leaves at ``inherit`` and ``save``, is released. What a unit hands on is
+    fp32, so that no unit depends on how others compute; only where the plan puts every parameter of the model under
+    one 16-bit precision, tensors pass between units as they are, as under plain autocast, and the last unit returns
+    fp32. Call it only between steps, while no graph of the model is alive.
 
     Args:
         model: the model whose module names the plan uses.
-        plan: the plan.
+        plan: the plan, its units in forward order.
+        fp32_borders: hand on fp32 in any case; for profiling.
 
     Raises:
         PlanError: if the plan names a module that the model does not have, or asks for autocast in a unit whose
@@ -108,8 +114,9 @@ def apply(model: nn.Module, plan: Plan) -> None:
     for forward in list(_controlled(model)):
         if id(forward.module) not in kept:
             forward.release()
+    passing = frozenset() if fp32_borders else _passing(model, plan, modules)
     for name in names:
-        _set(modules[name], plan.precision_of(name), plan.storage_of(name))
+        _set(modules[name], plan.precision_of(name), plan.storage_of(name), passes_16_bit=name in passing)
 
 
 def remove(model: nn.Module) -> None:
@@ -190,7 +197,17 @@ def has_16_bit_parameters(module: nn.Module) -> bool:
     return any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in module.parameters())
 
 
-def _set(module: nn.Module, precision: Precision, storage: Storage) -> None:
+def _passing(model: nn.Module, plan: Plan, modules: dict[str, nn.Module]) -> frozenset[str]:
+    """Return the units that hand on 16-bit tensors: all but the last, where one 16-bit precision covers the model."""
+    if plan.uniform_16_bit is None:
+        return frozenset()
+    covered = {id(parameter) for name in plan.precision for parameter in modules[name].parameters()}
+    if any(id(parameter) not in covered for parameter in model.parameters()):
+        return frozenset()
+    return frozenset(list(plan.precision)[:-1])
+
+
+def _set(module: nn.Module, precision: Precision, storage: Storage, *, passes_16_bit: bool) -> None:
     forward = module.__dict__.get("forward")
     if precision is Precision.INHERIT and storage is Storage.SAVE:
         if isinstance(forward, ControlledForward):
@@ -201,6 +218,7 @@ def _set(module: nn.Module, precision: Precision, storage: Storage) -> None:
         module.__dict__["forward"] = forward
     forward.precision = precision
     forward.storage = storage
+    forward.passes_16_bit = passes_16_bit
 
 
 def _device_type(module: nn.Module) -> str:

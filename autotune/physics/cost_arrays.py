@@ -52,16 +52,18 @@ class CostArrays:
         profiles: the jobs.
         max_units: units of the largest.
         max_k: accumulation choices of the job that has most.
+        variants: sets of costs that a job can have: one per k for plans of different precisions and, where a profile
+            says so, one more per k and 16-bit precision for plans that use it everywhere; number regime x max_k + k.
         max_choices: choices per unit: twice the most precisions.
         num_units: shape (jobs,).
         num_k: shape (jobs,).
         num_precisions: shape (jobs,).
         recomputable: shape (jobs, max_units).
         accumulation_steps: shape (jobs, max_k), k itself; the last one repeats.
-        unit_seconds: shape (jobs, max_k, max_units, max_choices), calibrated; of choices that a unit lacks, those of
+        unit_seconds: shape (jobs, variants, max_units, max_choices), calibrated; of choices that a unit lacks, those of
             saving.
-        between_seconds: shape (jobs, max_k), the code between units, calibrated.
-        constant_seconds: shape (jobs, max_k), what does not depend on the sequence length.
+        between_seconds: shape (jobs, variants), the code between units, calibrated.
+        constant_seconds: shape (jobs, variants), what does not depend on the sequence length.
         unit_kept_bytes: as ``unit_seconds``, what stays until backward because of the unit, boundaries included.
     """
 
@@ -71,7 +73,9 @@ class CostArrays:
         self.max_units = max(max(len(p.units) for p in profiles), max_units or 0)
         self.max_k = max(len(p.tables) for p in profiles)
         self.max_choices = 2 * max(len(p.precisions) for p in profiles)
-        tables = [table for p in profiles for table in p.tables]
+        self.regimes = self.max_choices // 2 if any(p.uniform_tables for p in profiles) else 1
+        self.variants = self.regimes * self.max_k
+        tables = [table for p in profiles for table in (*p.tables, *(t for u in p.uniform_tables.values() for t in u))]
         self._segments = max(len(table.segments) for table in tables)
         self._boundaries = max(1, *(len(table.boundaries) for table in tables))
         keepers = [len(b.keepers) for table in tables for b in table.boundaries]
@@ -86,7 +90,7 @@ class CostArrays:
             self._load(index, profile)
 
     def _make(self) -> None:
-        shape = (len(self.profiles), self.max_k)
+        shape = (len(self.profiles), self.variants)
         per_choice = (*shape, self._segments, self.max_choices)
         self._saved = np.zeros(per_choice)
         # A pass needs constant + length x activation bytes above what earlier segments keep.
@@ -111,15 +115,19 @@ class CostArrays:
         numbers = {unit.name: number for number, unit in enumerate(profile.units)}
         self.recomputable[job, : len(profile.units)] = [unit.recomputable for unit in profile.units]
         for k in range(self.max_k):
-            table = profile.tables[min(k, len(profile.tables) - 1)]
-            self.accumulation_steps[job, k] = table.accumulation_steps
-            calibration = profile.calibration
-            self._static[job, k] = profile.static_bytes
-            self._update_peak[job, k] = table.update_peak_bytes
-            added = calibration.micro_batch_s * table.accumulation_steps + calibration.constant_s
-            self.constant_seconds[job, k] = calibration.scale * table.update_s + added
-            self._load_segments((job, k), profile, table, numbers)
-            self._load_boundaries((job, k), profile, table, numbers)
+            mixed = profile.tables[min(k, len(profile.tables) - 1)]
+            self.accumulation_steps[job, k] = mixed.accumulation_steps
+            for regime in range(self.regimes):
+                self._load_table((job, regime * self.max_k + k), profile, _table(profile, regime, mixed), numbers)
+
+    def _load_table(self, where: tuple[int, int], profile: Profile, table: StepTable, numbers: dict[str, int]) -> None:
+        calibration = profile.calibration
+        added = calibration.micro_batch_s * table.accumulation_steps + calibration.constant_s
+        self._static[where] = profile.static_bytes + table.batch_bytes
+        self._update_peak[where] = table.update_peak_bytes
+        self.constant_seconds[where] = calibration.scale * table.update_s + added
+        self._load_segments(where, profile, table, numbers)
+        self._load_boundaries(where, profile, table, numbers)
 
     def _load_segments(
         self, where: tuple[int, int], profile: Profile, table: StepTable, numbers: dict[str, int]
@@ -201,6 +209,16 @@ class CostArrays:
             storage={unit.name: _STORAGES[choice % 2] for unit, choice in pairs if unit.recomputable},
         )
 
+    def variant(self, plans: Plans) -> Indices:
+        """Return the set of costs that holds for each plan, shape (n,)."""
+        if self.regimes == 1:
+            return plans.k
+        precision = plans.choices // 2
+        first = precision[:, :1]
+        there = np.arange(self.max_units)[None, :] < self.num_units[plans.job][:, None]
+        uniform = ((precision == first) | ~there).all(axis=1)
+        return np.asarray(plans.k + self.max_k * np.where(uniform, first[:, 0], 0))
+
     def peak_bytes(self, plans: Plans, length: Floats | float = 1.0) -> Floats:
         """Return predicted peaks, shape (n,).
 
@@ -232,10 +250,10 @@ class CostArrays:
         Args:
             plans: one plan per lane.
             length: factor on everything that grows with the sequences, as for :meth:`peak_bytes`.
-            unit_seconds: shape (n, max_units, max_choices), what the units cost each lane at its plan's k; ``None`` for
-                what its job's profile says.
+            unit_seconds: shape (n, max_units, max_choices), what the units cost each lane at its plan's variant;
+                ``None`` for what its job's profile says.
         """
-        row = plans.job * self.max_k + plans.k
+        row = plans.job * self.variants + self.variant(plans)
         if unit_seconds is None:
             units = row[:, None] * self.max_units + np.arange(self.max_units)
             chosen = np.take(self.unit_seconds.reshape(-1), units * self.max_choices + plans.choices)
@@ -246,7 +264,7 @@ class CostArrays:
 
     def _cells(self, plans: Plans) -> tuple[Indices, Indices]:
         """Return the flat index of each lane's job and k, and of each of its segments' choices."""
-        row = plans.job * self.max_k + plans.k
+        row = plans.job * self.variants + self.variant(plans)
         unit_of = np.take(self._unit_of.reshape(-1, self._segments), row, axis=0)
         padded = np.concatenate([plans.choices, np.zeros((len(row), 1), dtype=np.int64)], axis=1)
         choice = np.take_along_axis(padded, unit_of, axis=1)
@@ -274,6 +292,14 @@ class CostArrays:
 
         staying = spread(born, np.where(kept, size, 0.0))
         return staying + spread(born, passing) - spread(np.minimum(gone, start + width - 1), passing), staying
+
+
+def _table(profile: Profile, regime: int, mixed: StepTable) -> StepTable:
+    """Return the costs of plans that use one 16-bit precision everywhere, or those of others where there are none."""
+    if not 0 < regime < len(profile.precisions):
+        return mixed
+    tables = profile.uniform_tables.get(str(profile.precisions[regime]), ())
+    return next((table for table in tables if table.accumulation_steps == mixed.accumulation_steps), mixed)
 
 
 def _larger(first: tuple[int, int], later_one: tuple[int, int], *, later: bool) -> tuple[int, int]:

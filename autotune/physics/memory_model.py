@@ -87,8 +87,8 @@ def peak_bytes(profile: Profile, plan: Plan) -> int:
     Raises:
         ProfileError: if the plan's k is not in the profile.
     """
-    table = profile.table(plan.accumulation_steps)
-    return profile.static_bytes + step_peak_bytes(table, choices(table.segments, plan))
+    table = profile.table_for(plan)
+    return profile.static_bytes + table.batch_bytes + step_peak_bytes(table, choices(table.segments, plan))
 
 
 def step_peak_bytes(table: StepTable, chosen: Sequence[str]) -> int:

@@ -239,7 +239,7 @@ class MovingRuns:
     ) -> Floats:
         """Return the seconds of a window without switching, with true costs or with those that planners are told."""
         plans = Plans(self._course().job, k, choices)
-        own = self.arrays.unit_seconds[plans.job, k]
+        own = self.arrays.unit_seconds[plans.job, self.arrays.variant(plans)]
         own = own if told else own * self.unit_factors(window)
         return self.steps(window, k, choices) * self.arrays.seconds_per_step(plans, length, own)
 
@@ -251,7 +251,7 @@ class MovingRuns:
         ran_out = peak > course.budget[:, window]
         # The first window's plan is the one to launch with, which costs no switch.
         switched = ((k != self.k) | (choices != self.choices).any(axis=1)) & (window > 0)
-        own = self.arrays.unit_seconds[course.job, k] * self.unit_factors(window)
+        own = self.arrays.unit_seconds[course.job, self.arrays.variant(plans)] * self.unit_factors(window)
         step_s = self.arrays.seconds_per_step(plans, course.length[:, window], own)
         steps = self.steps(window, k, choices)
         seconds = np.where(ran_out, self._retried(window, steps * step_s), steps * step_s)

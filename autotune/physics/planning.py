@@ -103,9 +103,9 @@ class Planner:
         if not self._settings.correction:
             return
         precision = runs.choices // 2
-        told = np.take_along_axis(runs.arrays.unit_seconds[self._job, runs.k], runs.choices[:, :, None], axis=2)[
-            :, :, 0
-        ]
+        ran = Plans(self._job, runs.k, runs.choices)
+        seconds = runs.arrays.unit_seconds[self._job, runs.arrays.variant(ran)]
+        told = np.take_along_axis(seconds, runs.choices[:, :, None], axis=2)[:, :, 0]
         there = (told > 0) & ~outcome.ran_out[:, None]
         ratio = outcome.unit_seconds / np.where(told > 0, told, 1.0) / self.length[:, None]
         known = np.take_along_axis(self._measured, precision[:, :, None], axis=2)[:, :, 0]
@@ -116,7 +116,7 @@ class Planner:
         np.put_along_axis(self._measured, precision[:, :, None], (known | there)[:, :, None], axis=2)
 
     def _believed_seconds(self, levers: Levers) -> Floats:
-        """Return what each lane's units are believed to cost, shape (n, max_k, max_units, choices)."""
+        """Return what each lane's units are believed to cost, shape (n, variants, max_units, choices)."""
         factor = np.repeat(self.factor, 2, axis=2)
         if levers.price_16_bit.any():
             factor = factor.copy()
@@ -145,7 +145,7 @@ class Planner:
         current = Plans(self._job, runs.k, runs.choices)
 
         def window_seconds(plan: Plans) -> Floats:
-            step = arrays.seconds_per_step(plan, self.length, seconds[lanes, plan.k])
+            step = arrays.seconds_per_step(plan, self.length, seconds[lanes, arrays.variant(plan)])
             return step / worth[lanes, plan.k]
 
         now, then = window_seconds(current), window_seconds(plans)

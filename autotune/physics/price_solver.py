@@ -90,10 +90,19 @@ class PriceSolver:
         there = unit[None, :] < arrays.num_units[:, None]
         has = choice[None, :] < 2 * arrays.num_precisions[:, None]
         kept = arrays.recomputable[:, :, None] | (choice % 2 == 0)
-        self._allowed = there[:, :, None] & has[:, None, :] & kept
+        own = there[:, :, None] & has[:, None, :] & kept
+        # In a variant for one 16-bit precision no other can be chosen.
+        regime = np.arange(arrays.variants) // arrays.max_k
+        within = (regime[:, None] == 0) | (choice[None, :] // 2 == regime[:, None])
+        # Shape (jobs, variants, max_units, choices).
+        self._allowed = own[:, None] & within[None, :, None, :]
         shape = (-1, arrays.max_units, arrays.max_choices)
-        allowed = np.repeat(self._allowed, arrays.max_k, axis=0)
-        self._chains = make_chains(arrays.unit_seconds.reshape(shape), arrays.unit_kept_bytes.reshape(shape), allowed)
+        self._chains = make_chains(
+            arrays.unit_seconds.reshape(shape), arrays.unit_kept_bytes.reshape(shape), self._allowed.reshape(shape)
+        )
+        self._valid = (np.arange(arrays.variants) % arrays.max_k < arrays.num_k[:, None]) & (
+            regime < arrays.num_precisions[:, None]
+        )
 
     def solve(
         self,
@@ -111,40 +120,40 @@ class PriceSolver:
             length: factor on activations, as for :meth:`CostArrays.peak_bytes`.
             worth: shape (n, max_k), what a step at each k is worth; ``None`` counts all k the same. Time per worth is
                 minimised.
-            unit_seconds: shape (n, max_k, max_units, max_choices), what the units cost each lane; ``None`` for what its
-                job's profile says.
+            unit_seconds: shape (n, variants, max_units, max_choices), what the units cost each lane; ``None`` for what
+                its job's profile says.
 
         Returns:
             The plans; of lanes where nothing fits, the leanest that the chains reach.
         """
         lanes = _Lanes(self, job, budget_bytes, length, unit_seconds)
         worth = np.ones((len(job), self.arrays.max_k)) if worth is None else worth
-        bound = lanes.fastest() / worth
+        bound = np.where(self._valid[job], lanes.fastest() / np.tile(worth, self.arrays.regimes), np.inf)
         order = np.argsort(bound, axis=1, kind="stable")
         best = _Best(len(job), self.arrays.max_units)
-        for place in range(self.arrays.max_k):
-            k = order[:, place]
-            # Where even the unlimited plan at this k is slower than what was found, there is nothing to look for.
-            promising = np.take_along_axis(bound, k[:, None], 1)[:, 0] < best.cost
-            at = np.flatnonzero((k < self.arrays.num_k[job]) & promising)
+        for place in range(self.arrays.variants):
+            variant = order[:, place]
+            # Where even the unlimited plan is slower than what was found, there is nothing to look for.
+            least = np.take_along_axis(bound, variant[:, None], 1)[:, 0]
+            at = np.flatnonzero((least < best.cost) & (least < np.inf))
             if not len(at):
                 break
-            plans, peak, seconds = lanes.fit(at, k[at])
+            plans, peak, seconds = lanes.fit(at, variant[at])
             best.take(at, plans, peak, seconds / worth[at, plans.k], peak <= budget_bytes[at])
         return Plans(job=job, k=best.k, choices=best.choices), best.fits
 
     def chains(self, job: Indices, unit_seconds: Floats | None) -> tuple[Chains, Indices]:
-        """Return chains, and each lane's first row in them; one row per k."""
+        """Return chains, and each lane's first row in them; one row per variant."""
         arrays = self.arrays
         if unit_seconds is None:
-            return self._chains, job * arrays.max_k
+            return self._chains, job * arrays.variants
         shape = (-1, arrays.max_units, arrays.max_choices)
         chains = make_chains(
             unit_seconds.reshape(shape),
             arrays.unit_kept_bytes[job].reshape(shape),
-            np.repeat(self._allowed[job], arrays.max_k, axis=0),
+            self._allowed[job].reshape(shape),
         )
-        return chains, np.arange(len(job)) * arrays.max_k
+        return chains, np.arange(len(job)) * arrays.variants
 
 
 class _Lanes:
@@ -166,35 +175,36 @@ class _Lanes:
         self._chains, self._first = solver.chains(job, unit_seconds)
 
     def fastest(self) -> Floats:
-        """Return the seconds per step of each k's fastest plan, shape (n, max_k)."""
-        count = self._arrays.max_k
+        """Return the seconds per step of each variant's fastest plan, shape (n, variants)."""
+        count = self._arrays.variants
         lanes = np.repeat(np.arange(len(self._job)), count)
-        k = np.tile(np.arange(count), len(self._job))
-        plans = self._plans(lanes, k, np.zeros(len(lanes), dtype=np.int64))
+        variant = np.tile(np.arange(count), len(self._job))
+        plans = self._plans(lanes, variant, np.zeros(len(lanes), dtype=np.int64))
         return self._seconds(lanes, plans).reshape(-1, count)
 
-    def fit(self, lanes: Indices, k: Indices) -> tuple[Plans, Floats, Floats]:
+    def fit(self, lanes: Indices, variant: Indices) -> tuple[Plans, Floats, Floats]:
         """Return the plan of some lanes with the fewest links taken that fits, its peak and its seconds."""
-        low, high = np.zeros(len(lanes), dtype=np.int64), self._chains.count[self._first[lanes] + k]
+        low, high = np.zeros(len(lanes), dtype=np.int64), self._chains.count[self._first[lanes] + variant]
         open_ = np.flatnonzero(low < high)
         while len(open_):
             middle = (low[open_] + high[open_]) // 2
-            peak = self._peak(lanes[open_], self._plans(lanes[open_], k[open_], middle))
+            peak = self._peak(lanes[open_], self._plans(lanes[open_], variant[open_], middle))
             fits = peak <= self._budget[lanes[open_]]
             high[open_] = np.where(fits, middle, high[open_])
             low[open_] = np.where(fits, low[open_], middle + 1)
             open_ = open_[low[open_] < high[open_]]
-        plans = self._plans(lanes, k, high)
+        plans = self._plans(lanes, variant, high)
         return plans, self._peak(lanes, plans), self._seconds(lanes, plans)
 
-    def _plans(self, lanes: Indices, k: Indices, taken: Indices) -> Plans:
-        return Plans(job=self._job[lanes], k=k, choices=self._chains.choices(self._first[lanes] + k, taken))
+    def _plans(self, lanes: Indices, variant: Indices, taken: Indices) -> Plans:
+        choices = self._chains.choices(self._first[lanes] + variant, taken)
+        return Plans(job=self._job[lanes], k=variant % self._arrays.max_k, choices=choices)
 
     def _peak(self, lanes: Indices, plans: Plans) -> Floats:
         return self._arrays.peak_bytes(plans, self._length[lanes])
 
     def _seconds(self, lanes: Indices, plans: Plans) -> Floats:
-        own = None if self._unit_seconds is None else self._unit_seconds[lanes, plans.k]
+        own = None if self._unit_seconds is None else self._unit_seconds[lanes, self._arrays.variant(plans)]
         return self._arrays.seconds_per_step(plans, self._length[lanes], own)
 
 

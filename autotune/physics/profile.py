@@ -12,10 +12,10 @@ from typing import Any
 
 from autotune.errors import ProfileError
 from autotune.files import refuse_unknown_keys
-from autotune.plan import PlanSpace, Precision, Storage
+from autotune.plan import Plan, PlanSpace, Precision, Storage
 from autotune.units import Unit
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 # The one choice of a segment that belongs to no unit.
 FIXED = "fixed"
 
@@ -107,6 +107,7 @@ class StepTable:
         boundaries: what passes between them.
         update_peak_bytes: highest level outside forward and backward: all gradients, and what the update needs.
         update_s: seconds of a step outside forward and backward.
+        batch_bytes: the batches that a step holds: under adaptive batching one per micro-batch.
     """
 
     accumulation_steps: int
@@ -115,6 +116,7 @@ class StepTable:
     boundaries: tuple[Boundary, ...]
     update_peak_bytes: int
     update_s: float
+    batch_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,8 +151,10 @@ class Profile:
         units: the units, in forward order.
         accumulation_choices: allowed k.
         precisions: allowed precisions.
-        static_bytes: model, optimizer state and batch.
+        static_bytes: model and optimizer state.
         tables: one per profiled k, ascending.
+        uniform_tables: by the name of a 16-bit precision and of k, where plans that use it for all units cost something
+            else, since tensors then pass between units in 16 bits.
         calibration: of the time model.
         noise_frac: median relative difference of two medians of the same plan.
         switch_s: seconds by which the first step after a switch is longer, median.
@@ -170,6 +174,7 @@ class Profile:
     precisions: tuple[Precision, ...]
     static_bytes: int
     tables: tuple[StepTable, ...]
+    uniform_tables: Mapping[str, tuple[StepTable, ...]]
     calibration: Calibration
     noise_frac: float
     switch_s: float
@@ -192,8 +197,22 @@ class Profile:
         """Return a unit by the name that its segments have."""
         return next(unit for unit in self.units if unit.name == name)
 
+    def table_for(self, plan: Plan) -> StepTable:
+        """Return the costs that hold for a plan.
+
+        Raises:
+            ProfileError: if its k is not in the profile.
+        """
+        uniform = plan.changed(
+            precision={unit.name: plan.precision_of(unit.name) for unit in self.units}
+        ).uniform_16_bit
+        for table in self.uniform_tables.get(str(uniform), ()):
+            if table.accumulation_steps == plan.accumulation_steps:
+                return table
+        return self.table(plan.accumulation_steps)
+
     def table(self, accumulation_steps: int) -> StepTable:
-        """Return the costs at one k.
+        """Return the costs at one k, where units compute in different precisions.
 
         Raises:
             ProfileError: if that k is not in the profile.
@@ -211,7 +230,8 @@ class Profile:
         """Return the profile as a JSON object of the current version."""
         document = asdict(self)
         document["precisions"] = [str(precision) for precision in self.precisions]
-        for table in document["tables"]:
+        document["uniform_tables"] = {name: list(tables) for name, tables in document["uniform_tables"].items()}
+        for table in [*document["tables"], *(t for tables in document["uniform_tables"].values() for t in tables)]:
             for boundary in table["boundaries"]:
                 boundary["keepers"] = {str(key): list(names) for key, names in boundary["keepers"].items()}
         return {"version": PROFILE_VERSION, **document}
@@ -237,6 +257,9 @@ class Profile:
             values["accumulation_choices"] = tuple(values["accumulation_choices"])
             values["precisions"] = tuple(Precision(name) for name in values["precisions"])
             values["tables"] = tuple(_table(table) for table in values["tables"])
+            values["uniform_tables"] = {
+                name: tuple(_table(table) for table in tables) for name, tables in values["uniform_tables"].items()
+            }
             values["calibration"] = Calibration(**values["calibration"])
             values["warnings"] = tuple(values.get("warnings", ()))
             return cls(**values)

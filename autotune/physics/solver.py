@@ -86,8 +86,7 @@ def solve_each(profile: Profile, budget_bytes: int | None = None, goal: Goal | N
     """Return the best plan of every k that has one, the best first; see :func:`solve`."""
     goal = goal or Goal()
     usable = math.inf if budget_bytes is None else budget_bytes * (1 - SAFETY_MARGIN)
-    solutions = [_best_at(profile, table, usable, goal) for table in profile.tables]
-    found = [solution for solution in solutions if solution is not None]
+    found = _best_of_each_k(profile, usable, goal)
     if not found:
         require_feasible(profile, budget_bytes or 0)
     return sorted(found, key=lambda solution: solution.objective)
@@ -112,8 +111,7 @@ def require_feasible(profile: Profile, budget_bytes: int) -> None:
 def smallest(profile: Profile) -> Solution:
     """Return the plan with the smallest predicted peak; the fastest of them, nearly."""
     goal = Goal(weights=Weights(time=1e-4, memory=1.0))
-    found = [_best_at(profile, table, math.inf, goal) for table in profile.tables]
-    return min((solution for solution in found if solution is not None), key=lambda item: item.peak_bytes)
+    return min(_best_of_each_k(profile, math.inf, goal), key=lambda item: item.peak_bytes)
 
 
 def with_shadow_price(profile: Profile, solution: Solution, budget_bytes: int, goal: Goal | None = None) -> Solution:
@@ -136,6 +134,19 @@ def pareto_front(profile: Profile, points: int = 16, goal: Goal | None = None) -
     return front
 
 
+def _best_of_each_k(profile: Profile, usable_bytes: float, goal: Goal) -> list[Solution]:
+    """Return the best plan of every k that has one: of different precisions, or one 16-bit precision for all units."""
+    best: dict[int, Solution] = {}
+    for table in (*profile.tables, *(table for tables in profile.uniform_tables.values() for table in tables)):
+        solution = _best_at(profile, table, usable_bytes, goal)
+        if solution is None:
+            continue
+        k = solution.plan.accumulation_steps
+        if k not in best or solution.objective < best[k].objective:
+            best[k] = solution
+    return list(best.values())
+
+
 def _best_at(profile: Profile, table: StepTable, usable_bytes: float, goal: Goal) -> Solution | None:
     """Return the best plan at one k, or ``None`` if none fits."""
     program = _Program(profile, table, usable_bytes, goal)
@@ -144,6 +155,9 @@ def _best_at(profile: Profile, table: StepTable, usable_bytes: float, goal: Goal
         return None
     plan = _plan(profile, table, chosen)
     peak = peak_bytes(profile, plan)
+    if peak > usable_bytes and profile.table_for(plan) is not table:
+        # All units happen to compute in one 16-bit precision, which has costs of its own.
+        return None
     if peak > usable_bytes * (1 + 1e-9):
         raise AssertionError(f"the program's solution needs {peak} bytes, over {usable_bytes:.0f}")
     return _solution(profile, plan, goal, gap)
@@ -216,7 +230,7 @@ class _Program:
         base_s, base_bytes = _reference(profile, goal)
         self._per_second = goal.weights.time * profile.calibration.scale / worth / base_s
         self._per_mib = goal.weights.memory * _MIB / base_bytes
-        room = (usable_bytes - profile.static_bytes) / _MIB
+        room = (usable_bytes - profile.static_bytes - table.batch_bytes) / _MIB
         self._peak = self._column(0.0, room, self._per_mib)
         self._infeasible = room < table.update_peak_bytes / _MIB
         self._choose()

@@ -94,6 +94,7 @@ def draw_profile(generator: np.random.Generator, shape: Shape) -> Profile:
             _table(units, blocks, k, shape, overhead, float(generator.uniform(0, 0.003)))
             for k in shape.accumulation_choices
         ),
+        uniform_tables={},
         calibration=Calibration(),
         noise_frac=0.0,
         switch_s=0.0,
@@ -201,8 +202,14 @@ def varied(generator: np.random.Generator, profile: Profile, spread: float, *, s
         }
         return replace(one, costs=costs)
 
-    tables = tuple(replace(table, segments=tuple(segment(one) for one in table.segments)) for table in profile.tables)
-    return replace(profile, tables=tables)
+    def changed(tables: tuple[StepTable, ...]) -> tuple[StepTable, ...]:
+        return tuple(replace(table, segments=tuple(segment(one) for one in table.segments)) for table in tables)
+
+    return replace(
+        profile,
+        tables=changed(profile.tables),
+        uniform_tables={name: changed(tables) for name, tables in profile.uniform_tables.items()},
+    )
 
 
 def _times(cost: Cost, seconds: float, size: float) -> Cost:
@@ -261,6 +268,7 @@ def _table(
         boundaries=tuple(boundaries),
         update_peak_bytes=2 * gradients,
         update_s=overhead + per_micro_batch * k,
+        batch_bytes=0,
     )
 
 

@@ -26,7 +26,7 @@ def seconds_per_step(profile: Profile, plan: Plan) -> float:
 
 def summed_seconds(profile: Profile, plan: Plan) -> float:
     """Return the seconds of a step as the sum of its pieces."""
-    table = profile.table(plan.accumulation_steps)
+    table = profile.table_for(plan)
     pieces = zip(table.segments, choices(table.segments, plan), strict=True)
     return table.update_s + sum(segment.cost(name).seconds for segment, name in pieces)
 
