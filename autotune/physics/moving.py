@@ -22,7 +22,8 @@ class Strengths:
     """Say how strongly each thing moves; 0 switches it off.
 
     Attributes:
-        noise_error: relative error of one estimate of tr(Sigma) and of |G|^2 (noise scale seen late and noisily).
+        noise_error: relative error of one estimate of tr(Sigma) and of |G|^2, whose moving averages also lag; 0 tells
+            the noise scale as it is.
         cost_error: standard deviation of the logarithm of what a unit really costs in a precision, over its profile.
         drift: the same of each precision's speed as it slowly changes.
         drift_windows: after how many windows such a change is forgotten.
@@ -286,6 +287,8 @@ class MovingRuns:
 
     def known_noise_scale(self) -> Floats:
         """Return the estimate of each lane's noise scale; NaN while unknown."""
+        if not self.strengths.noise_error:
+            return self.noise_scale(min(self.window, self.windows - 1))
         known = (self._trace > 0) & (self._square > 0)
         return np.where(known, self._trace / np.where(known, self._square, 1.0), np.nan)
 

@@ -115,6 +115,13 @@ class Planner:
         np.put_along_axis(self.factor, precision[:, :, None], updated[:, :, None], axis=2)
         np.put_along_axis(self._measured, precision[:, :, None], (known | there)[:, :, None], axis=2)
 
+    def believed_step_seconds(self) -> Floats:
+        """Return what a step of the running plan is believed to take at the length last seen."""
+        runs = self._runs
+        plans = Plans(self._job, runs.k, runs.choices)
+        own = runs.arrays.unit_seconds[self._job, runs.arrays.variant(plans)] * np.repeat(self.factor, 2, axis=2)
+        return runs.arrays.seconds_per_step(plans, self.length, own)
+
     def _believed_seconds(self, levers: Levers) -> Floats:
         """Return what each lane's units are believed to cost, shape (n, variants, max_units, choices)."""
         factor = np.repeat(self.factor, 2, axis=2)

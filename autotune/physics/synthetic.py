@@ -67,7 +67,9 @@ def draw_profile(generator: np.random.Generator, shape: Shape) -> Profile:
         repeated = shape.identical and len(blocks) > 1
         blocks.append(blocks[1] if repeated else _block(generator, shape.precisions, blocks[-1].boundary))
     blocks.append(_block(generator, shape.precisions, blocks[-1].boundary))
-    overhead = float(generator.uniform(0.0, 0.1)) * sum(block.seconds for block in blocks)
+    # What a step costs once, however many micro-batches: the update and, on many devices, the exchange of gradients.
+    once = math.exp(generator.uniform(math.log(0.01), math.log(1.0)))
+    overhead = once * sum(block.seconds for block in blocks)
     weights = sum(block.weights for block in blocks)
     names = ["embedding", *(f"blocks.{index}" for index in range(shape.units)), "head"]
     units = tuple(
