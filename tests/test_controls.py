@@ -401,7 +401,7 @@ def test_outputs_in_tuples_dicts_and_recurrent_states_are_fp32_at_the_border():
             return {"pair": (y, [y, x.argmax()]), "text": "kept"}
 
     model = nn.ModuleDict({"trees": Trees(), "lstm": nn.LSTM(2, 2), "rnn": nn.GRU(2, 2)})
-    controls.apply(model, Plan(precision=dict.fromkeys(("trees", "lstm", "rnn"), "bf16")))
+    controls.apply(model, Plan(precision=dict.fromkeys(("trees", "lstm", "rnn"), "bf16")), fp32_borders=True)
     result = model["trees"](torch.ones(1, 2))
     assert result["pair"][0].dtype is result["pair"][1][0].dtype is torch.float32
     assert result["pair"][1][1].dtype is torch.int64

@@ -10,17 +10,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from gymnasium import spaces
 from sb3_contrib import MaskablePPO
 from sb3_contrib.common.maskable.policies import MaskableMultiInputActorCriticPolicy
+from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
+from stable_baselines3.common.vec_env import VecEnv
 from torch import nn
 
+from autotune.agents.lever_network import LeverNetwork
+from autotune.agents.levers import LeverRecipe
 from autotune.agents.network import Layout, PolicyNetwork
 from autotune.engines.metered_engine import StepsSpentError
 from autotune.gym.env import TuningEnv
+from autotune.gym.moving_env import FEATURES, SIZES, MovingEnv
 from autotune.gym.observation import Array
 from autotune.plan import Plan
 
@@ -175,3 +182,121 @@ def _clone(features: _NetworkFeatures, arrays: dict[str, Array], choice: Sequenc
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+
+
+def train_levers(
+    env: MovingEnv,
+    recipe: LeverRecipe,
+    *,
+    seed: int,
+    on_rollout: Callable[[int, float], None] | None = None,
+) -> LeverNetwork:
+    """Train a network to lean on a planner.
+
+    Args:
+        env: runs under moving conditions; a rollout is one whole run of each lane.
+        recipe: the settings.
+        seed: of the network and of the sampled actions.
+        on_rollout: is told of decisions made so far and of the last rollout's mean reward.
+    """
+    model = PPO(
+        _LeverPolicy,
+        _LeverVecEnv(env),
+        seed=seed,
+        n_steps=env.runs.windows,
+        batch_size=recipe.batch,
+        n_epochs=recipe.epochs,
+        learning_rate=lambda left: recipe.learning_rate * left,
+        ent_coef=recipe.entropy,
+        clip_range=recipe.clip,
+        gamma=recipe.discount,
+        gae_lambda=recipe.trace,
+        device="cpu",
+        policy_kwargs={
+            "features_extractor_class": _LeverFeatures,
+            "features_extractor_kwargs": {"width": recipe.width},
+            "net_arch": [],
+            "ortho_init": False,
+        },
+    )
+    model.learn(recipe.decisions, callback=_Rollouts(on_rollout))
+    features = model.policy.features_extractor
+    assert isinstance(features, _LeverFeatures)
+    return features.network.eval()
+
+
+class _Rollouts(BaseCallback):
+    def __init__(self, on_rollout: Callable[[int, float], None] | None) -> None:
+        super().__init__()
+        self._on_rollout = on_rollout
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_end(self) -> None:
+        if self._on_rollout is not None:
+            self._on_rollout(self.num_timesteps, float(self.model.rollout_buffer.rewards.mean()))  # type: ignore[attr-defined]
+
+
+class _LeverVecEnv(VecEnv):
+    """Show a moving environment to stable-baselines3, which takes no vector environment of Gymnasium's."""
+
+    def __init__(self, env: MovingEnv) -> None:
+        self._env = env
+        self._actions = np.zeros((env.lanes, len(SIZES)), dtype=np.int64)
+        super().__init__(
+            env.lanes,
+            spaces.Box(-5.0, 5.0, shape=(len(FEATURES),), dtype=np.float32),
+            spaces.MultiDiscrete(np.array(SIZES, dtype=np.int64)),
+        )
+
+    def reset(self) -> Any:
+        return self._env.reset()
+
+    def step_async(self, actions: Any) -> None:
+        self._actions = actions
+
+    def step_wait(self) -> Any:
+        observation, rewards, ended = self._env.step(self._actions)
+        infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+        if ended:
+            infos = [{"terminal_observation": row} for row in observation]
+            observation = self._env.reset()
+        return observation, rewards, np.full(self.num_envs, ended), infos
+
+    def close(self) -> None:
+        """Do nothing: nothing is open."""
+
+    def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
+        return [getattr(self._env, attr_name, None)] * self.num_envs
+
+    def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
+        raise NotImplementedError("a moving environment's lanes share their attributes")
+
+    def env_method(self, method_name: str, *args: Any, indices: Any = None, **kwargs: Any) -> list[Any]:
+        raise NotImplementedError("a moving environment's lanes share their methods")
+
+    def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
+        return [False] * self.num_envs
+
+
+class _LeverFeatures(BaseFeaturesExtractor):
+    """Let the whole network be the feature extractor: logits and value side by side."""
+
+    def __init__(self, observation_space: spaces.Box, width: int) -> None:
+        super().__init__(observation_space, features_dim=sum(SIZES) + 1)
+        self.network = LeverNetwork(width)
+
+    def forward(self, observations: torch.Tensor) -> torch.Tensor:
+        """Return (batch, logits + value)."""
+        return torch.cat(self.network(observations), dim=-1)
+
+
+class _LeverPolicy(ActorCriticPolicy):
+    """Take action logits and value from the feature extractor as they are."""
+
+    def _build(self, lr_schedule: Any) -> None:
+        super()._build(lr_schedule)
+        self.action_net = _Columns(0, sum(SIZES))
+        self.value_net = _Columns(sum(SIZES), sum(SIZES) + 1)  # type: ignore[assignment]
+        self.optimizer = torch.optim.Adam(self.parameters(), lr=lr_schedule(1), eps=1e-5)

@@ -129,6 +129,7 @@ class Calibration:
         constant_s: seconds per step.
         plans: whole plans that it was fitted to; 0 where it was not.
         error_frac: median relative error left on those plans.
+        plans_needed: of how many of them a fit would have done as well, to a tenth; 0 if the sum alone did.
     """
 
     scale: float = 1.0
@@ -136,6 +137,7 @@ class Calibration:
     constant_s: float = 0.0
     plans: int = 0
     error_frac: float = 0.0
+    plans_needed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

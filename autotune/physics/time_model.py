@@ -43,6 +43,15 @@ def calibrated(profile: Profile, measured: Sequence[tuple[Plan, float]]) -> Prof
     """
     if not measured:
         return replace(profile, calibration=Calibration())
+    fits = [_fitted(profile, measured[:count]) for count in range(len(measured) + 1)]
+    errors = [_error(replace(profile, calibration=fit), measured) for fit in fits]
+    needed = next(count for count, error in enumerate(errors) if error <= 1.1 * errors[-1])
+    return replace(profile, calibration=replace(fits[-1], error_frac=errors[-1], plans_needed=needed))
+
+
+def _fitted(profile: Profile, measured: Sequence[tuple[Plan, float]]) -> Calibration:
+    if not measured:
+        return Calibration()
     sums = np.array([summed_seconds(profile, plan) for plan, _ in measured])
     steps = np.array([float(plan.accumulation_steps) for plan, _ in measured])
     seconds = np.array([value for _, value in measured])
@@ -52,12 +61,14 @@ def calibrated(profile: Profile, measured: Sequence[tuple[Plan, float]]) -> Prof
     rest = (seconds - sums) / seconds
     penalty = np.diag([1.0, 30.0, 30.0])
     change = np.linalg.solve(design.T @ design + penalty, design.T @ rest)
-    calibration = Calibration(
+    return Calibration(
         scale=max(1.0 + float(change[0]), 0.1),
         micro_batch_s=float(change[1] * size),
         constant_s=float(change[2] * size),
         plans=len(measured),
     )
-    fitted = replace(profile, calibration=calibration)
-    errors = [abs(seconds_per_step(fitted, plan) / value - 1) for plan, value in measured]
-    return replace(profile, calibration=replace(calibration, error_frac=statistics.median(errors)))
+
+
+def _error(profile: Profile, measured: Sequence[tuple[Plan, float]]) -> float:
+    """Return the median relative error of a profile's predictions."""
+    return statistics.median(abs(seconds_per_step(profile, plan) / value - 1) for plan, value in measured)

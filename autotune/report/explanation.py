@@ -168,18 +168,18 @@ def _features(space: PlanSpace, plan: Plan) -> set[tuple[str, str]]:
 
 def unit_costs(profile: Profile, plan: Plan) -> dict[str, str]:
     """Return per unit what its choice costs, and what recomputing it saves and costs, as a profile measured it."""
-    table = profile.table(plan.accumulation_steps)
+    table = profile.table_for(plan)
     texts = {}
     for unit in profile.units:
         segments = [segment for segment in table.segments if segment.unit == unit.name]
-        if not segments:
-            continue
         precision = plan.precision_of(unit.name)
+        if not segments or precision not in profile.precisions:
+            continue
 
         def total(
             storage: Storage, segments: list[Segment] = segments, precision: Precision = precision
         ) -> tuple[float, int]:
-            found = [segment.costs[choice_name(precision, storage)] for segment in segments]
+            found = [segment.cost(choice_name(precision, storage)) for segment in segments]
             return sum(cost.seconds for cost in found), sum(cost.saved_bytes for cost in found)
 
         own_s, own_bytes = total(plan.storage_of(unit.name))
