@@ -17,6 +17,8 @@ from autotune.errors import JobError
 from autotune.job import Job
 
 _PACKAGE = Path(__file__).resolve().parent
+# What modules that are loaded from a job's file are called.
+_FILE_MODULE = "autotune_job_"
 
 
 def content_folder(name: str) -> Path:
@@ -59,6 +61,11 @@ def load_job(reference: str | Job) -> Job:
     )
 
 
+def is_job_file(module_name: str) -> bool:
+    """Tell whether a module was loaded from a job's file."""
+    return module_name.startswith(_FILE_MODULE)
+
+
 def _take(module: ModuleType, attribute: str, reference: str) -> Job:
     found = getattr(module, attribute, None)
     if not isinstance(found, Job) and callable(found):
@@ -79,7 +86,7 @@ def _load_file(path: Path, reference: str) -> ModuleType:
     if not path.is_file():
         raise JobError(f"no file {path}", where=reference, allowed="an existing .py file")
     resolved = path.resolve()
-    name = f"autotune_job_{resolved.stem}_{hashlib.sha256(str(resolved).encode()).hexdigest()[:8]}"
+    name = f"{_FILE_MODULE}{resolved.stem}_{hashlib.sha256(str(resolved).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, resolved)

@@ -151,3 +151,10 @@ def test_a_planner_proposes_the_optimum_first():
     # What is predicted to be much slower is not measured: it could win by noise alone.
     assert planned("exact", profile, budget, Goal()) == close
     assert planned("greedy", profile, budget, Goal()) == [greedy_plan(profile, budget, Goal())]
+
+
+def test_an_unknown_noise_scale_does_not_make_large_batches_look_free():
+    profile = drawn(5, 3, batching="adaptive")
+    one_batch = Goal(noise_scale=float(profile.batch_size))
+    assert solve(profile).plan == solve(profile, goal=one_batch).plan
+    assert solve(profile).objective == pytest.approx(solve(profile, goal=one_batch).objective)

@@ -19,6 +19,10 @@ from autotune.physics.convergence import Convergence, RunRecord, fit
 # Share of the job's length that each run takes, and its windows.
 _SHARE = 0.6
 _WINDOWS = 15
+# Windows after which a run is still young.
+_EARLY = 2
+
+Errors = dict[str, dict[str, float]]
 
 
 def cached_convergence(
@@ -71,33 +75,36 @@ def measure_convergence(job: Job, *, seed: int = 0, on_progress: Callable[[float
     Raises:
         JobError: if a run fails.
     """
-    choices = job.accumulation_choices if job.batching == "adaptive" else (1, 1)
-    ks = sorted({choices[0], choices[len(choices) // 2], choices[-1]}) if job.batching == "adaptive" else [1, 1]
-    records: list[RunRecord] = []
-    errors: dict[str, dict[str, float]] = {}
+    if job.batching == "adaptive":
+        choices = job.accumulation_choices
+        ks = sorted({choices[0], choices[len(choices) // 2], choices[-1]})
+    else:
+        ks = [1, 1]
+    found = []
     for number, k in enumerate(ks):
 
         def report(share: float, number: int = number) -> None:
             if on_progress is not None:
                 on_progress((number + share) / len(ks))
 
-        record, late = _run(job, k, seed + number, report, with_errors=number == 0)
-        records.append(record)
-        errors = late or errors
-    return fit(records, errors)
+        found.append(_run(job, k, seed + number, report, with_errors=number == 0))
+    return fit([record for record, _, _ in found], found[0][2], found[0][1])
 
 
 def _run(
     job: Job, k: int, seed: int, report: Callable[[float], None], *, with_errors: bool
-) -> tuple[RunRecord, dict[str, dict[str, float]]]:
+) -> tuple[RunRecord, Errors, Errors]:
+    """Return a run's record, and what low precision did to the gradient after its second window and at its end."""
     options = EngineOptions(discard_steps=0, statistics_every=2, split_to_learn_noise=True, meter_memory=False)
     engine = TorchEngine(job, seed=seed, options=options)
-    engine.apply(engine.space.baseline().changed(accumulation_steps=k))
+    plan = engine.space.baseline().changed(accumulation_steps=k)
+    engine.apply(plan)
     batch = float(job.batch_size * (k if job.batching == "adaptive" else 1))
     total = max(3, math.ceil(_SHARE * job.total_samples / batch))
     length = max(1, round(total / _WINDOWS))
     steps: list[int] = []
     losses, metrics, noises = [], [], []
+    early: Errors = {}
     while (steps[-1] if steps else 0) < total:
         window = engine.run(length)
         if window.failure is not None or window.loss is None:
@@ -107,7 +114,8 @@ def _run(
         metrics.append(engine.evaluate())
         noises.append(None if window.gradient is None else window.gradient.noise_scale)
         report(min(steps[-1] / total, 1.0))
-    engine.apply(engine.space.baseline())
+        if with_errors and len(steps) == _EARLY:
+            early = squared_errors(engine)
     late = squared_errors(engine) if with_errors else {}
     engine.close()
     record = RunRecord(
@@ -117,4 +125,4 @@ def _run(
         metrics=tuple(metrics),
         noise_scales=tuple(noises),
     )
-    return record, late
+    return record, early, late

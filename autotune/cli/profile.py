@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,61 +29,76 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Measure what every unit of a job costs, so that the time and memory of any plan can be predicted."""
+    from autotune.campaign.profile_index import indexed_profile
+
+    known = None if fresh or validate or convergence else indexed_profile(job, runs_dir)
+    if known is not None:
+        _show(known[0], known[1], {}, cached=True, as_json=as_json)
+        return
     from autotune.campaign import profiling
     from autotune.campaign.convergence import cached_convergence
+    from autotune.campaign.profile_index import remember
     from autotune.campaign.runs import require_writable
     from autotune.catalog import load_job
     from autotune.engines.profiler import ProfilerOptions
 
     require_writable(runs_dir)
     found = load_job(job)
-    output = shared.console(as_json=as_json)
     options = ProfilerOptions(seconds=seconds, seed=seed)
-    with shared.Bars(output) as bars:
+    more: dict[str, Any] = {}
+    with shared.Bars(shared.console(as_json=as_json)) as bars:
         bars.stage(f"profile {found.name}", 1)
         profile, path, cached = profiling.cached_profile(
             found, runs_dir, options=options, fresh=fresh, on_progress=bars.advance
         )
-        validation = None
+        remember(job, path, runs_dir)
         if validate:
             bars.stage(f"measure {validate} random plans", 2 * validate)
-            validation = profiling.validate(found, profile, validate, seed=seed + 1, on_plan=bars.advance)
-        model = None
+            more["validation"] = profiling.validate(
+                found, profile, validate, seed=seed + 1, on_plan=bars.advance
+            ).to_json()
         if convergence:
             bars.stage("train a few short runs", 1)
             model, _, _ = cached_convergence(found, runs_dir, fresh=fresh, seed=seed, on_progress=bars.advance)
+            more["convergence"] = model.to_json()
+    _show(profile, path, more, cached=cached, as_json=as_json)
+
+
+def _show(profile: Profile, path: Path, more: dict[str, Any], *, cached: bool, as_json: bool) -> None:
     for warning in profile.warnings:
         shared.console(as_json=True).print(f"warning: {warning}", soft_wrap=True)
     if as_json:
-        document: dict[str, Any] = {"file": str(path), "cached": cached, **profile.to_json()}
-        if validation is not None:
-            document["validation"] = validation.to_json()
-        if model is not None:
-            document["convergence"] = model.to_json()
-        shared.print_json(document)
+        shared.print_json({"file": str(path), "cached": cached, **profile.to_json(), **more})
         return
+    output = shared.console(as_json=False)
     output.print(_table(profile))
-    output.print(
-        f"{'From the cache' if cached else f'Took {profile.seconds:.0f} s and {profile.steps} real steps'}: {path}",
-        soft_wrap=True,
+    taken = f"Took {profile.seconds:.0f} s and {profile.steps} real steps"
+    output.print(f"{'From the cache' if cached else taken}: {path}", soft_wrap=True)
+    lines = {"validation": _validation_line, "convergence": _convergence_line}
+    for name, document in more.items():
+        output.print(lines[name](document), soft_wrap=True)
+
+
+def _validation_line(found: dict[str, Any]) -> str:
+    return (
+        f"Against {found['plans']} random plans: peak memory off by {found['memory_error_median']:.2%} (median), "
+        f"{found['memory_error_p95']:.2%} (p95), too low by {found['memory_underprediction_max']:.2%} at worst; time "
+        f"off by {found['time_error_median']:.1%} (median), {found['time_error_p95']:.1%} (p95), where two "
+        f"measurements of one plan differ by {found['time_noise_median']:.1%}."
     )
-    if validation is not None:
-        output.print(
-            f"Against {validation.plans} random plans: peak memory off by {validation.memory_error_median:.2%} "
-            f"(median), {validation.memory_error_p95:.2%} (p95), too low by "
-            f"{validation.memory_underprediction_max:.2%} at worst; time off by {validation.time_error_median:.1%} "
-            f"(median), {validation.time_error_p95:.1%} (p95), where two measurements of one plan differ by "
-            f"{validation.time_noise_median:.1%}."
-        )
-    if model is not None:
-        start, end = model.loss.at(0.0), model.loss.at(model.steps / max(model.runs, 1))
-        output.print(
-            f"Convergence, from {model.runs} runs of {model.steps} steps in all: the fitted loss is off by "
-            f"{model.loss_error_frac:.1%}, the metric by {model.metric_error_frac:.1%} (medians). The noise scale is "
-            f"{model.noise_scale(start):.3g} samples at a loss of {start:.3g} and {model.noise_scale(end):.3g} at "
-            f"{end:.3g}.",
-            soft_wrap=True,
-        )
+
+
+def _convergence_line(document: dict[str, Any]) -> str:
+    from autotune.physics.convergence import Convergence
+
+    model = Convergence.from_json(document)
+    start, end = model.loss.at(0.0), model.loss.at(model.steps / max(model.runs, 1))
+    return (
+        f"Convergence, from {model.runs} runs of {model.steps} steps in all: the fitted loss is off by "
+        f"{model.loss_error_frac:.1%}, the metric by {model.metric_error_frac:.1%} (medians). The noise scale is "
+        f"{model.noise_scale(start):.3g} samples at a loss of {start:.3g} and {model.noise_scale(end):.3g} at "
+        f"{end:.3g}."
+    )
 
 
 def _table(profile: Profile) -> Table:

@@ -172,10 +172,9 @@ class SimulatedVectorEnv(VectorEnv[dict[str, Array], NDArray[np.int64], Any]):
         lanes, arrays = self.simulation.lanes, self.simulation.told
         batch = self._facts.batch[lanes.job][:, None]
         steps = arrays.accumulation_steps[lanes.job].astype(np.float64)
-        noise = np.nan_to_num(self.simulation.known_noise_scale(), nan=0.0)[:, None]
+        noise = self.simulation.known_noise_scale()[:, None]
         adaptive = self._facts.adaptive[lanes.job][:, None]
-        known = ~np.isnan(self.simulation.known_noise_scale())[:, None]
-        worth = steps * np.where(known, efficiency(batch * steps, noise, batch), 1.0)
+        worth = steps * efficiency(batch * steps, np.where(np.isnan(noise), batch, noise), batch)
         plans, _ = self.solver.solve(
             lanes.job, lanes.budget * (1 - margin), lanes.length, np.where(adaptive, worth, 1.0)
         )

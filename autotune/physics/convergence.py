@@ -118,7 +118,8 @@ class Convergence:
         noise_factor: by what the measured noise scale is multiplied to explain runs of different batches; 1 where all
             had the same.
         squared_errors: per unit and 16-bit precision, the squared error of the whole gradient, relative to the
-            gradient's square, that this unit alone in that precision causes; additive over units.
+            gradient's square, that this unit alone in that precision causes late in a run; additive over units.
+        early_squared_errors: the same after a few steps.
         runs: real runs that it was fitted to.
         steps: their optimizer steps.
         loss_error_frac: median relative error of the fitted loss.
@@ -130,6 +131,7 @@ class Convergence:
     noise: NoiseLaw
     noise_factor: float = 1.0
     squared_errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    early_squared_errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     runs: int = 0
     steps: int = 0
     loss_error_frac: float = 0.0
@@ -214,12 +216,17 @@ class RunRecord:
         return middles
 
 
-def fit(runs: Sequence[RunRecord], squared_errors: Mapping[str, Mapping[str, float]] | None = None) -> Convergence:
+def fit(
+    runs: Sequence[RunRecord],
+    squared_errors: Mapping[str, Mapping[str, float]] | None = None,
+    early_squared_errors: Mapping[str, Mapping[str, float]] | None = None,
+) -> Convergence:
     """Return the convergence model that explains real runs best.
 
     Args:
         runs: at least one run of three windows; runs of different batches tell how much the noise scale matters.
-        squared_errors: what low precision does to the gradient.
+        squared_errors: what low precision does to the gradient late in a run.
+        early_squared_errors: the same after a few steps.
 
     Raises:
         ValueError: if there is no such run.
@@ -237,6 +244,7 @@ def fit(runs: Sequence[RunRecord], squared_errors: Mapping[str, Mapping[str, flo
         noise=noise,
         noise_factor=factor,
         squared_errors=squared_errors or {},
+        early_squared_errors=early_squared_errors or {},
         runs=len(runs),
         steps=sum(run.steps[-1] for run in runs),
         loss_error_frac=errors[0],

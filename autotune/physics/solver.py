@@ -38,7 +38,7 @@ class Goal:
     Attributes:
         weights: w1, w2; energy is not predicted.
         noise_scale: tr(Sigma)/|G|^2 in samples. Under adaptive batching a larger k is then worth less per sample;
-            ``None`` counts every sample the same.
+            ``None`` takes it to be one batch, where a step is worth half of one without noise.
     """
 
     weights: Weights = field(default_factory=Weights)
@@ -194,10 +194,12 @@ def _reference(profile: Profile, goal: Goal) -> tuple[float, int]:
 
 def samples_of_progress(profile: Profile, accumulation_steps: int, noise_scale: float | None) -> float:
     """Return what a step at some k is worth, in samples at k = 1."""
+    single = float(profile.batch_size)
     if profile.batching == "fixed":
-        return float(profile.batch_size)
-    batch = float(profile.batch_size * accumulation_steps)
-    return batch if noise_scale is None else batch * efficiency(batch, noise_scale, profile.batch_size)
+        return single
+    # Unknown, it is not taken to be large: a larger k would then look better than it is.
+    noise = single if noise_scale is None else noise_scale
+    return accumulation_steps * single * efficiency(accumulation_steps * single, noise, single)
 
 
 def _plan(profile: Profile, table: StepTable, chosen: dict[str, str]) -> Plan:

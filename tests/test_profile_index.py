@@ -1,0 +1,88 @@
+"""A cached profile is found again without loading the job, and never after anything changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autotune.campaign import profile_index
+from autotune.campaign.profile_index import indexed_profile, remember
+from autotune.catalog import load_job
+from autotune.cli.main import run
+from autotune.engines.profiler import ProfilerOptions
+
+TINY = Path(__file__).parent / "tiny_job.py"
+
+
+@pytest.fixture
+def profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]:
+    """Return a job's reference and the folder in which its profile is remembered."""
+    from autotune.campaign.profiling import cached_profile
+
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "some_job.py"
+    shutil.copy(TINY, file)
+    reference = f"{file}:job"
+    options = ProfilerOptions(seconds=1.0, max_rounds=2, calibration_plans=2)
+    _, path, _ = cached_profile(load_job(reference), tmp_path / "runs", options=options)
+    remember(reference, path, tmp_path / "runs")
+    return reference, tmp_path / "runs"
+
+
+def test_an_unchanged_job_is_found_and_a_changed_one_is_not(profiled: tuple[str, Path]) -> None:
+    reference, runs = profiled
+    found = indexed_profile(reference, runs)
+    assert found is not None
+    assert found[0].job == "tiny"
+    file = Path(reference.partition(":")[0])
+    file.write_text(file.read_text() + "\n# another line\n")
+    assert indexed_profile(reference, runs) is None
+
+
+def test_another_environment_is_not_the_same(profiled: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, runs = profiled
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert indexed_profile(reference, runs) is None
+
+
+def test_a_reference_is_relative_to_its_folder(profiled: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, runs = profiled
+    monkeypatch.chdir(runs)
+    assert indexed_profile(reference, runs) is None
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"x": 1}', "null"])
+def test_a_damaged_index_is_no_index(profiled: tuple[str, Path], damage: str) -> None:
+    reference, runs = profiled
+    (runs / "profiles" / "index.json").write_text(damage)
+    assert indexed_profile(reference, runs) is None
+    assert indexed_profile(reference, runs / "nowhere") is None
+
+
+def test_the_command_shows_a_remembered_profile_without_torch(
+    profiled: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference, runs = profiled
+    code = f"""
+import sys
+from autotune.cli.main import run
+assert run(["profile", {reference!r}, "--runs-dir", {str(runs)!r}, "--json"]) == 0
+assert "torch" not in sys.modules, "torch was imported"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd())
+    document = json.loads(done.stdout)
+    assert document["cached"] is True
+    assert run(["profile", reference, "--runs-dir", str(runs)]) == 0
+    assert "From the cache" in capsys.readouterr().out
+
+
+def test_the_files_of_this_package_and_of_installed_ones_are_not_the_jobs() -> None:
+    sources = profile_index._sources()
+    assert not any("site-packages" in str(path) for path in sources)
+    assert Path(profile_index.__file__) not in sources
+    assert Path(__file__) in sources
