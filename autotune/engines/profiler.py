@@ -300,6 +300,8 @@ class _Profiler:
         """Trace one step of every homogeneous plan; leave out those that fail."""
         choices: dict[Probe, Choice] = {}
         for probe, plan in homogeneous_plans(self.engine.space, self._ks).items():
+            if self._is_copy(probe, choices):
+                continue
             self.engine.apply_with(plan, fp32_borders=not probe.passes_16_bit)
             window, tracer = self.engine.traced()
             if window.failure is not None or tracer.trace is None:
@@ -312,6 +314,17 @@ class _Profiler:
             seen = attribute(tracer.trace, recomputed, None if first is None else known(first).gradients)
             choices[probe] = Choice(plan, seen, tracer.trace.calls, self.engine.batch_bytes)
         return choices
+
+    def _is_copy(self, probe: Probe, choices: Mapping[Probe, Choice]) -> bool:
+        """Tell whether 16-bit borders were seen to make no difference at the first k: then they make none at others."""
+        first = {other: choice for other, choice in choices.items() if other.accumulation_steps == self._ks[0]}
+        done = probe.accumulation_steps != self._ks[0] and any(other.passes_16_bit for other in first)
+        kept = without_copies(first)
+        return (
+            probe.passes_16_bit
+            and done
+            and not any(other.passes_16_bit and other.precision == probe.precision for other in kept)
+        )
 
     def _refuse(self, probe: Probe, window: Measurement) -> None:
         k, name = probe.accumulation_steps, probe.choice
