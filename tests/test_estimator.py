@@ -159,3 +159,11 @@ def test_the_command_plans_and_says_that_it_estimated(capsys: pytest.CaptureFixt
     assert Plan.from_json(document["plan"]) == Plan.from_json(json.loads(path.read_text()))
     assert run(["plan", job, "--device", "h200"]) == 0
     assert "estimated, not measured" in capsys.readouterr().out
+
+
+def test_a_budget_that_the_update_alone_exceeds_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    job = tiny_job.__file__ + ":job"
+    assert run(["plan", job, "--device", "h200", "--memory-budget", "1KiB"]) == 2
+    message = capsys.readouterr().err
+    assert "needs more" in message
+    assert "at least" in message

@@ -12,6 +12,7 @@ from autotune.cli import console as shared
 from autotune.cli.console import BudgetOption, JsonOption
 
 if TYPE_CHECKING:
+    from autotune.errors import BudgetError
     from autotune.physics.devices import DeviceSpec
     from autotune.physics.profile import Profile
 
@@ -33,6 +34,7 @@ def command(
     """
     from autotune.catalog import load_job
     from autotune.engines.estimator import estimate
+    from autotune.errors import BudgetError
     from autotune.files import write_json
     from autotune.physics.devices import find_device
     from autotune.physics.solver import solve
@@ -42,7 +44,10 @@ def command(
         bars.stage(f"estimate {found.name} on {spec.name}", 1)
         profile = estimate(found, spec, on_progress=bars.advance)
     budget = _budget(memory_budget, spec, profile)
-    solution = solve(profile, budget)
+    try:
+        solution = solve(profile, budget)
+    except BudgetError as error:
+        raise _with_advice(error, profile) from error
     rows = _rows(profile, solution.plan, budget)
     if output is not None:
         write_json(output, solution.plan.to_json())
@@ -71,6 +76,19 @@ def command(
         f"Measure on the device before you rely on it: autotune profile, then tune --method exact.",
         soft_wrap=True,
     )
+
+
+def _with_advice(error: BudgetError, profile: Profile) -> BudgetError:
+    """Return a refusal that says so where no plan can help: the optimizer's own update is what needs the memory."""
+    from autotune.errors import BudgetError
+    from autotune.physics.solver import smallest
+
+    least = smallest(profile)
+    table = profile.table_for(least.plan)
+    if profile.static_bytes + table.batch_bytes + table.update_peak_bytes < least.peak_bytes:
+        return error
+    problem = f"{error.problem}: its peak is the optimizer's update, which no plan changes (fused=True may)"
+    return BudgetError(problem, where=error.where, allowed=error.allowed)
 
 
 def _budget(given: str | None, spec: DeviceSpec, profile: Profile) -> int:
