@@ -11,7 +11,7 @@ from autotune.physics.time_model import seconds_per_step
 from autotune.plan import Plan, Storage
 
 PLANNERS = ("greedy", "exact")
-# About the time model's error: a plan that is predicted to be dearer by more would win a measurement by noise alone.
+# About the time model's error on a quiet machine; a profile that was noisier than this tells plans apart less well.
 _CLOSE_FRAC = 0.05
 
 
@@ -29,7 +29,7 @@ def planned(method: str, profile: Profile, budget_bytes: int | None, goal: Goal)
     """
     if method == "exact":
         solutions = solve_each(profile, budget_bytes, goal)
-        limit = solutions[0].objective * (1 + _CLOSE_FRAC)
+        limit = solutions[0].objective * (1 + max(_CLOSE_FRAC, profile.noise_frac))
         return [solution.plan for solution in solutions if solution.objective <= limit]
     return [greedy_plan(profile, budget_bytes, goal)]
 

@@ -15,9 +15,9 @@ from autotune.plan import Precision
 
 _GB = 10**9
 _TERA = 1e12
-# Shares of the published peaks that well-written training steps reach, and what each kernel costs to launch: round
-# figures of common experience (model FLOP utilisations of 40 to 60 % are reported for large transformers, for example
-# by Chowdhery et al. 2022, arXiv:2204.02311, table 3), not measurements of these devices.
+# Shares of the published peaks that single kernels are taken to reach, and what each costs to launch: round assumptions,
+# not measurements of these devices. Whole training steps are reported to use 21 to 46 % of the peak (Chowdhery et al.
+# 2022, arXiv:2204.02311, table 3), so that estimates are rather too fast than too slow.
 _COMPUTE_SHARE = 0.6
 _BANDWIDTH_SHARE = 0.8
 _LAUNCH_S = 4e-6

@@ -52,7 +52,7 @@ class World:
     noise_range: tuple[float, float] = (0.5, 2.0)
 
 
-# Strengths as seen on real runs: see the README's figures for the machine's noise, and physics.noise_scale.
+# Round figures of the order that real runs showed on a shared machine; not fitted to recorded ones.
 MOVING = World(
     time_noise_frac=0.03,
     drift_frac=0.05,
