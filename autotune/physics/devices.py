@@ -15,7 +15,7 @@ from autotune.plan import Precision
 
 _GB = 10**9
 _TERA = 1e12
-# Shares of the published peaks that single kernels are taken to reach, and what each costs to launch: round assumptions,
+# Shares of the published peaks that single kernels are taken to reach, and what each costs to launch: assumptions,
 # not measurements of these devices. Whole training steps are reported to use 21 to 46 % of the peak (Chowdhery et al.
 # 2022, arXiv:2204.02311, table 3), so that estimates are rather too fast than too slow.
 _COMPUTE_SHARE = 0.6
