@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 
 from autotune.physics.convergence import step_efficiency
-from autotune.physics.cost_arrays import CostArrays, Floats, Indices, Plans
+from autotune.physics.cost_arrays import CostArrays, Floats, Indices
+from autotune.physics.plan_pool import PlanPool, PoolSettings, make_pool
+from autotune.physics.planning import Lanes, Seen, Situation
 from autotune.physics.simulated_job import Flags, JobArrays, SimulatedJob
 
 
@@ -25,7 +27,9 @@ class Strengths:
         noise_error: relative error of one estimate of tr(Sigma) and of |G|^2, whose moving averages also lag; 0 tells
             the noise scale as it is.
         cost_error: standard deviation of the logarithm of what a unit really costs in a precision, over its profile.
-        drift: the same of each precision's speed as it slowly changes.
+        common_share: share of that variance that all units have in common in a precision.
+        time_noise: standard deviation of the logarithm of a window's measured seconds per step.
+        drift: standard deviation of the logarithm of each precision's speed as it slowly changes.
         drift_windows: after how many windows such a change is forgotten.
         length: standard deviation of the logarithm of a window's sequence length.
         length_windows: after how many windows a length is forgotten.
@@ -35,10 +39,13 @@ class Strengths:
         event_share: share of the budget that such a window leaves.
         switch_windows: what a switch of plans costs, in windows of the baseline.
         retry_windows: share of a window's time that is lost when it runs out of memory.
+        spread: largest factor by which each lane's own strengths differ from these, each mechanism's by itself.
     """
 
     noise_error: float = 0.0
     cost_error: float = 0.0
+    common_share: float = 0.6
+    time_noise: float = 0.0
     drift: float = 0.0
     drift_windows: float = 12.0
     length: float = 0.0
@@ -49,10 +56,11 @@ class Strengths:
     event_share: float = 0.8
     switch_windows: float = 0.0
     retry_windows: float = 1.0
+    spread: float = 1.0
 
     def only(self, *names: str) -> Strengths:
         """Return the strengths with everything but the named ones, and what shapes them, off."""
-        shapes = ("drift_windows", "length_windows", "event_share", "retry_windows")
+        shapes = ("common_share", "drift_windows", "length_windows", "event_share", "retry_windows", "spread")
         kept = {name: value for name, value in asdict(self).items() if name in names or name in shapes}
         return Strengths(**kept)
 
@@ -69,6 +77,8 @@ class Course:
         longest: shape (n, w), the same of the window's longest batch.
         drift: shape (n, w, precisions), factor on the seconds of each precision.
         cost: shape (n, max_units, precisions), factor on the seconds of each unit and precision.
+        time_noise: shape (n, w), factor on the measured seconds per step.
+        switch_windows: shape (n,), what a switch costs, in windows of the baseline.
         trace_error: shape (n, w), factor on the estimate of tr(Sigma).
         square_error: shape (n, w), standard normal, for the estimate of |G|^2.
     """
@@ -80,6 +90,8 @@ class Course:
     longest: Floats
     drift: Floats
     cost: Floats
+    time_noise: Floats
+    switch_windows: Floats
     trace_error: Floats
     square_error: Floats
 
@@ -106,59 +118,53 @@ def draw_course(
         budget_bytes: shape (n,), each lane's budget while nothing happens.
         windows: how many.
     """
-    n, precisions = len(job), arrays.max_choices // 2
-    length = _wandering(generator, (n, windows), strengths.length, strengths.length_windows)
-    length += strengths.curriculum * np.linspace(-0.5, 0.5, windows)
-    every = strengths.event_every
-    phase = generator.integers(0, max(every, 1), n)[:, None]
-    event = (np.arange(windows) + phase) % every == every - 1 if every else np.zeros((n, windows), dtype=bool)
-    drift = _wandering(generator, (n, precisions, windows), strengths.drift, strengths.drift_windows)
-    error = strengths.noise_error
+    n, units, precisions = len(job), arrays.max_units, arrays.max_choices // 2
+
+    def own(strength: float) -> Floats:
+        """Return each lane's strength, shape (n, 1)."""
+        return strength * np.exp(np.log(strengths.spread) * generator.uniform(-1, 1, (n, 1)))
+
+    length = own(strengths.length) * _wandering(generator, (n, windows), strengths.length_windows)
+    length += own(strengths.curriculum) * np.linspace(-0.5, 0.5, windows)
+    jitter = own(strengths.jitter) * np.abs(generator.standard_normal((n, windows)))
+    event = _events(generator, np.round(own(strengths.event_every)).astype(np.int64), windows)
+    drift = own(strengths.drift)[:, :, None] * _wandering(generator, (n, precisions, windows), strengths.drift_windows)
+    common, alone = generator.standard_normal((n, 1, precisions)), generator.standard_normal((n, units, precisions))
+    cost = np.sqrt(strengths.common_share) * common + np.sqrt(1 - strengths.common_share) * alone
+    error = own(strengths.noise_error)
     return Course(
         job=job,
         budget=budget_bytes[:, None] * np.where(event, strengths.event_share, 1.0),
         event=event,
         length=np.exp(length),
-        longest=np.exp(length + strengths.jitter * np.abs(generator.standard_normal((n, windows)))),
+        longest=np.exp(length + jitter),
         drift=np.exp(np.swapaxes(drift, 1, 2)),
-        cost=np.exp(strengths.cost_error * generator.standard_normal((n, arrays.max_units, precisions))),
+        cost=np.exp(own(strengths.cost_error)[:, :, None] * cost),
+        time_noise=np.exp(own(strengths.time_noise) * generator.standard_normal((n, windows))),
+        switch_windows=own(strengths.switch_windows)[:, 0],
         trace_error=np.exp(error * generator.standard_normal((n, windows)) - error**2 / 2),
         square_error=error * generator.standard_normal((n, windows)),
     )
 
 
-def _wandering(generator: np.random.Generator, shape: tuple[int, ...], deviation: float, memory: float) -> Floats:
-    """Return stationary first-order autoregressive series along the last axis."""
+def _events(generator: np.random.Generator, every: Indices, windows: int) -> Flags:
+    """Return which windows are events, shape (n, windows); ``every``, shape (n, 1), is 0 for none."""
+    phase = generator.integers(0, np.maximum(every, 1))
+    period = np.maximum(every, 1)
+    return np.asarray((every > 0) & ((np.arange(windows) + phase) % period == period - 1))
+
+
+def _wandering(generator: np.random.Generator, shape: tuple[int, ...], memory: float) -> Floats:
+    """Return stationary first-order autoregressive series of unit variance along the last axis."""
     values = generator.standard_normal(shape)
     keep = np.exp(-1.0 / memory)
     for place in range(1, shape[-1]):
         values[..., place] = keep * values[..., place - 1] + np.sqrt(1 - keep**2) * values[..., place]
-    return deviation * values
+    return values
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """Hold what one window of each lane came to; arrays of shape (n,) but for the last two.
-
-    Attributes:
-        seconds: what the window took, switching and lost work included.
-        ran_out: whether it ran out of memory and was repeated under the leanest plan.
-        switched: whether the plan was another than before.
-        peak_bytes: the peak that the plan needed.
-        steps: optimizer steps that the window's progress took.
-        step_s: seconds of each step, without switching.
-        unit_seconds: shape (n, max_units), each unit's seconds of a step under its choice.
-        noise_scale: the estimate after the window, in samples; NaN while unknown.
-    """
-
-    seconds: Floats
-    ran_out: Flags
-    switched: Flags
-    peak_bytes: Floats
-    steps: Floats
-    step_s: Floats
-    unit_seconds: Floats
-    noise_scale: Floats
+# Windows, the next one included, whose budgets are announced.
+LOOK_AHEAD = 8
 
 
 class MovingRuns:
@@ -168,43 +174,53 @@ class MovingRuns:
         jobs: the jobs.
         strengths: what switching and running out of memory cost; the rest lies in the course.
         windows: of a run.
-        max_units: units that arrays have room for; ``None`` takes the largest job's.
+        pool: how plans are looked for.
 
     Attributes:
         arrays: what planners are told that plans cost.
+        pool: the plans of each job.
         facts: how the jobs converge.
+        lanes: what planners are told of the lanes that run.
         window: the next window.
         seconds: shape (n,), time so far.
-        k: shape (n,), the running plan's number of k.
-        choices: shape (n, max_units), the running plan's choices.
+        plan: shape (n,), the running plans' numbers.
     """
 
     def __init__(
-        self, jobs: Sequence[SimulatedJob], strengths: Strengths, *, windows: int = 40, max_units: int | None = None
+        self,
+        jobs: Sequence[SimulatedJob],
+        strengths: Strengths,
+        *,
+        windows: int = 40,
+        pool: PoolSettings | None = None,
     ) -> None:
         self.jobs = tuple(jobs)
         self.strengths = strengths
         self.windows = windows
-        self.arrays = CostArrays([job.profile for job in jobs], max_units=max_units)
+        self.arrays = CostArrays([job.profile for job in jobs])
+        self.pool = make_pool(self.arrays, pool)
         self.facts = JobArrays.of(self.jobs, self.arrays)
         effort = np.array([job.convergence.metric.effort_to(job.target) for job in jobs])
         if not (np.isfinite(effort) & (effort > 0)).all():
             raise ValueError("every job must be able to reach its target, and not have reached it")
         self._effort = effort
-        self._leanest = self._leanest_choices()
+        self._errors = self._squared_errors()
         self.course: Course | None = None
+        self.lanes: Lanes
 
     def begin(self, course: Course) -> None:
         """Begin a run of each lane under its baseline plan."""
         n = len(course.job)
         self.course = course
+        self.lanes = Lanes.of(self.pool, self.arrays, course.job)
         self.window = 0
         self.seconds = np.zeros(n)
-        self.k = np.zeros(n, dtype=np.int64)
-        self.choices = np.zeros((n, self.arrays.max_units), dtype=np.int64)
+        self.plan = self.lanes.pool.baseline
         self._trace, self._square, self._learnt = np.zeros(n), np.zeros(n), np.zeros(n)
         # A window of the baseline at the profiled length is what switching is counted in.
-        self.unit_of_time = self.window_seconds(0, self.k, self.choices, np.ones(n), told=True)
+        told = self.lanes.pool.seconds_of(self.plan, np.ones_like(course.cost), np.ones(n))
+        self.baseline_s = self.steps(0, self.plan[:, None])[:, 0] * told
+        self.switch_s = course.switch_windows * self.baseline_s
 
     def noise_scale(self, window: int) -> Floats:
         """Return the true noise scale of each lane in a window, in samples."""
@@ -214,76 +230,70 @@ class MovingRuns:
         law = facts.noise_reference[job] * (facts.noise_loss[job] / loss) ** facts.noise_exponent[job]
         return np.asarray(law * facts.noise_factor[job])
 
-    def steps(self, window: int, k: Indices, choices: Indices, noise: Floats | None = None) -> Floats:
-        """Return the optimizer steps that a window's progress takes.
+    def steps(self, window: int, plans: Indices) -> Floats:
+        """Return the optimizer steps that a window's progress takes under some plans, both of shape (n, plans)."""
+        lanes, rows = self.lanes, np.arange(len(self.lanes))[:, None]
+        job = self._course().job
+        batch = lanes.batch[:, None] * np.where(lanes.adaptive[:, None], lanes.steps[rows, plans], 1.0)
+        worth = step_efficiency(batch, self.noise_scale(window)[:, None], self._errors[job[:, None], plans])
+        return np.asarray((self._effort[job] / self.windows)[:, None] / worth)
 
-        Args:
-            window: its number.
-            k: shape (n,).
-            choices: shape (n, max_units).
-            noise: the noise scale to count with; ``None`` takes the true one.
-        """
-        job, facts = self._course().job, self.facts
-        noise = self.noise_scale(window) if noise is None else noise
-        batch = facts.batch[job] * np.where(facts.adaptive[job], self.arrays.accumulation_steps[job, k], 1)
-        errors = np.take_along_axis(facts.squared_errors[job], choices[:, :, None], axis=2)[:, :, 0].sum(axis=1)
-        return np.asarray(self._effort[job] / self.windows / step_efficiency(batch, noise, errors))
-
-    def unit_factors(self, window: int) -> Floats:
-        """Return by what each lane's units really cost more than told, shape (n, max_units, choices)."""
+    def factor(self, window: int) -> Floats:
+        """Return by how much each lane's units really cost more than told, shape (n, max_units, precisions)."""
         course = self._course()
-        factor = course.cost * course.drift[:, window][:, None, :]
-        return np.repeat(factor, 2, axis=2)
+        return course.cost * course.drift[:, window][:, None, :]
 
-    def window_seconds(
-        self, window: int, k: Indices, choices: Indices, length: Floats, *, told: bool = False
-    ) -> Floats:
-        """Return the seconds of a window without switching, with true costs or with those that planners are told."""
-        plans = Plans(self._course().job, k, choices)
-        own = self.arrays.unit_seconds[plans.job, self.arrays.variant(plans)]
-        own = own if told else own * self.unit_factors(window)
-        return self.steps(window, k, choices) * self.arrays.seconds_per_step(plans, length, own)
+    def every_plan(self, window: int) -> Floats:
+        """Return what a window takes under every plan, running out of memory included, shape (n, plans).
 
-    def run(self, k: Indices, choices: Indices) -> Outcome:
-        """Run the next window of every lane under these plans."""
+        Switching to it is left out.
+        """
+        course, pool = self._course(), self.lanes.pool
+        every = np.broadcast_to(np.arange(pool.k.shape[1]), pool.k.shape)
+        working = self.steps(window, every) * pool.seconds_per_step(self.factor(window), course.length[:, window])
+        ran_out = pool.peak_bytes(course.longest[:, window]) > course.budget[:, window][:, None]
+        again = np.take_along_axis(working, pool.leanest[:, None], axis=1)
+        retried = self.strengths.retry_windows * working + again + 2 * self.switch_s[:, None]
+        return np.where(pool.there, np.where(ran_out, retried, working), np.inf)
+
+    def situation(self) -> Situation:
+        """Return what is known before the next window."""
         course, window = self._course(), self.window
-        plans = Plans(course.job, k, choices)
-        peak = self.arrays.peak_bytes(plans, course.longest[:, window])
-        ran_out = peak > course.budget[:, window]
-        # The first window's plan is the one to launch with, which costs no switch.
-        switched = ((k != self.k) | (choices != self.choices).any(axis=1)) & (window > 0)
-        own = self.arrays.unit_seconds[course.job, self.arrays.variant(plans)] * self.unit_factors(window)
-        step_s = self.arrays.seconds_per_step(plans, course.length[:, window], own)
-        steps = self.steps(window, k, choices)
-        seconds = np.where(ran_out, self._retried(window, steps * step_s), steps * step_s)
-        seconds = seconds + switched * self.switch_seconds()
-        chosen = np.take_along_axis(own, choices[:, :, None], axis=2)[:, :, 0]
-        self._learn(k)
-        self.k, self.choices = k.copy(), choices.copy()
-        self.seconds = self.seconds + seconds
-        self.window += 1
-        return Outcome(
-            seconds=seconds,
-            ran_out=ran_out,
-            switched=switched,
-            peak_bytes=peak,
-            steps=steps,
-            step_s=step_s,
-            unit_seconds=chosen * course.length[:, window][:, None],
+        ahead = np.minimum(np.arange(window, window + LOOK_AHEAD), self.windows - 1)
+        return Situation(
+            budget=course.budget[:, ahead],
+            progress=np.full(len(course.job), window / self.windows),
+            windows_left=np.full(len(course.job), float(self.windows - window)),
             noise_scale=self.known_noise_scale(),
+            switch_s=self.switch_s,
         )
 
-    def judged_seconds(self, window: int, k: Indices, choices: Indices) -> Floats:
-        """Return what a window takes under a plan, running out of memory included, switching to it left out."""
-        course = self._course()
-        plans = Plans(course.job, k, choices)
-        seconds = self.window_seconds(window, k, choices, course.length[:, window])
-        ran_out = self.arrays.peak_bytes(plans, course.longest[:, window]) > course.budget[:, window]
-        return np.where(ran_out, self._retried(window, seconds), seconds)
-
-    def switch_seconds(self) -> Floats:
-        """Return what a switch costs each lane."""
-        return self.strengths.switch_windows * self.unit_of_time
+    def run(self, plan: Indices) -> Seen:
+        """Run the next window of every lane under these plans, shape (n,), and return what it saw."""
+        course, window, pool = self._course(), self.window, self.lanes.pool
+        length, factor = course.length[:, window], self.factor(window)
+        ran_out = pool.peak_of(plan, course.longest[:, window]) > course.budget[:, window]
+        # The first window's plan is the one to launch with, which costs no switch.
+        switched = (plan != self.plan) & (window > 0)
+        step_s = pool.seconds_of(plan, factor, length)
+        working = self.steps(window, plan[:, None])[:, 0] * step_s
+        again = self.steps(window, pool.leanest[:, None])[:, 0] * pool.seconds_of(pool.leanest, factor, length)
+        # Part of the window is lost, then the leanest plan repeats it, and back.
+        retried = self.strengths.retry_windows * working + again + 2 * self.switch_s
+        seconds = np.where(ran_out, retried, working) + switched * self.switch_s
+        self._learn(plan)
+        self.plan = plan
+        self.seconds = self.seconds + seconds
+        self.window += 1
+        return Seen(
+            plan=plan,
+            length=length,
+            longest=course.longest[:, window],
+            step_s=step_s * course.time_noise[:, window],
+            window_s=working,
+            total_s=seconds,
+            ran_out=ran_out,
+        )
 
     def known_noise_scale(self) -> Floats:
         """Return the estimate of each lane's noise scale; NaN while unknown."""
@@ -295,17 +305,21 @@ class MovingRuns:
     def _retried(self, window: int, seconds: Floats) -> Floats:
         """Return the seconds of a window that ran out of memory: part of it lost, then the leanest plan, and back."""
         course = self._course()
-        k, choices = self._leanest[0][course.job], self._leanest[1][course.job]
-        again = self.window_seconds(window, k, choices, course.length[:, window])
-        return self.strengths.retry_windows * seconds + again + 2 * self.switch_seconds()
+        again = self.window_seconds(window, self.leanest(), course.length[:, window])
+        return self.strengths.retry_windows * seconds + again + 2 * self.switch_s
 
-    def _learn(self, k: Indices) -> None:
+    def leanest(self) -> Plans:
+        """Return the leanest plan of each lane's job."""
+        job = self._course().job
+        return Plans(job, self._leanest[0][job], self._leanest[1][job])
+
+    def _learn(self, plan: Indices) -> None:
         """Feed the noise scale's moving averages, where a step had several micro-batches or could be cut in two."""
-        course, window, facts = self._course(), self.window, self.facts
+        course, window, facts, lanes = self._course(), self.window, self.facts, self.lanes
         job = course.job
         noise = self.noise_scale(window)
-        pieces = self.arrays.accumulation_steps[job, k]
-        batch = facts.batch[job] * np.where(facts.adaptive[job], pieces, 1)
+        pieces = lanes.steps[np.arange(len(lanes)), plan]
+        batch = lanes.batch * np.where(lanes.adaptive, pieces, 1.0)
         seen = (pieces > 1) | facts.splits[job]
         middle = (window + 0.5) / self.windows * self._effort[job]
         curve = facts.loss.take(job)
@@ -317,10 +331,14 @@ class MovingRuns:
         self._square = np.where(seen, past * self._square + (1 - past) * found, self._square)
         self._learnt = self._learnt + seen
 
-    def _leanest_choices(self) -> tuple[Indices, Indices]:
-        jobs = range(len(self.jobs))
-        encoded = [self.arrays.encode(job, self.jobs[job].profile.space.leanest()) for job in jobs]
-        return np.array([k for k, _ in encoded]), np.stack([choices for _, choices in encoded])
+    def _squared_errors(self) -> Floats:
+        """Return the squared error that each job's plans add to its gradient, shape (jobs, plans)."""
+        jobs, size, _ = self.pool.choices.shape
+        errors = np.zeros((jobs, size))
+        for job in range(jobs):
+            own, choices = self.facts.squared_errors[job], self.pool.choices[job]
+            errors[job] = np.take_along_axis(own[None], choices[:, :, None], axis=2)[:, :, 0].sum(axis=1)
+        return errors
 
     def _course(self) -> Course:
         if self.course is None:

@@ -1,20 +1,61 @@
 """Plan window by window while conditions move: re-solve with what is believed, switch only where it pays.
 
-The planner knows profiles, budgets, the lengths that it has seen and an estimate of the noise scale. It corrects what
-it believes of costs by the seconds that it measures. A clairvoyant, which knows the course, says how much is left.
+A planner knows profiles, budgets, the lengths that it has seen and an estimate of the noise scale. What it believes of
+costs it corrects by the seconds that steps took. It knows nothing of simulations: the same planner leads real runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from autotune.physics.convergence import step_efficiency
-from autotune.physics.cost_arrays import Floats, Indices, Plans
-from autotune.physics.moving import Course, MovingRuns, Outcome
-from autotune.physics.price_solver import PriceSolver
+from autotune.physics.cost_arrays import CostArrays, Floats, Indices
+from autotune.physics.plan_pool import PlanPool
+from autotune.physics.simulated_job import Flags
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """Hold what is known of n lanes before a window.
+
+    Attributes:
+        budget: shape (n, windows), bytes of the next window and of those after it that are announced.
+        progress: shape (n,), share of the run that is done.
+        windows_left: shape (n,), the next one included.
+        noise_scale: shape (n,), as estimated, in samples; NaN while unknown.
+        switch_s: shape (n,), what a switch of plans costs.
+    """
+
+    budget: Floats
+    progress: Floats
+    windows_left: Floats
+    noise_scale: Floats
+    switch_s: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """Hold what a window of n lanes saw; arrays of shape (n,).
+
+    Attributes:
+        plan: the number of the plan that it ran under.
+        length: mean factor on the profiled sequence length.
+        longest: the same of its longest batch.
+        step_s: measured seconds per step.
+        window_s: what its steps took, without switching and lost work.
+        total_s: what it took.
+        ran_out: whether it ran out of memory.
+    """
+
+    plan: Indices
+    length: Floats
+    longest: Floats
+    step_s: Floats
+    window_s: Floats
+    total_s: Floats
+    ran_out: Flags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +65,18 @@ class PlannerSettings:
     Attributes:
         reserve: share by which sequences are taken to be longer than those last seen, where memory is concerned.
         horizon: windows over which a switch must pay for itself; 0 switches whenever another plan is better.
-        correction: weight of a new measurement in what is believed of a unit's cost; 0 believes the profile.
+        cost_error: standard deviation of the logarithm by which profiles are taken to be wrong; 0 believes them.
+        common_share: share of that variance that all units have in common in a precision.
+        drift: the same standard deviation, of what is forgotten per window.
+        time_noise: the same of a window's measured seconds per step.
     """
 
     reserve: float = 0.0
     horizon: float = 3.0
-    correction: float = 0.5
+    cost_error: float = 0.3
+    common_share: float = 0.6
+    drift: float = 0.02
+    time_noise: float = 0.02
 
 
 @dataclass(slots=True)
@@ -40,190 +87,199 @@ class Levers:
         reserve: shape (n,), added to the settings' reserve.
         k_bias: shape (n,), factor on the worth of each doubling of k, as a logarithm.
         price_16_bit: shape (n,), logarithm of a factor on the seconds of 16-bit choices.
+        optimism: shape (n,), standard deviations by which what is not known well is taken to be faster.
         stickiness: shape (n,), factor on what a switch is taken to cost.
     """
 
     reserve: Floats
     k_bias: Floats
     price_16_bit: Floats
+    optimism: Floats
     stickiness: Floats
 
     @classmethod
     def neutral(cls, lanes: int) -> Levers:
         """Return levers that change nothing."""
-        return cls(np.zeros(lanes), np.zeros(lanes), np.zeros(lanes), np.ones(lanes))
+        zero = np.zeros(lanes)
+        return cls(zero, zero.copy(), zero.copy(), zero.copy(), np.ones(lanes))
+
+
+class Belief:
+    """Believe factors on what each unit costs in each precision, and learn them from whole steps.
+
+    A step's seconds are linear in the factors, so that a Kalman filter is exact: factors are normal, those of one
+    precision correlated, and forgotten at a constant rate.
+
+    Args:
+        lanes: how many.
+        units: per lane.
+        precisions: per unit.
+        settings: how wrong profiles are taken to be.
+
+    Attributes:
+        mean: shape (lanes, units, precisions).
+    """
+
+    def __init__(self, lanes: int, units: int, precisions: int, settings: PlannerSettings) -> None:
+        self.mean = np.ones((lanes, units, precisions))
+        same = np.kron(np.ones((units, units)), np.eye(precisions))
+        own = np.eye(units * precisions)
+        prior = settings.common_share * same + (1 - settings.common_share) * own
+        self._forgotten = settings.drift**2 * same
+        self._noise = settings.time_noise**2
+        self._covariance = np.tile(settings.cost_error**2 * prior, (lanes, 1, 1))
+        self._off = settings.cost_error == 0
+
+    def deviation(self) -> Floats:
+        """Return how unsure each factor is, shape (lanes, units, precisions)."""
+        variance = np.einsum("nii->ni", self._covariance).reshape(self.mean.shape)
+        return np.sqrt(np.maximum(variance, 0.0))
+
+    def learn(self, weights: Floats, constant: Floats, measured: Floats, valid: Flags) -> None:
+        """Take in one step of each lane.
+
+        Args:
+            weights: shape (lanes, units x precisions), seconds of each unit in the precision that it ran in, as told.
+            constant: shape (lanes,), seconds of a step that no factor touches.
+            measured: shape (lanes,), seconds of the step.
+            valid: shape (lanes,), which lanes measured anything.
+        """
+        if self._off:
+            return
+        self._covariance += self._forgotten
+        expected = constant + (weights * self.mean.reshape(len(weights), -1)).sum(axis=1)
+        spread = np.matmul(self._covariance, weights[:, :, None])[:, :, 0]
+        variance = (weights * spread).sum(axis=1) + self._noise * np.square(expected)
+        gain = spread / np.where(variance > 0, variance, 1.0)[:, None] * valid[:, None]
+        self.mean += (gain * (measured - expected)[:, None]).reshape(self.mean.shape)
+        np.clip(self.mean, 0.1, 10.0, out=self.mean)
+        self._covariance -= gain[:, :, None] * spread[:, None, :]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lanes:
+    """Hold what a planner is told of n runs.
+
+    Attributes:
+        pool: each lane's plans; see :meth:`PlanPool.take`.
+        steps: shape (n, plans), each plan's k.
+        batch: shape (n,), samples of one batch.
+        adaptive: shape (n,), whether a step consumes k batches.
+        num_k: shape (n,), how many k can be chosen.
+        num_units: shape (n,).
+        recomputable: shape (n, max_units).
+    """
+
+    pool: PlanPool
+    steps: Floats
+    batch: Floats
+    adaptive: Flags
+    num_k: Indices
+    num_units: Indices
+    recomputable: Flags
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    @classmethod
+    def of(cls, pool: PlanPool, arrays: CostArrays, job: Indices) -> Lanes:
+        """Return lanes of jobs.
+
+        Args:
+            pool: the jobs' plans.
+            arrays: the jobs.
+            job: shape (n,), each lane's.
+        """
+        profiles = arrays.profiles
+        return cls(
+            pool=pool.take(job),
+            steps=np.take_along_axis(arrays.accumulation_steps[job], pool.k[job], axis=1).astype(np.float64),
+            batch=np.array([float(profile.batch_size) for profile in profiles])[job],
+            adaptive=np.array([profile.batching == "adaptive" for profile in profiles])[job],
+            num_k=arrays.num_k[job],
+            num_units=arrays.num_units[job],
+            recomputable=arrays.recomputable[job],
+        )
 
 
 class Planner:
-    """Plan every lane's next window.
+    """Plan the next window of n lanes: a plan is its number in its lane's pool.
 
     Args:
-        runs: the runs, begun.
+        lanes: what is planned for.
         settings: how to plan.
-        solver: of the runs' arrays; ``None`` makes one.
 
     Attributes:
-        factor: shape (n, max_units, precisions), believed factor on what a unit costs in a precision.
+        lanes: what is planned for.
+        settings: how to plan.
+        belief: what is believed of costs.
         length: shape (n,), the sequence length seen last.
+        seen: the last window; ``None`` before the first.
     """
 
-    def __init__(self, runs: MovingRuns, settings: PlannerSettings, solver: PriceSolver | None = None) -> None:
-        self._runs = runs
-        self._settings = settings
-        self._solver = solver or PriceSolver(runs.arrays)
-        assert runs.course is not None
-        self._job = runs.course.job
-        n, arrays = len(self._job), runs.arrays
-        self.factor = np.ones((n, arrays.max_units, arrays.max_choices // 2))
-        self._measured = np.zeros_like(self.factor, dtype=bool)
-        self.length = np.ones(n)
+    def __init__(self, lanes: Lanes, settings: PlannerSettings) -> None:
+        self.lanes = lanes
+        self.settings = settings
+        units = lanes.recomputable.shape[1]
+        self.belief = Belief(len(lanes), units, lanes.pool.weights.shape[2] // units, settings)
+        self.length = np.ones(len(lanes))
+        self.seen: Seen | None = None
 
-    def decide(self, levers: Levers | None = None) -> tuple[Indices, Indices]:
-        """Return each lane's k and choices for the next window."""
-        runs, settings = self._runs, self._settings
-        assert runs.course is not None
-        levers = levers or Levers.neutral(len(self._job))
-        # Announced events are known, lengths are not: the last one is expected again.
-        budget = runs.course.budget[:, runs.window]
-        room = budget / (1 + settings.reserve + levers.reserve)
-        seconds = self._believed_seconds(levers)
-        worth = self._worth(levers)
-        plans, _ = self._solver.solve(self._job, room, self.length, worth, seconds)
-        if runs.window == 0:
-            return plans.k, plans.choices
-        stay = self._stays(plans, room, seconds, worth, levers)
-        return np.where(stay, runs.k, plans.k), np.where(stay[:, None], runs.choices, plans.choices)
+    @property
+    def plan(self) -> Indices:
+        """Return the running plan; before the first window, the baseline."""
+        return self.lanes.pool.baseline if self.seen is None else self.seen.plan
 
-    def observe(self, outcome: Outcome) -> None:
-        """Take in what the window saw: the sequences' length, and each unit's seconds under its choice."""
-        runs, course = self._runs, self._runs.course
-        assert course is not None
-        window = runs.window - 1
-        self.length = course.length[:, window]
-        if not self._settings.correction:
-            return
-        precision = runs.choices // 2
-        ran = Plans(self._job, runs.k, runs.choices)
-        seconds = runs.arrays.unit_seconds[self._job, runs.arrays.variant(ran)]
-        told = np.take_along_axis(seconds, runs.choices[:, :, None], axis=2)[:, :, 0]
-        there = (told > 0) & ~outcome.ran_out[:, None]
-        ratio = outcome.unit_seconds / np.where(told > 0, told, 1.0) / self.length[:, None]
-        known = np.take_along_axis(self._measured, precision[:, :, None], axis=2)[:, :, 0]
-        believed = np.take_along_axis(self.factor, precision[:, :, None], axis=2)[:, :, 0]
-        weight = np.where(known, self._settings.correction, 1.0)
-        updated = np.where(there, believed + weight * (ratio - believed), believed)
-        np.put_along_axis(self.factor, precision[:, :, None], updated[:, :, None], axis=2)
-        np.put_along_axis(self._measured, precision[:, :, None], (known | there)[:, :, None], axis=2)
+    def decide(self, situation: Situation, levers: Levers | None = None) -> Indices:
+        """Return the number of each lane's plan for the next window."""
+        levers = levers or Levers.neutral(len(self.lanes))
+        pool = self.lanes.pool
+        peak = pool.peak_bytes(self.length * (1 + self.settings.reserve + levers.reserve))
+        fits = pool.there & (peak <= situation.budget[:, :1])
+        worth = self._worth(situation.noise_scale, levers)
+        time = pool.seconds_per_step(self._factor(levers), self.length) / worth
+        best = np.where(fits, time, np.inf).argmin(axis=1)
+        plan = np.where(fits.any(axis=1), best, pool.leanest)
+        if self.seen is None:
+            return plan
+        rows = np.arange(len(plan))
+        now, then = time[rows, self.seen.plan], time[rows, plan]
+        # Only what pays for its switch within the horizon is worth one.
+        saved = (1 - then / now) * self.seen.window_s * self.settings.horizon
+        pays = saved > situation.switch_s * levers.stickiness if self.settings.horizon else then < now
+        return np.where(fits[rows, self.seen.plan] & ~pays, self.seen.plan, plan)
 
-    def believed_step_seconds(self) -> Floats:
-        """Return what a step of the running plan is believed to take at the length last seen."""
-        runs = self._runs
-        plans = Plans(self._job, runs.k, runs.choices)
-        own = runs.arrays.unit_seconds[self._job, runs.arrays.variant(plans)] * np.repeat(self.factor, 2, axis=2)
-        return runs.arrays.seconds_per_step(plans, self.length, own)
+    def observe(self, seen: Seen) -> None:
+        """Take in what a window saw: the sequences' length, and the seconds of its steps."""
+        self.seen = seen
+        self.length = seen.length
+        rows, pool = np.arange(len(self.lanes)), self.lanes.pool
+        between, constant = pool.between[rows, seen.plan], pool.constant[rows, seen.plan]
+        weights = pool.weights[rows, seen.plan] * seen.length[:, None]
+        valid = ~seen.ran_out & np.isfinite(seen.step_s) & (seen.step_s > 0)
+        self.belief.learn(weights, constant + between * seen.length, np.where(valid, seen.step_s, 0.0), valid)
 
-    def _believed_seconds(self, levers: Levers) -> Floats:
-        """Return what each lane's units are believed to cost, shape (n, variants, max_units, choices)."""
-        factor = np.repeat(self.factor, 2, axis=2)
+    def step_seconds(self, plan: Indices, length: Floats) -> Floats:
+        """Return what a step of a plan is believed to take, shape (n,)."""
+        return self.lanes.pool.seconds_of(plan, self.belief.mean, length)
+
+    def _factor(self, levers: Levers) -> Floats:
+        """Return by what each unit is believed to cost more than told, shape (n, max_units, precisions)."""
+        factor = self.belief.mean
+        if levers.optimism.any():
+            factor = np.maximum(factor - levers.optimism[:, None, None] * self.belief.deviation(), 0.1 * factor)
         if levers.price_16_bit.any():
             factor = factor.copy()
-            factor[:, :, 2:] *= np.exp(levers.price_16_bit)[:, None, None]
-        return self._runs.arrays.unit_seconds[self._job] * factor[:, None]
+            factor[:, :, 1:] *= np.exp(levers.price_16_bit)[:, None, None]
+        return factor
 
-    def _worth(self, levers: Levers) -> Floats:
-        """Return what a step at each k is believed to be worth, shape (n, max_k)."""
-        runs, facts = self._runs, self._runs.facts
-        k = runs.arrays.accumulation_steps[self._job].astype(np.float64)
-        adaptive = facts.adaptive[self._job][:, None]
-        batch = facts.batch[self._job][:, None] * np.where(adaptive, k, 1.0)
-        noise = runs.known_noise_scale()[:, None]
-        known = ~np.isnan(noise)
-        worth = step_efficiency(batch, np.where(known, noise, 0.0))
+    def _worth(self, noise_scale: Floats, levers: Levers) -> Floats:
+        """Return what a step under each plan is believed to be worth, shape (n, plans)."""
+        lanes = self.lanes
+        adaptive, k = lanes.adaptive[:, None], lanes.steps
+        known = ~np.isnan(noise_scale)[:, None]
+        worth = step_efficiency(lanes.batch[:, None] * np.where(adaptive, k, 1.0), np.nan_to_num(noise_scale)[:, None])
         # At k = 1 nothing is learnt of the noise under adaptive batching: as long as it is unknown, k = 2 is taken.
-        first = np.where(np.arange(k.shape[1]) == 1, 1.0, 1e-3) * np.ones_like(k)
-        alone = runs.arrays.num_k[self._job][:, None] < 2
-        worth = np.where(known | ~adaptive | alone, worth, first)
-        return worth * k ** levers.k_bias[:, None]
-
-    def _stays(self, plans: Plans, room: Floats, seconds: Floats, worth: Floats, levers: Levers) -> np.ndarray:
-        """Tell which lanes keep their plan: it fits, and another would not pay for the switch in time."""
-        runs, arrays = self._runs, self._runs.arrays
-        lanes = np.arange(len(self._job))
-        current = Plans(self._job, runs.k, runs.choices)
-
-        def window_seconds(plan: Plans) -> Floats:
-            step = arrays.seconds_per_step(plan, self.length, seconds[lanes, arrays.variant(plan)])
-            return step / worth[lanes, plan.k]
-
-        now, then = window_seconds(current), window_seconds(plans)
-        # Seconds per unit of worth become those of a window by the current plan's own steps.
-        steps = runs.steps(runs.window, runs.k, runs.choices, np.nan_to_num(runs.known_noise_scale(), nan=0.0))
-        saved = (now - then) * steps * worth[lanes, runs.k] * self._settings.horizon
-        fits = arrays.peak_bytes(current, self.length) <= room
-        if not self._settings.horizon:
-            return np.asarray(fits & (now <= then))
-        return np.asarray(fits & (saved <= runs.switch_seconds() * levers.stickiness))
-
-
-def run_planner(runs: MovingRuns, course: Course, settings: PlannerSettings) -> tuple[Floats, list[Plans]]:
-    """Return each lane's seconds under a planner, shape (n,), and the plans of each window."""
-    runs.begin(course)
-    planner = Planner(runs, settings)
-    chosen = []
-    for _ in range(runs.windows):
-        k, choices = planner.decide()
-        chosen.append(Plans(course.job, k, choices))
-        planner.observe(runs.run(k, choices))
-    return runs.seconds, chosen
-
-
-def clairvoyant(runs: MovingRuns, course: Course, also: Sequence[Plans] = ()) -> Floats:
-    """Return the seconds of the best sequence of plans for a course that is known beforehand, shape (n,).
-
-    Candidates are the price solver's plans for every window and k with true costs; the best path through them is found
-    by dynamic programming, switching included. A lower bound in practice, not in proof: candidates are few.
-
-    Args:
-        runs: the runs.
-        course: what happens.
-        also: further candidates, one plan per lane each.
-    """
-    runs.begin(course)
-    k, choices = _candidates(runs, course, also)
-    best: Floats | None = None
-    switch = runs.switch_seconds()[:, None]
-    for window in range(runs.windows):
-        cost = _costs(runs, course, window, k, choices)
-        if best is None:
-            best = cost
-            continue
-        best = np.minimum(best, best.min(axis=1, keepdims=True) + switch) + cost
-    assert best is not None
-    return np.asarray(best.min(axis=1))
-
-
-def _candidates(runs: MovingRuns, course: Course, also: Sequence[Plans]) -> tuple[Indices, Indices]:
-    """Return plans, shape (n, m) and (n, m, max_units)."""
-    arrays, solver = runs.arrays, PriceSolver(runs.arrays)
-    found = list(also)
-    for window in range(runs.windows):
-        seconds = arrays.unit_seconds[course.job] * runs.unit_factors(window)[:, None]
-        for k in range(arrays.max_k):
-            worth = np.where(np.arange(arrays.max_k) == k, 1.0, 1e-9) * np.ones((len(course.job), 1))
-            budget, longest = course.budget[:, window], course.longest[:, window]
-            plans, _ = solver.solve(course.job, budget, longest, worth, seconds)
-            found.append(plans)
-    return np.stack([plans.k for plans in found], axis=1), np.stack([plans.choices for plans in found], axis=1)
-
-
-def _costs(runs: MovingRuns, course: Course, window: int, k: Indices, choices: Indices) -> Floats:
-    """Return what a window costs each lane under each candidate, shape (n, m), switching left out."""
-    lanes, count = k.shape
-    flat = course.take(np.repeat(np.arange(lanes), count))
-    original, runs.course = runs.course, flat
-    unit_of_time, runs.unit_of_time = runs.unit_of_time, np.repeat(runs.unit_of_time, count)
-    try:
-        cost = runs.judged_seconds(window, k.reshape(-1), choices.reshape(lanes * count, -1))
-    finally:
-        runs.course, runs.unit_of_time = original, unit_of_time
-    return cost.reshape(lanes, count)
+        first = np.where(lanes.pool.k == 1, 1.0, 1e-3)
+        worth = np.where(known | ~adaptive | (lanes.num_k < 2)[:, None], worth, first)
+        return np.asarray(worth * k ** levers.k_bias[:, None])

@@ -1,0 +1,248 @@
+"""Keep, for each job, the plans that can be worth running, so that planning again is one product of matrices.
+
+Whatever budgets, lengths and costs come to be, the best plan is nearly always one of a few hundred. They are found
+once: by the price solver in many imagined worlds of costs and budgets, and by changing single units of what it found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.physics.cost_arrays import CostArrays, Floats, Indices, Plans
+from autotune.physics.price_solver import PriceSolver
+
+# Factors on the profiled length between which peaks are interpolated, from above: a peak is convex in the length.
+LENGTHS = np.exp(np.linspace(np.log(0.125), np.log(8.0), 49))
+_PROFILED = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSettings:
+    """Say how plans are looked for.
+
+    Attributes:
+        size: plans per job at most.
+        worlds: imagined worlds of costs, the profile's own among them.
+        budgets: budgets per world, from the leanest plan's peak to the baseline's.
+        cost_error: standard deviation of the logarithm of an imagined cost over the profile's.
+        rounds: times that single units of the plans found are changed.
+        seed: of the imagined worlds.
+    """
+
+    size: int = 256
+    worlds: int = 8
+    budgets: int = 24
+    cost_error: float = 0.3
+    rounds: int = 2
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanPool:
+    """Hold m plans of each job, padded; arrays of shape (jobs, m, ...).
+
+    Attributes:
+        there: shape (jobs, m), whether the plan is more than padding.
+        k: shape (jobs, m), the number of each plan's k.
+        choices: shape (jobs, m, max_units); see :func:`autotune.physics.cost_arrays.choice_index`.
+        peaks: shape (jobs, m, len(LENGTHS)), bytes at each length.
+        weights: shape (jobs, m, max_units x precisions), seconds of each unit in the precision that it has; 0 in others.
+        between: shape (jobs, m), seconds of the code between units, which grow with the length too.
+        constant: shape (jobs, m), seconds that nothing changes.
+        baseline: shape (jobs,), where the baseline plan stands.
+        leanest: shape (jobs,), where the plan with the smallest peak stands.
+    """
+
+    there: NDArray[np.bool_]
+    k: Indices
+    choices: Indices
+    peaks: Floats
+    weights: Floats
+    between: Floats
+    constant: Floats
+    baseline: Indices
+    leanest: Indices
+
+    def take(self, job: Indices) -> PlanPool:
+        """Return each lane's job's plans."""
+        return PlanPool(**{item.name: getattr(self, item.name)[job] for item in fields(self)})
+
+    def peak_bytes(self, length: Floats) -> Floats:
+        """Return every plan's peak at each lane's length, shape (lanes, m); lanes as taken."""
+        place, share = _between(length)
+        lanes = np.arange(len(place))
+        low, high = self.peaks[lanes, :, place], self.peaks[lanes, :, place + 1]
+        return np.asarray(low + share[:, None] * (high - low))
+
+    def seconds_per_step(self, factor: Floats, length: Floats) -> Floats:
+        """Return every plan's seconds per step, shape (lanes, m); lanes as taken.
+
+        Args:
+            factor: shape (lanes, max_units, precisions), on what units cost.
+            length: shape (lanes,), on what grows with the sequences.
+        """
+        units = np.matmul(self.weights, factor.reshape(len(factor), -1, 1))[:, :, 0]
+        return np.asarray((units + self.between) * length[:, None] + self.constant)
+
+    def peak_of(self, plan: Indices, length: Floats) -> Floats:
+        """Return one plan's peak per lane, shape (lanes,); lanes as taken."""
+        place, share = _between(length)
+        lanes = np.arange(len(place))
+        low, high = self.peaks[lanes, plan, place], self.peaks[lanes, plan, place + 1]
+        return np.asarray(low + share * (high - low))
+
+    def seconds_of(self, plan: Indices, factor: Floats, length: Floats) -> Floats:
+        """Return one plan's seconds per step per lane, shape (lanes,); lanes as taken."""
+        lanes = np.arange(len(plan))
+        units = (self.weights[lanes, plan] * factor.reshape(len(plan), -1)).sum(axis=1)
+        return np.asarray((units + self.between[lanes, plan]) * length + self.constant[lanes, plan])
+
+
+def _between(length: Floats) -> tuple[Indices, Floats]:
+    """Return the place among ``LENGTHS`` below each length, and the share of the way to the next."""
+    place = np.clip(np.searchsorted(LENGTHS, length, side="right") - 1, 0, len(LENGTHS) - 2)
+    return place, (length - LENGTHS[place]) / (LENGTHS[place + 1] - LENGTHS[place])
+
+
+def make_pool(arrays: CostArrays, settings: PoolSettings | None = None, also: Sequence[Plans] = ()) -> PlanPool:
+    """Return the plans worth considering of every job.
+
+    Args:
+        arrays: what the jobs cost.
+        settings: how to look for plans.
+        also: plans, one per job each, that shall be in the pool.
+    """
+    settings = settings or PoolSettings()
+    solver = PriceSolver(arrays)
+    pools = [_job_pool(arrays, solver, job, settings, also) for job in range(len(arrays.profiles))]
+    size = max(len(k) for k, _ in pools)
+    jobs, units = len(pools), arrays.max_units
+    there = np.zeros((jobs, size), dtype=bool)
+    numbers, choices = np.zeros((jobs, size), dtype=np.int64), np.zeros((jobs, size, units), dtype=np.int64)
+    for job, (k, chosen) in enumerate(pools):
+        there[job, : len(k)] = True
+        # Padding repeats the first plan, so that no figure of it is out of the way.
+        numbers[job], choices[job] = k[0], chosen[0]
+        numbers[job, : len(k)], choices[job, : len(k)] = k, chosen
+    return _filled(arrays, there, numbers, choices)
+
+
+def _filled(arrays: CostArrays, there: NDArray[np.bool_], k: Indices, choices: Indices) -> PlanPool:
+    jobs, size = k.shape
+    flat = Plans(np.repeat(np.arange(jobs), size), k.reshape(-1), choices.reshape(jobs * size, -1))
+    variant = arrays.variant(flat)
+    peaks = np.stack([arrays.peak_bytes(flat, length) for length in LENGTHS], axis=1)
+    told = arrays.unit_seconds[flat.job, variant]
+    own = np.take_along_axis(told, flat.choices[:, :, None], axis=2)
+    weights = np.zeros((jobs * size, arrays.max_units, arrays.max_choices // 2))
+    np.put_along_axis(weights, flat.choices[:, :, None] // 2, own, axis=2)
+    peaks = peaks.reshape(jobs, size, -1)
+    none = (choices == 0).all(axis=2) & (k == 0) & there
+    return PlanPool(
+        there=there,
+        k=k,
+        choices=choices,
+        peaks=peaks,
+        weights=weights.reshape(jobs, size, -1),
+        between=arrays.between_seconds[flat.job, variant].reshape(jobs, size),
+        constant=arrays.constant_seconds[flat.job, variant].reshape(jobs, size),
+        baseline=none.argmax(axis=1),
+        leanest=np.where(there, peaks[:, :, _PROFILED], np.inf).argmin(axis=1),
+    )
+
+
+def _job_pool(
+    arrays: CostArrays, solver: PriceSolver, job: int, settings: PoolSettings, also: Sequence[Plans]
+) -> tuple[Indices, Indices]:
+    """Return the numbers of k, shape (m,), and the choices, shape (m, max_units), of one job's plans."""
+    generator = np.random.default_rng(settings.seed)
+    shape = (settings.worlds, arrays.max_units, arrays.max_choices // 2)
+    worlds = np.exp(settings.cost_error * generator.standard_normal(shape))
+    # Half of an error is common to a precision, which is what makes one precision or another the one to use.
+    worlds *= np.exp(settings.cost_error * generator.standard_normal((settings.worlds, 1, shape[2])))
+    worlds[0] = 1.0
+    fixed = _known(arrays, job, also)
+    found = _unique(np.concatenate([fixed, _solved(arrays, solver, job, worlds, settings)]))
+    for _ in range(settings.rounds):
+        chosen = found[_best(arrays, job, found, worlds, settings)]
+        found = _unique(np.concatenate([fixed, chosen, _neighbours(arrays, job, chosen)]))
+    kept = found[_best(arrays, job, found, worlds, settings)]
+    pool = _unique(np.concatenate([fixed, kept[: settings.size - len(fixed)]]))
+    return pool[:, 0], pool[:, 1:]
+
+
+def _known(arrays: CostArrays, job: int, also: Sequence[Plans]) -> Indices:
+    """Return the baseline, the leanest plan and those asked for, a row each: k, then choices."""
+    space = arrays.profiles[job].space
+    rows = [np.zeros(1 + arrays.max_units, dtype=np.int64)]
+    for k in range(int(arrays.num_k[job])):
+        lean = space.leanest().changed(accumulation_steps=space.accumulation_choices[k])
+        number, choices = arrays.encode(job, lean)
+        rows.append(np.concatenate([[number], choices]))
+    rows += [np.concatenate([plans.k[job : job + 1], plans.choices[job]]) for plans in also]
+    return np.stack(rows)
+
+
+def _bounds(arrays: CostArrays, job: int, budgets: int) -> Floats:
+    """Return budgets from the smallest lean plan's peak to the baseline's, and none."""
+    rows = _known(arrays, job, ())
+    peaks = arrays.peak_bytes(Plans(np.full(len(rows), job), rows[:, 0], rows[:, 1:]))
+    least, most = float(peaks[1:].min()), float(peaks.max())
+    return np.append(np.linspace(least, max(most, 1.01 * least), budgets - 1), np.inf)
+
+
+def _solved(
+    arrays: CostArrays, solver: PriceSolver, job: int, worlds: Floats, settings: PoolSettings
+) -> Indices:
+    """Return what the price solver plans for every k, budget and world."""
+    budgets = _bounds(arrays, job, settings.budgets)
+    ks = np.arange(int(arrays.num_k[job]))
+    world, budget, k = (axis.reshape(-1) for axis in np.meshgrid(range(len(worlds)), range(len(budgets)), ks, indexing="ij"))
+    lanes = np.full(len(world), job)
+    seconds = arrays.unit_seconds[lanes] * np.repeat(worlds[world], 2, axis=2)[:, None]
+    worth = np.where(np.arange(arrays.max_k)[None, :] == k[:, None], 1.0, 1e-9)
+    plans, _ = solver.solve(lanes, budgets[budget], 1.0, worth, seconds)
+    return np.concatenate([plans.k[:, None], plans.choices], axis=1)
+
+
+def _neighbours(arrays: CostArrays, job: int, rows: Indices) -> Indices:
+    """Return all plans that differ in one unit."""
+    units, choices = int(arrays.num_units[job]), 2 * int(arrays.num_precisions[job])
+    parts = []
+    for unit in range(units):
+        for choice in range(choices) if arrays.recomputable[job, unit] else range(0, choices, 2):
+            other = rows.copy()
+            other[:, 1 + unit] = choice
+            parts.append(other)
+    return np.concatenate(parts)
+
+
+def _best(arrays: CostArrays, job: int, rows: Indices, worlds: Floats, settings: PoolSettings) -> Indices:
+    """Return which plans are the fastest that fit, for any k, budget and world; the most often best first."""
+    plans = Plans(np.full(len(rows), job), rows[:, 0], rows[:, 1:])
+    variant = arrays.variant(plans)
+    peak = arrays.peak_bytes(plans)
+    own = np.take_along_axis(arrays.unit_seconds[plans.job, variant], plans.choices[:, :, None], axis=2)[:, :, 0]
+    rest = arrays.between_seconds[job, variant] + arrays.constant_seconds[job, variant]
+    precision = plans.choices // 2
+    fits = peak[:, None] <= _bounds(arrays, job, settings.budgets)[None, :]
+    votes = np.zeros(len(rows))
+    for number, world in enumerate(worlds):
+        seconds = rest + (own * np.take_along_axis(world[None], precision[:, :, None], axis=2)[:, :, 0]).sum(axis=1)
+        for k in range(int(arrays.num_k[job])):
+            cost = np.where(fits & (rows[:, 0] == k)[:, None], seconds[:, None], np.inf)
+            best = cost.argmin(axis=0)
+            # The profile's own world counts above all others.
+            np.add.at(votes, best[np.isfinite(cost.min(axis=0))], 1000.0 if number == 0 else 1.0)
+    order = np.argsort(-votes, kind="stable")
+    return np.asarray(order[votes[order] > 0])
+
+
+def _unique(rows: Indices) -> Indices:
+    """Return rows without repetitions, in the order of their first appearance."""
+    _, first = np.unique(rows, axis=0, return_index=True)
+    return rows[np.sort(first)]
