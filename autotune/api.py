@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from autotune.agents.planner import PLANNERS, planned
+from autotune.agents.planner import PLANNERS
 from autotune.budget import MemoryBudget, format_bytes
 from autotune.campaign import comparison, tuning
-from autotune.campaign.arms import arm_names, named_arm, static_arm
+from autotune.campaign.arms import LIVE, arm_names, live_arm, named_arm, needs_profile, static_arm
 from autotune.campaign.profiling import cached_profile, find_profile
 from autotune.campaign.runs import RunDirectory, device_name, require_writable
 from autotune.campaign.tracking import Tracker, send_pending
-from autotune.catalog import load_job
+from autotune.catalog import content_folder, load_job
 from autotune.engines.torch_engine import TorchEngine
 from autotune.errors import InputError
 from autotune.job import Job
 from autotune.physics.memory_model import peak_bytes
 from autotune.physics.profile import Profile
-from autotune.physics.solver import Goal, require_feasible, solve, with_shadow_price
+from autotune.physics.solver import require_feasible, solve, with_shadow_price
 from autotune.physics.time_model import seconds_per_step
 from autotune.plan import Plan
 from autotune.report.figures import draw_comparison
@@ -60,6 +60,8 @@ class Session:
         budget: the memory budget; ``None`` for none.
         settings: what a search may spend.
         reporter: shows progress.
+        dips: how the budget dips in compared runs; ``None`` if it stays. Static plans are searched for within what a
+            dip leaves.
     """
 
     job: Job
@@ -67,6 +69,7 @@ class Session:
     budget: MemoryBudget | None
     settings: tuning.TuningSettings
     reporter: Reporter
+    dips: comparison.Dips | None = None
 
     def tune(self, method: str) -> dict[str, Any]:
         """Find a plan with one method and return ``tune --json``'s document.
@@ -82,7 +85,7 @@ class Session:
         profile = self._profile([method])
         if profile is not None:
             # A budget that cannot be met is answered here, before anything is written.
-            planned(method, profile, references.memory_budget_bytes, Goal())
+            planned(method if method in PLANNERS else "exact", profile, references.memory_budget_bytes, Goal())
         run = self._create("tune", {"method": method})
         tracker = Tracker(self.runs, run.path, f"tune {self.job.name} {method}")
         result = self._search(method, engine, references, profile, run, tracker)
@@ -126,11 +129,29 @@ class Session:
         self._refuse_budget_early()
         engine, references = self._references()
         profile = self._profile(names)
-        arms = {name: named_arm(name, self.job, engine.space) for name in names if name not in tuning.METHODS}
+        budget = references.memory_budget_bytes
+        arms: dict[str, comparison.Arm] = {}
+        for name in (name for name in names if name in LIVE or name not in tuning.METHODS):
+            if needs_profile(name):
+                assert profile is not None
+                arms[name] = live_arm(name, profile, budget)
+            else:
+                arms[name] = named_arm(name, self.job, engine.space)
+        lowest = references
+        if self.dips is not None and budget is not None:
+            lowest = replace(references, memory_budget_bytes=int(budget * self.dips.share))
+            if references.leanest.peak_bytes is not None and references.leanest.peak_bytes > int(
+                budget * self.dips.share
+            ):
+                raise InputError(
+                    f"a dip leaves {format_bytes(int(budget * self.dips.share))}",
+                    where="--dips",
+                    allowed=f"at least {format_bytes(references.leanest.peak_bytes)}, what the leanest plan needs",
+                )
         run = self._create(verb, {"arms": list(names), "seeds": list(seeds)})
         tracker = Tracker(self.runs, run.path, f"{verb} {self.job.name}")
-        for method in (name for name in names if name in tuning.METHODS):
-            result = self._search(method, engine, references, profile, run, tracker)
+        for method in (name for name in names if name not in arms):
+            result = self._search(method, engine, lowest, profile, run, tracker)
             tuning.save_tuned_plan(run, result, f"plan-{method}.json")
             arms[method] = static_arm(method, result.plan, tuning_s=result.tuning_s, tuning_steps=result.tuning_steps)
         engine.close()
@@ -152,6 +173,7 @@ class Session:
             seeds=tuple(seeds),
             horizon_samples=length,
             memory_budget_bytes=references.memory_budget_bytes,
+            dips=self.dips,
         )
         total = len(names) * len(seeds)
         self.reporter.stage(f"compare {len(names)} arms on {len(seeds)} seeds", total)
@@ -206,7 +228,7 @@ class Session:
 
     def _profile(self, names: Sequence[str]) -> Profile | None:
         """Return the job's profile if any of the named methods plans from it."""
-        if not set(names) & set(PLANNERS):
+        if not set(names) & set(tuning.PROFILED) and not any(needs_profile(name) for name in names):
             return None
         self.reporter.stage("profile the units, once", 1)
         profile, _, _ = cached_profile(self.job, self.runs, on_progress=self.reporter.advance)
@@ -265,7 +287,7 @@ def tune(
 
     Args:
         job: the job, or its reference.
-        method: ``exact``, ``greedy``, ``random``, ``optuna`` or ``ppo``.
+        method: ``exact``, ``greedy``, ``ppo``, ``random``, ``optuna``, ``optuna-prices`` or ``ppo-scratch``.
         memory_budget: a size (``20GiB``) or a share of the FP32 baseline's peak (``75%``); ``None`` for no budget.
         steps: real optimizer steps that may be spent.
         trials: plans that may be measured; ``None`` for as many as the steps allow.
@@ -291,6 +313,7 @@ def compare(
     steps: int = 120,
     trials: int | None = None,
     seed: int = 0,
+    dips: str | None = None,
     runs_dir: str | Path = "runs",
     reporter: Reporter | None = None,
     verb: str = "compare",
@@ -305,6 +328,7 @@ def compare(
         steps: as for :func:`tune`, for each search.
         trials: as for :func:`tune`, for each search.
         seed: of the searches and of the tuning engine.
+        dips: how the budget dips in compared runs, ``EVERY:SHARE`` as in ``5:70%``; ``None`` if it stays.
         runs_dir: where the run directory is made.
         reporter: shows progress; ``None`` shows nothing.
         verb: what the run directory is called after.
@@ -316,7 +340,102 @@ def compare(
         InputError: for wrong input, before anything is written.
     """
     names, drawn = arm_names(arms), comparison.paired_seeds(seeds)
-    return _session(job, memory_budget, steps, trials, seed, runs_dir, reporter).compare(names, drawn, verb=verb)
+    moves = None if dips is None else comparison.Dips.parse(dips)
+    if moves is not None and memory_budget is None:
+        raise InputError("dips are given without a memory budget", where="--dips", allowed="--memory-budget beside it")
+    session = _session(job, memory_budget, steps, trials, seed, runs_dir, reporter)
+    return replace(session, dips=moves).compare(names, drawn, verb=verb)
+
+
+def train(
+    recipe: str | Path | None = None,
+    *,
+    resume: str | Path | None = None,
+    processes: int | None = None,
+    runs_dir: str | Path = "runs",
+    reporter: Reporter | None = None,
+) -> dict[str, Any]:
+    """Train the policy that leans on the planner, by PPO on simulated jobs.
+
+    Args:
+        recipe: a recipe file; ``None`` for the defaults, or for what ``resume`` was begun with.
+        resume: the run directory of an interrupted training.
+        processes: seeds trained at once; ``None`` for one per core.
+        runs_dir: where the run directory is made.
+        reporter: shows progress; ``None`` shows nothing.
+
+    Returns:
+        The document that ``autotune train --json`` prints.
+
+    Raises:
+        InputError: for wrong input, before anything is written.
+    """
+    from autotune.agents.recipe import Recipe, read_recipe, recipe_of
+    from autotune.campaign import training
+
+    if resume is not None:
+        if recipe is not None:
+            raise InputError("both --recipe and --resume are given", where="train", allowed="one of them")
+        run = RunDirectory.open(Path(resume))
+        begun = run.read("config.json").get("recipe")
+        if not isinstance(begun, dict):
+            raise InputError("holds no training", where=str(resume), allowed="the run directory of a training")
+        found = recipe_of(begun, where=str(run.path / "config.json"))
+    else:
+        found = Recipe() if recipe is None else read_recipe(Path(recipe))
+        require_writable(Path(runs_dir))
+        run = RunDirectory.create(Path(runs_dir), "train", "simulated", {"recipe": found.to_json()})
+    tracker = Tracker(run.path.parent, run.path, "train")
+    document = training.train(found, run, tracker, reporter or Silent(), processes=processes)
+    tracker.close()
+    return document
+
+
+def fine_tune(
+    job: str | Job,
+    policy: str | Path | None = None,
+    *,
+    memory_budget: str | None = None,
+    windows: int = 96,
+    seed: int = 0,
+    runs_dir: str | Path = "runs",
+    reporter: Reporter | None = None,
+) -> dict[str, Any]:
+    """Train a policy on with one real job; the better of before and after is kept.
+
+    Args:
+        job: the job, or its reference.
+        policy: the policy folder to begin with; ``None`` for the shipped one.
+        memory_budget: as for :func:`tune`.
+        windows: windows of the job to train on.
+        seed: of training.
+        runs_dir: where the run directory is made.
+        reporter: shows progress; ``None`` shows nothing.
+
+    Returns:
+        The document that ``autotune train JOB --json`` prints.
+
+    Raises:
+        InputError: for wrong input, before anything is written.
+    """
+    from autotune.agents.bundle import load_policy
+    from autotune.agents.ppo import FineTuning
+    from autotune.campaign import fine_tuning
+
+    found, runs, shows = load_job(job), Path(runs_dir), reporter or Silent()
+    folder = content_folder("policies") / "ppo" if policy is None else Path(policy)
+    load_policy(folder)
+    if memory_budget is not None:
+        MemoryBudget.parse(memory_budget)
+    require_writable(runs)
+    shows.stage("profile the units, once", 1)
+    profile, _, _ = cached_profile(found, runs, on_progress=shows.advance)
+    run = RunDirectory.create(runs, "train", found, {"from": str(folder), "memory_budget": memory_budget, "seed": seed})
+    tracker = Tracker(runs, run.path, f"train {found.name}")
+    recipe = FineTuning(windows=windows)
+    document = fine_tuning.go_on(found, folder, profile, memory_budget, recipe, run, tracker, shows, seed=seed)
+    tracker.close()
+    return document
 
 
 def _session(

@@ -90,6 +90,7 @@ class Measurement:
         step_s: wall seconds of each timed step (the first steps of a plan are run but not timed).
         seconds_per_step: median of ``step_s``; ``None`` if no step was timed.
         samples_per_step: mean samples of a timed step; ``None`` if no step was timed.
+        batch_bytes: bytes of the tensors of a batch, mean and largest, of the batches consumed; ``None`` if unknown.
         peak_bytes: true peak of model state, gradients, activations and workspace; ``None`` if unmeasured.
         memory_budget_bytes: the budget that the engine held the window to; ``None`` for no budget.
         loss: mean training loss per loss-bearing item over the window; ``None`` if no step completed.
@@ -110,6 +111,7 @@ class Measurement:
     step_s: tuple[float, ...] = ()
     seconds_per_step: float | None = None
     samples_per_step: float | None = None
+    batch_bytes: tuple[float, float] | None = None
     peak_bytes: int | None = None
     memory_budget_bytes: int | None = None
     loss: float | None = None
@@ -133,6 +135,9 @@ class Measurement:
         for name in ("seconds_per_step", "samples_per_step", "loss", "loss_scale", "energy_j"):
             value = getattr(self, name)
             _require(value is None or _is_number(value), name, value, "a finite number")
+        sizes = self.batch_bytes
+        two = sizes is None or (len(sizes) == 2 and all(_is_number(size) and size >= 0 for size in sizes))
+        _require(two, "batch_bytes", sizes, "the mean and the largest, >= 0")
         known = self.energy_source in ENERGY_SOURCES and (self.energy_j is None) == (self.energy_source == "absent")
         _require(known, "energy_source", self.energy_source, f"{', '.join(ENERGY_SOURCES)}; absent without energy_j")
 
@@ -156,6 +161,7 @@ class Measurement:
         """Return the measurement as a JSON object of the current version."""
         document = asdict(self)
         document["step_s"] = list(self.step_s)
+        document["batch_bytes"] = None if self.batch_bytes is None else list(self.batch_bytes)
         document["failure"] = None if self.failure is None else str(self.failure)
         return {"version": MEASUREMENT_VERSION, **document}
 
@@ -176,6 +182,10 @@ class Measurement:
         if not isinstance(steps, list | tuple) or not all(_is_number(value) for value in steps):
             raise InputError(f"step_s is {steps!r}", where=where, allowed="a list of seconds")
         values["step_s"] = tuple(steps)
+        sizes = values.get("batch_bytes")
+        if sizes is not None and not isinstance(sizes, list | tuple):
+            raise InputError(f"batch_bytes is {sizes!r}", where=where, allowed="the mean and the largest, or null")
+        values["batch_bytes"] = None if sizes is None else tuple(sizes)
         failure = values.get("failure")
         if failure is not None and failure not in list(Failure):
             raise InputError(f"failure is {failure!r}", where=where, allowed=list(Failure))

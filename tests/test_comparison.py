@@ -148,14 +148,14 @@ def test_a_protocol_has_one_hash_and_any_change_another() -> None:
 def document(tmp_path_factory: pytest.TempPathFactory) -> dict:
     runs = tmp_path_factory.mktemp("runs")
     return autotune.compare(
-        tiny_job.job(), ["uniform-bf16", "random", "ppo"], seeds=2, memory_budget="90%", steps=48, runs_dir=runs
+        tiny_job.job(), ["uniform-bf16", "random", "ppo-scratch"], seeds=2, memory_budget="90%", steps=48, runs_dir=runs
     )
 
 
 def test_the_comparison_is_the_documented_one_and_is_on_the_disk(document: dict) -> None:
     run = Path(document["run"])
     assert json.loads((run / "comparison.json").read_text()) == document
-    assert [arm["name"] for arm in document["arms"]] == ["baseline", "uniform-bf16", "random", "ppo"]
+    assert [arm["name"] for arm in document["arms"]] == ["baseline", "uniform-bf16", "random", "ppo-scratch"]
     assert {"version", "job", "device", "seeds", "memory_budget_bytes", "baseline", "arms", "against_baseline"} <= set(
         document
     )
@@ -176,7 +176,7 @@ def test_the_comparison_is_the_documented_one_and_is_on_the_disk(document: dict)
 def test_searched_arms_have_paid_their_real_steps_and_their_trials_are_recorded(document: dict) -> None:
     rows = [json.loads(row) for row in Path(document["run"], "trials.jsonl").read_text().splitlines()]
     for arm in document["arms"]:
-        if arm["name"] in ("random", "ppo"):
+        if arm["name"] in ("random", "ppo-scratch"):
             assert 0 < arm["tuning_steps"] <= 48
             assert arm["tuning_s"] > 0
             own = [row for row in rows if row["method"] == arm["name"]]

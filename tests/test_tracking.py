@@ -52,7 +52,7 @@ def test_a_command_is_a_parent_run_with_nested_runs_and_artifacts(tmp_path: Path
 
 
 def test_tuning_is_logged_trial_by_trial_with_plan_and_policy(tmp_path: Path) -> None:
-    document = autotune.tune(tiny_job.job(), "ppo", steps=48, runs_dir=tmp_path)
+    document = autotune.tune(tiny_job.job(), "ppo-scratch", steps=48, runs_dir=tmp_path)
     found = runs_in(tracking_uri(tmp_path))
     trials = [run for run in found if "trial" in run.info.run_name]
     rows = Path(document["run"], "trials.jsonl").read_text().splitlines()

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import stat
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -18,16 +19,27 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
+from torch import nn
 
+from autotune.agents.lever_network import LeverNetwork
 from autotune.agents.network import Layout, LearnedPolicy, PolicyNetwork, most_likely
+from autotune.agents.planner_policy import PlannerPolicy, Ranges
+from autotune.agents.policy import Policy
+from autotune.catalog import content_folder
 from autotune.errors import InputError, PolicyFileError
 from autotune.files import read_json, write_atomic, write_json
+from autotune.gym import levers
 from autotune.gym.observation import FEATURE_VERSION, GLOBAL_FEATURES, UNIT_FEATURES
+from autotune.physics.planning import PlannerSettings
 from autotune.plan import Precision
 
 MANIFEST, WEIGHTS, CARD = "manifest.json", "policy.safetensors", "README.md"
 _LARGEST_BYTES = 4 * 2**20
 _PROBE_UNITS = 5
+_PROBES = 8
+_SHA256 = r"^[0-9a-f]{64}$"
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+_Setting = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 
 
 class _Closed(BaseModel):
@@ -44,48 +56,106 @@ class Training(_Closed):
     memory_budget_bytes: int | None
 
 
+class LeverTraining(_Closed):
+    """Say what a policy that leans on a planner was trained on, and what it won there.
+
+    Attributes:
+        recipe_sha256: of the recipe.
+        strengths_sha256: of how strongly conditions moved, fixed before training.
+        seed: of the network that was chosen.
+        seeds: networks that it was chosen from.
+        decisions: windows that each was trained on.
+        won_percent: time won over the planner alone on validation jobs, mean.
+        won_ci95: its interval over jobs and seeds.
+    """
+
+    recipe_sha256: Annotated[str, Field(pattern=_SHA256)]
+    strengths_sha256: Annotated[str, Field(pattern=_SHA256)]
+    seed: Annotated[int, Field(ge=0)]
+    seeds: Annotated[int, Field(ge=1)]
+    decisions: Annotated[int, Field(ge=0)]
+    won_percent: _Finite
+    won_ci95: Annotated[list[_Finite], Field(min_length=2, max_length=2)]
+
+
+class _Planner(_Closed):
+    reserve: _Setting
+    rise: _Setting
+    retry: _Setting
+    horizon: _Setting
+    cost_error: _Setting
+    common_share: _Setting
+    drift: _Setting
+    time_noise: _Setting
+
+
 class _Manifest(_Closed):
     version: Literal[1]
-    kind: Literal["ppo"]
     feature_version: Annotated[int, Field(ge=1)]
     global_features: Annotated[int, Field(ge=1)]
     unit_features: Annotated[int, Field(ge=1)]
     width: Annotated[int, Field(ge=8, le=256)]
-    weights_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    weights_sha256: Annotated[str, Field(pattern=_SHA256)]
     weights_bytes: Annotated[int, Field(ge=1, le=_LARGEST_BYTES)]
     probe_action: Annotated[list[int], Field(max_length=64)]
+
+
+class _PlanManifest(_Manifest):
+    kind: Literal["ppo"]
     training: Training
 
 
+class _LeverManifest(_Manifest):
+    kind: Literal["levers"]
+    planner: _Planner
+    lowest: Annotated[list[_Finite], Field(max_length=256)]
+    highest: Annotated[list[_Finite], Field(max_length=256)]
+    training: LeverTraining
+
+
+_SCHEMAS = {
+    "ppo": (FEATURE_VERSION, len(GLOBAL_FEATURES), len(UNIT_FEATURES)),
+    "levers": (levers.LEVER_VERSION, len(levers.RUN_FEATURES), len(levers.UNIT_FEATURES)),
+}
+
+
 def save_policy(folder: Path, network: PolicyNetwork, training: Training) -> None:
-    """Write a policy folder, the manifest last.
+    """Write the folder of a policy that chooses plans by itself, the manifest last.
 
     Args:
         folder: where the policy shall stand; created if missing.
         network: the trained network.
         training: what it was trained on.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
-    weights = save_tensors(tensors)
-    manifest = _Manifest(
-        version=1,
-        kind="ppo",
-        feature_version=FEATURE_VERSION,
-        global_features=len(GLOBAL_FEATURES),
-        unit_features=len(UNIT_FEATURES),
-        width=network.width,
-        weights_sha256=hashlib.sha256(weights).hexdigest(),
-        weights_bytes=len(weights),
-        probe_action=_probe(network),
+    manifest = _PlanManifest(kind="ppo", **_common("ppo", network, _probe(network)), training=training)
+    _save(folder, network, manifest, _card(network, training))
+
+
+def save_levers(
+    folder: Path, network: LeverNetwork, settings: PlannerSettings, ranges: Ranges, training: LeverTraining, card: str
+) -> None:
+    """Write the folder of a policy that leans on a planner, the manifest last.
+
+    Args:
+        folder: where the policy shall stand; created if missing.
+        network: the trained network.
+        settings: of the planner that it leans on.
+        ranges: what its features came to in training.
+        training: what it was trained on.
+        card: the text of its ``README.md``.
+    """
+    manifest = _LeverManifest(
+        kind="levers",
+        **_common("levers", network, _lever_probe(network)),
+        planner=_Planner(**asdict(settings)),
+        lowest=[float(value) for value in ranges.lowest],
+        highest=[float(value) for value in ranges.highest],
         training=training,
     )
-    write_atomic(folder / WEIGHTS, weights)
-    write_atomic(folder / CARD, _card(network, training))
-    write_json(folder / MANIFEST, manifest.model_dump())
+    _save(folder, network, manifest, card)
 
 
-def load_policy(folder: Path) -> LearnedPolicy:
+def load_policy(folder: Path) -> Policy:
     """Load a policy folder.
 
     Raises:
@@ -93,30 +163,83 @@ def load_policy(folder: Path) -> LearnedPolicy:
     """
     manifest = _read_manifest(folder / MANIFEST)
     weights = _read_weights(folder / WEIGHTS, manifest)
-    network = PolicyNetwork(manifest.width)
+    leans = isinstance(manifest, _LeverManifest)
+    network = LeverNetwork(manifest.width) if leans else PolicyNetwork(manifest.width)
     _fill(network, weights, str(folder / WEIGHTS))
-    answer = _probe(network)
+    answer = _lever_probe(network) if isinstance(network, LeverNetwork) else _probe(network)
     if answer != manifest.probe_action:
         raise PolicyFileError("the network does not answer the stored probe as it did", where=str(folder))
+    if isinstance(manifest, _LeverManifest) and isinstance(network, LeverNetwork):
+        ranges = Ranges(np.array(manifest.lowest), np.array(manifest.highest))
+        return PlannerPolicy("ppo", PlannerSettings(**manifest.planner.model_dump()), network, ranges)
+    assert isinstance(network, PolicyNetwork)
     return LearnedPolicy(network)
 
 
-def _read_manifest(path: Path) -> _Manifest:
+def shipped_policy() -> PlannerPolicy:
+    """Return the policy that comes with the package.
+
+    Raises:
+        PolicyFileError: if it is missing or damaged.
+    """
+    folder = content_folder("policies") / "ppo"
+    policy = load_policy(folder)
+    if not isinstance(policy, PlannerPolicy):
+        raise PolicyFileError("does not lean on a planner", where=str(folder), allowed="a policy of kind levers")
+    return policy
+
+
+def _common(kind: str, network: nn.Module, probe: list[int]) -> dict[str, Any]:
+    weights = _weights(network)
+    version, run, unit = _SCHEMAS[kind]
+    return {
+        "version": 1,
+        "feature_version": version,
+        "global_features": run,
+        "unit_features": unit,
+        "width": network.width,
+        "weights_sha256": hashlib.sha256(weights).hexdigest(),
+        "weights_bytes": len(weights),
+        "probe_action": probe,
+    }
+
+
+def _weights(network: nn.Module) -> bytes:
+    return save_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()})
+
+
+def _save(folder: Path, network: nn.Module, manifest: _Manifest, card: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / WEIGHTS, _weights(network))
+    write_atomic(folder / CARD, card)
+    write_json(folder / MANIFEST, manifest.model_dump())
+
+
+def _read_manifest(path: Path) -> _PlanManifest | _LeverManifest:
     _refuse_special(path)
     try:
-        manifest = _Manifest.model_validate(read_json(path, limit_bytes=2**16))
+        document = read_json(path, limit_bytes=2**16)
+        kind = document.get("kind")
+        if kind not in _SCHEMAS:
+            raise PolicyFileError(f"kind is {kind!r}", where=str(path), allowed=sorted(_SCHEMAS))
+        model = _LeverManifest if kind == "levers" else _PlanManifest
+        manifest = model.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         raise PolicyFileError(f"{key}: {first['msg']}", where=str(path), allowed="a policy manifest") from error
+    except PolicyFileError:
+        raise
     except InputError as error:
         raise PolicyFileError(error.problem, where=str(path), allowed=error.allowed) from error
-    expected = (FEATURE_VERSION, len(GLOBAL_FEATURES), len(UNIT_FEATURES))
+    expected = _SCHEMAS[manifest.kind]
     found = (manifest.feature_version, manifest.global_features, manifest.unit_features)
     if found != expected:
         raise PolicyFileError(
             f"feature schema is {found}", where=str(path), allowed=f"{expected} (train the policy anew)"
         )
+    if isinstance(manifest, _LeverManifest) and not len(manifest.lowest) == len(manifest.highest) == expected[1]:
+        raise PolicyFileError("ranges are not one per feature", where=str(path), allowed=f"{expected[1]} numbers")
     return manifest
 
 
@@ -131,7 +254,7 @@ def _read_weights(path: Path, manifest: _Manifest) -> bytes:
     return weights
 
 
-def _fill(network: PolicyNetwork, weights: bytes, where: str) -> None:
+def _fill(network: nn.Module, weights: bytes, where: str) -> None:
     try:
         tensors = load_tensors(weights)
     except (SafetensorError, KeyError, ValueError) as error:
@@ -172,6 +295,15 @@ def _probe(network: PolicyNetwork) -> list[int]:
     }
     layout = Layout((1, 2, 4), tuple(range(len(Precision))), _PROBE_UNITS, tuple(range(_PROBE_UNITS)))
     return most_likely(network, arrays, layout)
+
+
+def _lever_probe(network: LeverNetwork) -> list[int]:
+    """Return the network's decisions on fixed observations."""
+    generator = np.random.default_rng(0)
+    run = generator.uniform(-2, 2, (_PROBES, len(levers.RUN_FEATURES))).astype(np.float32)
+    units = generator.uniform(-2, 2, (_PROBES, _PROBE_UNITS, len(levers.UNIT_FEATURES))).astype(np.float32)
+    units[:, :, levers.UNIT_FEATURES.index("present")] = 1.0
+    return [int(choice) for choice in network.most_likely((run, units)).reshape(-1)]
 
 
 def _card(network: PolicyNetwork, training: Training) -> str:

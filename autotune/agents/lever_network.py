@@ -1,6 +1,7 @@
-"""Be the network that leans on a planner: a small perceptron from what is seen of a run to the planner's levers.
+"""Be the network that leans on a planner: from what is seen of a run and of its units to the planner's levers.
 
-Untrained, it prefers every lever's middle, so that its most likely action is the planner's own.
+Units share one encoder and are pooled, so that it fits a model of any depth. Untrained, it prefers every lever's
+middle, so that its most likely action is the planner's own.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from typing import cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
-from autotune.gym.moving_env import FEATURES, NEUTRAL, SIZES
+from autotune.gym.levers import NEUTRAL, RUN_FEATURES, SIZES, UNIT_FEATURES, Actions, Features
 
 # Logit of the neutral choice over all others before training.
 _CONFIDENCE = 2.0
+_PRESENT = UNIT_FEATURES.index("present")
 
 
 class LeverNetwork(nn.Module):
@@ -28,8 +29,8 @@ class LeverNetwork(nn.Module):
     def __init__(self, width: int = 64) -> None:
         super().__init__()
         self.width = width
-        self.trunk = _perceptron(width)
-        self.critic = _perceptron(width)
+        self.actor = _Trunk(width)
+        self.critic = _Trunk(width)
         self.levers = nn.Linear(width, sum(SIZES))
         self.value = nn.Linear(width, 1)
         nn.init.normal_(self.levers.weight, std=0.01)
@@ -40,17 +41,41 @@ class LeverNetwork(nn.Module):
                 self.levers.bias[first + neutral] = _CONFIDENCE
                 first += size
 
-    def forward(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits, shape (n, sum of choices), and values, shape (n, 1), of features, shape (n, features)."""
-        return self.levers(self.trunk(features)), self.value(self.critic(features))
+    def forward(self, run: torch.Tensor, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits and values.
 
-    def most_likely(self, features: NDArray[np.float32]) -> NDArray[np.int64]:
-        """Return the most likely choice of each lever, shape (n, levers), for features, shape (n, features)."""
-        with torch.no_grad():
-            logits, _ = self(torch.from_numpy(features))
+        Args:
+            run: shape (n, len(RUN_FEATURES)).
+            units: shape (n, units, len(UNIT_FEATURES)), any number of units; padding is zeros.
+
+        Returns:
+            Logits, shape (n, sum(SIZES)), and values, shape (n, 1).
+        """
+        return self.levers(self.actor(run, units)), self.value(self.critic(run, units))
+
+    def most_likely(self, features: tuple[Features, Features]) -> Actions:
+        """Return the most likely choice of each lever, shape (n, levers)."""
+        with torch.inference_mode():
+            logits = self.levers(self.actor(*(torch.from_numpy(part) for part in features)))
         parts = [part.argmax(dim=1) for part in logits.split(SIZES, dim=1)]
-        return cast("NDArray[np.int64]", torch.stack(parts, dim=1).numpy())
+        return cast("Actions", torch.stack(parts, dim=1).numpy().astype(np.int64))
 
 
-def _perceptron(width: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(len(FEATURES), width), nn.Tanh(), nn.Linear(width, width), nn.Tanh())
+class _Trunk(nn.Module):
+    """Encode units, pool them, and encode them with the run."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        half = width // 2
+        self.unit = nn.Sequential(nn.Linear(len(UNIT_FEATURES), half), nn.Tanh(), nn.Linear(half, half), nn.Tanh())
+        self.run = nn.Sequential(
+            nn.Linear(len(RUN_FEATURES) + 2 * half, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()
+        )
+
+    def forward(self, run: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
+        """Return (n, width)."""
+        present = units[..., _PRESENT : _PRESENT + 1]
+        encoded = self.unit(units)
+        mean = (encoded * present).sum(dim=1) / present.sum(dim=1).clamp(min=1)
+        largest = torch.where(present > 0, encoded, -1.0).amax(dim=1)
+        return cast("torch.Tensor", self.run(torch.cat([run, mean, largest], dim=1)))

@@ -10,7 +10,7 @@ from autotune.physics.solver import SAFETY_MARGIN, Goal, samples_of_progress, sm
 from autotune.physics.time_model import seconds_per_step
 from autotune.plan import Plan, Storage
 
-PLANNERS = ("greedy", "exact")
+PLANNERS = ("greedy", "exact", "ppo")
 # About the time model's error on a quiet machine; a profile that was noisier than this tells plans apart less well.
 _CLOSE_FRAC = 0.05
 
@@ -27,11 +27,18 @@ def planned(method: str, profile: Profile, budget_bytes: int | None, goal: Goal)
     Raises:
         BudgetError: if no plan fits; the message names the smallest budget that can be met.
     """
+    if method == "greedy":
+        return [greedy_plan(profile, budget_bytes, goal)]
+    solutions = solve_each(profile, budget_bytes, goal)
+    limit = solutions[0].objective * (1 + max(_CLOSE_FRAC, profile.noise_frac))
+    close = [solution.plan for solution in solutions if solution.objective <= limit]
     if method == "exact":
-        solutions = solve_each(profile, budget_bytes, goal)
-        limit = solutions[0].objective * (1 + max(_CLOSE_FRAC, profile.noise_frac))
-        return [solution.plan for solution in solutions if solution.objective <= limit]
-    return [greedy_plan(profile, budget_bytes, goal)]
+        return close
+    from autotune.agents.bundle import shipped_policy
+
+    # What the policy would launch with; the solver's plans that the predictions cannot tell from the best follow.
+    first = shipped_policy().begin(profile, budget_bytes)
+    return [first, *(plan for plan in close if plan != first)]
 
 
 def greedy_plan(profile: Profile, budget_bytes: int | None, goal: Goal) -> Plan:

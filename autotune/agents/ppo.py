@@ -6,13 +6,18 @@ The only file that knows stable-baselines3; what it trains leaves it as a bare n
 from __future__ import annotations
 
 import contextlib
+import io
+import json
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.wrappers import FlattenObservation
 from sb3_contrib import MaskablePPO
 from sb3_contrib.common.maskable.policies import MaskableMultiInputActorCriticPolicy
 from stable_baselines3 import PPO
@@ -23,11 +28,14 @@ from stable_baselines3.common.vec_env import VecEnv
 from torch import nn
 
 from autotune.agents.lever_network import LeverNetwork
-from autotune.agents.levers import LeverRecipe
 from autotune.agents.network import Layout, PolicyNetwork
+from autotune.agents.recipe import LeverRecipe
 from autotune.engines.metered_engine import StepsSpentError
+from autotune.files import write_atomic
 from autotune.gym.env import TuningEnv
-from autotune.gym.moving_env import FEATURES, SIZES, MovingEnv
+from autotune.gym.lever_env import LeverEnv
+from autotune.gym.levers import LIMIT, RUN_FEATURES, SIZES, UNIT_FEATURES, Features
+from autotune.gym.moving_env import MovingEnv
 from autotune.gym.observation import Array
 from autotune.plan import Plan
 
@@ -57,6 +65,27 @@ class Recipe:
     discount: float = 0.0
     start_confidence: float = 0.85
     width: int = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FineTuning:
+    """Hold PPO's settings for going on with one real job.
+
+    Attributes:
+        windows: windows to train on.
+        rollout: windows between two updates.
+        epochs: passes over a rollout.
+        learning_rate: Adam's.
+        clip: PPO's clip range.
+        discount: of future rewards.
+    """
+
+    windows: int = 96
+    rollout: int = 16
+    epochs: int = 4
+    learning_rate: float = 1e-4
+    clip: float = 0.2
+    discount: float = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +218,7 @@ def train_levers(
     recipe: LeverRecipe,
     *,
     seed: int,
+    checkpoint: Path | None = None,
     on_rollout: Callable[[int, float], None] | None = None,
 ) -> LeverNetwork:
     """Train a network to lean on a planner.
@@ -197,45 +227,130 @@ def train_levers(
         env: runs under moving conditions; a rollout is one whole run of each lane.
         recipe: the settings.
         seed: of the network and of the sampled actions.
-        on_rollout: is told of decisions made so far and of the last rollout's mean reward.
+        checkpoint: where training is saved after every rollout, and taken up if the file is there; an interrupted
+            training ends as one that was not interrupted.
+        on_rollout: is told of decisions made so far and of what the last runs won on average, in percent.
     """
-    model = PPO(
-        _LeverPolicy,
-        _LeverVecEnv(env),
-        seed=seed,
-        n_steps=env.runs.windows,
-        batch_size=recipe.batch,
-        n_epochs=recipe.epochs,
-        learning_rate=lambda left: recipe.learning_rate * left,
-        ent_coef=recipe.entropy,
-        clip_range=recipe.clip,
-        gamma=recipe.discount,
-        gae_lambda=recipe.trace,
-        device="cpu",
-        policy_kwargs={
-            "features_extractor_class": _LeverFeatures,
-            "features_extractor_kwargs": {"width": recipe.width},
-            "net_arch": [],
-            "ortho_init": False,
-        },
-    )
-    model.learn(recipe.decisions, callback=_Rollouts(on_rollout))
+    shown = _LeverVecEnv(env)
+    with warnings.catch_warnings():
+        # A last gradient step may hold fewer decisions than the others.
+        warnings.filterwarnings("ignore", message="You have specified a mini-batch size")
+        model = PPO(
+            _LeverPolicy,
+            shown,
+            seed=seed,
+            n_steps=env.runs.windows,
+            batch_size=min(recipe.batch, env.lanes * env.runs.windows),
+            n_epochs=recipe.epochs,
+            learning_rate=lambda left: recipe.learning_rate * max(left, 0.0),
+            ent_coef=recipe.entropy,
+            clip_range=recipe.clip,
+            gamma=recipe.discount,
+            gae_lambda=recipe.trace,
+            device="cpu",
+            policy_kwargs={
+                "features_extractor_class": _LeverFeatures,
+                "features_extractor_kwargs": {"width": recipe.width},
+                "net_arch": [],
+                "ortho_init": False,
+            },
+        )
+    model.learn(recipe.decisions, callback=_Rollouts(shown, checkpoint, on_rollout))
     features = model.policy.features_extractor
     assert isinstance(features, _LeverFeatures)
     return features.network.eval()
 
 
+def fine_tune(
+    env: LeverEnv,
+    network: LeverNetwork,
+    recipe: FineTuning,
+    *,
+    seed: int,
+    on_window: Callable[[], None] | None = None,
+) -> LeverNetwork:
+    """Train a network on with one real job, and return a new one.
+
+    Args:
+        env: the job.
+        network: where training begins; it stays as it is.
+        recipe: the settings.
+        seed: of the sampled actions.
+        on_window: called after every window.
+    """
+    model = PPO(
+        _LeverPolicy,
+        FlattenObservation(env),
+        seed=seed,
+        n_steps=recipe.rollout,
+        batch_size=recipe.rollout,
+        n_epochs=recipe.epochs,
+        learning_rate=recipe.learning_rate,
+        ent_coef=0.0,
+        clip_range=recipe.clip,
+        gamma=recipe.discount,
+        device="cpu",
+        policy_kwargs={
+            "features_extractor_class": _LeverFeatures,
+            "features_extractor_kwargs": {"width": network.width},
+            "net_arch": [],
+            "ortho_init": False,
+        },
+    )
+    features = model.policy.features_extractor
+    assert isinstance(features, _LeverFeatures)
+    features.network.load_state_dict(network.state_dict())
+    model.learn(recipe.windows, callback=_Counter(on_window))
+    return features.network.eval()
+
+
 class _Rollouts(BaseCallback):
-    def __init__(self, on_rollout: Callable[[int, float], None] | None) -> None:
+    """Tell of every rollout; save training before each, and take it up where it was left."""
+
+    def __init__(
+        self, env: _LeverVecEnv, checkpoint: Path | None, on_rollout: Callable[[int, float], None] | None
+    ) -> None:
         super().__init__()
+        self._env = env
+        self._checkpoint = checkpoint
         self._on_rollout = on_rollout
+
+    def _on_training_start(self) -> None:
+        if self._checkpoint is None or not self._checkpoint.is_file():
+            return
+        # Tensors, numbers and text only: nothing that loads can run.
+        saved = torch.load(self._checkpoint, weights_only=True)
+        self.model.policy.load_state_dict(saved["policy"])
+        self.model.policy.optimizer.load_state_dict(saved["optimizer"])
+        self.model.num_timesteps = saved["decisions"]
+        self.model._last_obs = self._env.take_up(json.loads(saved["courses"]))
+        torch.set_rng_state(saved["torch"])
+        kind, position, has_gauss, gauss = json.loads(saved["numpy"])
+        np.random.set_state((kind, saved["numpy_keys"].numpy().astype(np.uint32), position, has_gauss, gauss))  # noqa: NPY002
+
+    def _on_rollout_start(self) -> None:
+        if self._checkpoint is None:
+            return
+        kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
+        saved = {
+            "policy": self.model.policy.state_dict(),
+            "optimizer": self.model.policy.optimizer.state_dict(),
+            "decisions": self.model.num_timesteps,
+            "courses": json.dumps(self._env.drawn_from),
+            "torch": torch.get_rng_state(),
+            "numpy": json.dumps([kind, position, has_gauss, gauss]),
+            "numpy_keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+        }
+        buffer = io.BytesIO()
+        torch.save(saved, buffer)
+        write_atomic(self._checkpoint, buffer.getvalue())
 
     def _on_step(self) -> bool:
         return True
 
     def _on_rollout_end(self) -> None:
         if self._on_rollout is not None:
-            self._on_rollout(self.num_timesteps, float(self.model.rollout_buffer.rewards.mean()))  # type: ignore[attr-defined]
+            self._on_rollout(self.num_timesteps, float(self._env.mean_reward))
 
 
 class _LeverVecEnv(VecEnv):
@@ -244,25 +359,47 @@ class _LeverVecEnv(VecEnv):
     def __init__(self, env: MovingEnv) -> None:
         self._env = env
         self._actions = np.zeros((env.lanes, len(SIZES)), dtype=np.int64)
+        # Where the generator stood before the courses that run were drawn, and what their rewards come to so far.
+        self.drawn_from = env.generator_state
+        self._sum = self.mean_reward = 0.0
+        numbers = _flat(env.reset()).shape[1]
         super().__init__(
             env.lanes,
-            spaces.Box(-5.0, 5.0, shape=(len(FEATURES),), dtype=np.float32),
+            spaces.Box(-LIMIT, LIMIT, shape=(numbers,), dtype=np.float32),
             spaces.MultiDiscrete(np.array(SIZES, dtype=np.int64)),
         )
 
     def reset(self) -> Any:
-        return self._env.reset()
+        self.drawn_from = self._env.generator_state
+        return _flat(self._env.reset())
+
+    def take_up(self, drawn_from: dict[str, Any]) -> Any:
+        """Begin the courses that a saved training was about to run."""
+        self._env.generator_state = drawn_from
+        return self.reset()
 
     def step_async(self, actions: Any) -> None:
         self._actions = actions
 
     def step_wait(self) -> Any:
-        observation, rewards, ended = self._env.step(self._actions)
+        features, rewards, ended = self._env.step(self._actions)
+        self._sum += float(rewards.mean())
+        observation = _flat(features)
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         if ended:
             infos = [{"terminal_observation": row} for row in observation]
-            observation = self._env.reset()
-        return observation, rewards, np.full(self.num_envs, ended), infos
+            self.mean_reward, self._sum = self._sum, 0.0
+            observation = self.reset()
+        return observation, self._told(rewards), np.full(self.num_envs, ended), infos
+
+    def _told(self, rewards: Any) -> Any:
+        """Return rewards over those of the other lanes on the same course, where there are any."""
+        clones = self._env.clones
+        if clones < 2:
+            return rewards
+        grouped = rewards.reshape(-1, clones)
+        others = (grouped.sum(axis=1, keepdims=True) - grouped) / (clones - 1)
+        return (grouped - others).reshape(-1)
 
     def close(self) -> None:
         """Do nothing: nothing is open."""
@@ -280,6 +417,11 @@ class _LeverVecEnv(VecEnv):
         return [False] * self.num_envs
 
 
+def _flat(features: tuple[Features, Features]) -> Features:
+    run, units = features
+    return np.concatenate([run, units.reshape(len(units), -1)], axis=1)
+
+
 class _LeverFeatures(BaseFeaturesExtractor):
     """Let the whole network be the feature extractor: logits and value side by side."""
 
@@ -289,7 +431,8 @@ class _LeverFeatures(BaseFeaturesExtractor):
 
     def forward(self, observations: torch.Tensor) -> torch.Tensor:
         """Return (batch, logits + value)."""
-        return torch.cat(self.network(observations), dim=-1)
+        run, units = observations.split([len(RUN_FEATURES), observations.shape[1] - len(RUN_FEATURES)], dim=1)
+        return torch.cat(self.network(run, units.unflatten(1, (-1, len(UNIT_FEATURES)))), dim=-1)
 
 
 class _LeverPolicy(ActorCriticPolicy):

@@ -12,9 +12,12 @@ from autotune.campaign.runs import read_plan
 from autotune.campaign.tuning import METHODS
 from autotune.errors import InputError
 from autotune.job import Job
+from autotune.physics.profile import Profile
 from autotune.plan import Plan, PlanSpace
 
-_ALLOWED = (*RULES, *METHODS, "a plan file (.json)", "a policy folder")
+# Arms that plan from a profile window by window, while a run trains.
+LIVE = ("planner", "ppo")
+_ALLOWED = (*RULES, *METHODS, *LIVE, "a plan file (.json)", "a policy folder")
 
 
 def arm_names(given: Sequence[str]) -> list[str]:
@@ -34,7 +37,7 @@ def arm_names(given: Sequence[str]) -> list[str]:
 
 
 def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:
-    """Return the arm of a rule's name, of a plan file or of a policy folder.
+    """Return the arm of a rule's name or of a plan file.
 
     Raises:
         InputError: if it is none of them, or the plan does not fit the job.
@@ -45,13 +48,45 @@ def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:
     if path.suffix == ".json":
         plan = space.check(read_plan(path), where=str(path))
         return static_arm(path.stem, plan)
-    if path.is_dir():
-        return _policy_arm(path)
     raise InputError(
         f"arm {name!r} is unknown",
         where="--arms",
         allowed=_ALLOWED,
     )
+
+
+def needs_profile(name: str) -> bool:
+    """Tell whether an arm plans from the job's profile while it runs."""
+    return name in LIVE or Path(name).is_dir()
+
+
+def live_arm(name: str, profile: Profile, budget_bytes: int | None) -> Arm:
+    """Return the arm of the planner, or of a policy folder, that decides while a run trains.
+
+    Args:
+        name: ``planner`` (alone, with the shipped policy's settings), ``ppo`` (the shipped policy), or a policy folder.
+        profile: what the job costs; its measuring is what such an arm spends.
+        budget_bytes: the budget that runs begin with; ``None`` for none.
+
+    Raises:
+        PolicyFileError: if the folder is not a policy.
+    """
+    from autotune.agents.bundle import load_policy, shipped_policy
+    from autotune.agents.planner_policy import PlannerPolicy
+
+    policy: Policy
+    if name == "planner":
+        policy = PlannerPolicy("planner", shipped_policy().settings)
+    else:
+        policy = shipped_policy() if name == "ppo" else load_policy(Path(name))
+    if isinstance(policy, PlannerPolicy):
+        policy.begin(profile, budget_bytes)
+
+    def make(_space: PlanSpace) -> Policy:
+        return policy
+
+    called = name if name in LIVE else Path(name).resolve().name
+    return Arm(name=called, policy=make, tuning_s=profile.seconds, tuning_steps=profile.steps)
 
 
 def static_arm(name: str, plan: Plan, *, tuning_s: float = 0.0, tuning_steps: int = 0) -> Arm:
@@ -62,14 +97,3 @@ def static_arm(name: str, plan: Plan, *, tuning_s: float = 0.0, tuning_steps: in
         tuning_s=tuning_s,
         tuning_steps=tuning_steps,
     )
-
-
-def _policy_arm(folder: Path) -> Arm:
-    from autotune.agents.bundle import load_policy
-
-    policy = load_policy(folder)
-
-    def make(_space: PlanSpace) -> Policy:
-        return policy
-
-    return Arm(name=folder.name, policy=make)

@@ -11,20 +11,23 @@ import itertools
 import json
 import math
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
 from autotune.agents.policy import Policy, StaticPolicy
+from autotune.budget import MemoryBudget
 from autotune.campaign.tracking import Tracker
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import InputError
 from autotune.gym.observation import Observation
 from autotune.job import Job
-from autotune.measurement import Measurement
+from autotune.measurement import Failure, Measurement
+from autotune.physics.planning import LOOK_AHEAD
 from autotune.plan import Plan, PlanSpace
 
 COMPARISON_VERSION = 1
@@ -40,6 +43,44 @@ FEWEST_FOR_A_CLAIM = 6
 _FIRST_SEED = 1000
 
 ArmFactory = Callable[[PlanSpace], Policy]
+_OUT_OF_MEMORY = (Failure.OUT_OF_MEMORY, Failure.OVER_BUDGET)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dips:
+    """Say how the memory budget dips while a run trains, as an evaluation or a neighbour makes it do.
+
+    Attributes:
+        every: windows from one dip to the next; a window is a stretch between evaluations, and a dip lasts for one.
+        share: share of the budget that a dip leaves.
+        told: whether policies are told beforehand.
+    """
+
+    every: int
+    share: float
+    told: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Dips:
+        """Read ``EVERY:SHARE`` or ``EVERY:SHARE:told``, as in ``5:70%``.
+
+        Raises:
+            InputError: if it is neither.
+        """
+        parts = text.split(":")
+        allowed = "EVERY:SHARE or EVERY:SHARE:told, as in 5:70%, with EVERY at least 2 and a share below 100%"
+        try:
+            every, share = int(parts[0]), MemoryBudget.parse(parts[1]).share
+        except (ValueError, IndexError) as error:
+            raise InputError(f"dips is {text!r}", where="--dips", allowed=allowed) from error
+        good = every >= 2 and share is not None and share < 1 and parts[2:] in ([], ["told"])
+        if not good or share is None:
+            raise InputError(f"dips is {text!r}", where="--dips", allowed=allowed)
+        return cls(every=every, share=share, told=len(parts) == 3)
+
+    def budget(self, window: int, budget_bytes: int) -> int:
+        """Return the budget of a window, numbered from 0."""
+        return int(budget_bytes * self.share) if window % self.every == self.every - 1 else budget_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +110,8 @@ class Protocol:
         seeds: the paired seeds.
         horizon_samples: samples that every run consumes; the schedule is bound to it.
         memory_budget_bytes: what ``within_budget`` refers to; ``None`` for no budget.
+        dips: how the budget dips; ``None`` if it stays. A window that runs out of memory is then repeated under the
+            leanest plan, and its time counts.
         margin: largest relative loss of the final metric that counts as non-inferior.
         confidence: of every interval.
     """
@@ -78,6 +121,7 @@ class Protocol:
     seeds: tuple[int, ...]
     horizon_samples: int
     memory_budget_bytes: int | None
+    dips: Dips | None = None
     margin: float = 0.005
     confidence: float = 0.95
 
@@ -100,6 +144,7 @@ class RunRecord:
     throughput: float | None = None
     peak_bytes: int | None = None
     within_budget: bool = True
+    out_of_memory: int = 0
     energy_j: float | None = None
     energy_source: str = "absent"
     failure: str | None = None
@@ -167,7 +212,7 @@ def pilot(job: Job, samples: int, *, seed: int = 0, on_step: Callable[[int], Non
     """Run the baseline until it arrives, on a schedule of so many samples."""
     engine = TorchEngine(job, seed=seed, options=EngineOptions(total_samples=samples, meter_memory=False))
     policy = StaticPolicy("baseline", engine.space.baseline())
-    record = _Run(job, policy, engine, seed, samples, None, on_step).record(stop_at_target=True)
+    record = _Run(job, policy, engine, seed, samples, on_step=on_step).record(stop_at_target=True)
     engine.close()
     return record
 
@@ -225,7 +270,16 @@ def _run_arm(
         if on_progress is not None:
             on_progress(arm.name, seed, min(samples / protocol.horizon_samples, 1.0))
 
-    run = _Run(job, policy, engine, seed, protocol.horizon_samples, protocol.memory_budget_bytes, on_step)
+    run = _Run(
+        job,
+        policy,
+        engine,
+        seed,
+        protocol.horizon_samples,
+        memory_budget_bytes=protocol.memory_budget_bytes,
+        dips=protocol.dips,
+        on_step=on_step,
+    )
     record = run.record(stop_at_target=False)
     engine.close()
     return record
@@ -241,14 +295,18 @@ class _Run:
         engine: TorchEngine,
         seed: int,
         samples: int,
-        memory_budget_bytes: int | None,
-        on_step: Callable[[int], None] | None,
+        *,
+        memory_budget_bytes: int | None = None,
+        dips: Dips | None = None,
+        on_step: Callable[[int], None] | None = None,
     ) -> None:
         self._job = job
         self._policy = policy
         self._engine = engine
         self._samples = samples
         self._budget = memory_budget_bytes
+        self._dips = dips if memory_budget_bytes is not None else None
+        self._windows = 0
         self._on_step = on_step
         self._record = RunRecord(seed=seed)
         self._trained_s = 0.0
@@ -265,10 +323,9 @@ class _Run:
         if stop_at_target and record.reached:
             return record
         while engine.progress.samples < self._samples:
-            window = engine.run(self._window_steps())
+            window = self._run_window()
             reference = reference or window
-            self._take(window)
-            if window.failure is not None:
+            if window.failure is not None and not self._survived(window):
                 record.failure = str(window.failure)
                 break
             self._evaluate()
@@ -276,21 +333,52 @@ class _Run:
                 break
             observation = self._observe(window, reference, previous)
             previous = window
+            began = time.perf_counter()
             self._apply(self._policy.decide(observation, engine.plan))
+            # What a policy thinks, and a switch takes, is the run's time too.
+            self._trained_s += time.perf_counter() - began
         record.steps, record.samples = engine.progress.steps, engine.progress.samples
         if self._step_s:
             record.throughput = statistics.fmean(self._samples_per_step) / statistics.median(self._step_s)
         record.final_metric = record.curve[-1][2] if record.curve and record.failure is None else None
         return record
 
-    def _window_steps(self) -> int:
-        """Return the steps until the next evaluation, which comes by samples, whatever k is."""
+    def _run_window(self) -> Measurement:
+        """Run to the next evaluation; what ran out of memory in a dip is repeated under the leanest plan."""
+        if self._dips is not None and self._budget is not None:
+            self._engine.memory_budget_bytes = self._dips.budget(self._windows, self._budget)
+        self._windows += 1
+        began = self._engine.progress.samples
+        window = self._engine.run(self._window_steps(began))
+        self._take(window)
+        if not self._survived(window):
+            return window
+        self._record.out_of_memory += 1
+        plan = self._engine.plan
+        self._engine.apply(self._engine.space.leanest())
+        again = self._engine.run(self._window_steps(began))
+        self._take(again)
+        self._engine.apply(plan)
+        if again.failure is not None:
+            return replace(again, failure=Failure.CRASHED, failure_detail=f"the leanest plan: {again.failure_detail}")
+        return replace(window, total_s=window.total_s + again.total_s)
+
+    def _survived(self, window: Measurement) -> bool:
+        """Tell whether a window ran out of memory where the protocol says how a run goes on."""
+        return self._dips is not None and window.failure in _OUT_OF_MEMORY
+
+    def _window_steps(self, began: int) -> int:
+        """Return the steps until the next evaluation, which comes by samples, whatever k is.
+
+        Args:
+            began: samples at which the window began.
+        """
         per_step = self._job.batch_size
         if self._job.batching == "adaptive":
             per_step *= self._engine.plan.accumulation_steps
         stride = self._job.evaluate_every * self._job.batch_size
-        left = self._samples - self._engine.progress.samples
-        return max(1, math.ceil(min(stride, left) / per_step))
+        left = min(self._samples, began + stride) - self._engine.progress.samples
+        return max(1, math.ceil(left / per_step))
 
     def _apply(self, plan: Plan) -> None:
         if not self._record.plans or plan != self._engine.plan:
@@ -305,8 +393,10 @@ class _Run:
             self._samples_per_step.append(window.samples_per_step)
         peaks = [peak for peak in (record.peak_bytes, window.peak_bytes) if peak is not None]
         record.peak_bytes = max(peaks, default=None)
-        if self._budget is not None and record.peak_bytes is not None:
-            record.within_budget = record.peak_bytes <= self._budget
+        if window.failure in _OUT_OF_MEMORY and self._dips is None:
+            record.within_budget = False
+        if self._budget is not None and window.peak_bytes is not None:
+            record.within_budget = record.within_budget and window.peak_bytes <= self._budget
 
     def _evaluate(self) -> None:
         record, samples = self._record, self._engine.progress.samples
@@ -325,11 +415,20 @@ class _Run:
             window=window,
             reference=reference,
             previous_loss=None if previous is None else previous.loss,
-            memory_budget_bytes=self._budget,
+            memory_budget_bytes=self._announced()[0] if self._budget is not None else None,
+            budget_ahead=self._announced(),
             batch_size=self._job.batch_size,
             adaptive=self._job.batching == "adaptive",
             progress=min(self._engine.progress.samples / self._samples, 1.0),
         )
+
+    def _announced(self) -> tuple[int, ...]:
+        """Return the budgets of the next windows that a policy is told."""
+        if self._budget is None:
+            return ()
+        if self._dips is None or not self._dips.told:
+            return (self._budget,)
+        return tuple(self._dips.budget(self._windows + ahead, self._budget) for ahead in range(LOOK_AHEAD))
 
 
 def _document(
@@ -345,6 +444,7 @@ def _document(
         "device": device,
         "seeds": list(protocol.seeds),
         "memory_budget_bytes": protocol.memory_budget_bytes,
+        "dips": None if protocol.dips is None else asdict(protocol.dips),
         "baseline": arms[0].name,
         "metric": {"goal": job.goal, "target": job.target, "margin": protocol.margin},
         "horizon_samples": protocol.horizon_samples,

@@ -40,14 +40,21 @@ class RunDirectory:
         self.path = path
 
     @classmethod
-    def create(cls, runs: Path, verb: str, job: Job, config: Mapping[str, Any]) -> RunDirectory:
+    def create(cls, runs: Path, verb: str, job: Job | str, config: Mapping[str, Any]) -> RunDirectory:
         """Make the folder and write ``config.json`` and ``environment.json``.
+
+        Args:
+            runs: the runs folder.
+            verb: the command.
+            job: the job, or what else the run is called after.
+            config: what the command was asked for.
 
         Raises:
             RunDirectoryError: if it cannot be written.
         """
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-        name = "".join(c if c.isalnum() or c in "-_" else "-" for c in job.name)
+        called = job if isinstance(job, str) else job.name
+        name = "".join(c if c.isalnum() or c in "-_" else "-" for c in called)
         path = runs / f"{stamp}-{verb}-{name}-{secrets.token_hex(3)}"
         try:
             path.mkdir(parents=True)
@@ -58,8 +65,8 @@ class RunDirectory:
                 allowed="a writable folder",
             ) from error
         run = cls(path)
-        run.write("config.json", {"version": 1, "verb": verb, "job": job.name, **config})
-        run.write("environment.json", describe_environment(job))
+        run.write("config.json", {"version": 1, "verb": verb, "job": called, **config})
+        run.write("environment.json", describe_environment(None if isinstance(job, str) else job))
         return run
 
     @classmethod
@@ -129,11 +136,11 @@ def read_plan(path: Path) -> Plan:
     return Plan.from_json(read_json(path), where=str(path))
 
 
-def describe_environment(job: Job) -> dict[str, Any]:
+def describe_environment(job: Job | None = None) -> dict[str, Any]:
     """Return what a run must say of the machine, the versions and the data to be repeated."""
     import torch
 
-    sources = [] if job.data_sources is None else job.data_sources()
+    sources = [] if job is None or job.data_sources is None else job.data_sources()
     return {
         "version": 1,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.agents.optuna_search import OptunaSearch
+from autotune.agents.optuna_search import OptunaPriceSearch, OptunaSearch
 from autotune.agents.planner import PLANNERS, planned
+from autotune.agents.priced_plans import PricedPlans
 from autotune.agents.rules import RULES
 from autotune.agents.search import RandomSearch, Search
 from autotune.budget import MemoryBudget, format_bytes
@@ -35,7 +36,9 @@ from autotune.physics.profile import Profile
 from autotune.physics.solver import Goal
 from autotune.plan import Plan
 
-SEARCHES = ("random", "optuna", "ppo")
+SEARCHES = ("random", "optuna", "optuna-prices", "ppo-scratch")
+# Methods that plan from a profile, whose measuring they pay for.
+PROFILED = (*PLANNERS, "optuna-prices")
 METHODS = (*PLANNERS, *SEARCHES)
 # A window: the metered step, which is not timed, and two timed ones.
 WINDOW_STEPS = 3
@@ -224,7 +227,7 @@ def tune(
     """
     if method not in METHODS:
         raise InputError(f"method is {method!r}", where="--method", allowed=METHODS)
-    if method in PLANNERS and profile is None:
+    if method in PROFILED and profile is None:
         raise InputError("a planner needs a profile", where=f"method {method}", allowed="profile=")
     campaign = _Tuning(job, method, engine, references, settings, run, tracker, profile, on_progress)
     return campaign.result()
@@ -270,14 +273,14 @@ class _Tuning:
         else:
             favourite = None
             env = self._environment()
-            if self._method == "ppo":
+            if self._method == "ppo-scratch":
                 favourite = self._train(env)
             else:
                 self._search(env)
             plan, measurement, cost = self._finals(self._best_known(favourite))
         seconds = time.perf_counter() - self._began + self._references.seconds
         steps = self._metered.steps_spent + self._references.steps
-        if self._method in PLANNERS and self._profile is not None:
+        if self._method in PROFILED and self._profile is not None:
             # A planner pays for the profile, also where it was there already.
             seconds, steps = seconds + self._profile.seconds, steps + self._profile.steps
         return TuningResult(
@@ -323,6 +326,10 @@ class _Tuning:
     def _make_search(self, env: TuningEnv) -> Search:
         if self._method == "random":
             return RandomSearch(env.plan_space, self._settings.seed)
+        if self._method == "optuna-prices":
+            assert self._profile is not None
+            priced = PricedPlans(self._profile, self._references.memory_budget_bytes)
+            return OptunaPriceSearch(priced, env.plan_space, self._run.path, self._settings.seed)
         first = [env.plan_space.baseline(), env.plan_space.leanest(), *_first_plans(env)]
         return OptunaSearch(env.plan_space, self._run.path, self._settings.seed, first)
 

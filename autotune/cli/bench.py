@@ -99,6 +99,43 @@ def simulator(
     _finish(document, "simulator", line, runs_dir, as_json)
 
 
+@app.command("policy")
+def policy(
+    jobs: Annotated[int, typer.Option("--jobs", min=2, help="Held-out jobs in each table.")] = 200,
+    policy: Annotated[
+        Path | None, typer.Option("--policy", help="A policy folder; the shipped one if left out.")
+    ] = None,
+    recipe: Annotated[Path | None, typer.Option("--recipe", help="A recipe (.toml); policies/ppo.toml.")] = None,
+    train_run: Annotated[
+        Path | None, typer.Option("--train-run", help="A training's run directory: judge all of its seeds.")
+    ] = None,
+    seed: SeedOption = 0,
+    runs_dir: RunsOption = shared.RUNS,
+    as_json: JsonOption = False,
+) -> None:
+    """Judge the policy on jobs that it was not trained on, against planner, solvers, searches and a clairvoyant."""
+    from autotune.agents.recipe import read_recipe
+    from autotune.campaign.bench_policy import BenchSettings, bench_policy, load_judged
+    from autotune.campaign.runs import require_writable
+    from autotune.catalog import content_folder
+
+    require_writable(runs_dir)
+    folder = content_folder("policies")
+    found, judged = read_recipe(recipe or folder / "ppo.toml"), load_judged(policy or folder / "ppo", train_run)
+    with shared.Bars(shared.console(as_json=as_json)) as bars:
+        bars.stage(f"{jobs} held-out jobs, standing still and moving", 1.0)
+        document = bench_policy(judged, found, BenchSettings(jobs=jobs, seed=seed), on_part=bars.advance)
+    everything = document["dynamic"]["all"]
+    won = everything["methods"]["ppo"]
+    low, high = won["won_ci95"]
+    line = (
+        f"moving jobs: {won['won_percent']:+.2f} % of time against the planner (95 % interval {low:+.2f} to "
+        f"{high:+.2f}), of {everything['headroom_percent']:.1f} % that a clairvoyant would win; standing still: "
+        f"{document['methods']['ppo_static']['regret_p95']:.2f} % off the exact optimum (p95)"
+    )
+    _finish(document, "policy", line, runs_dir, as_json)
+
+
 def _finish(document: dict[str, Any], name: str, line: str, runs_dir: Path, as_json: bool) -> None:
     """Write a benchmark's document and show its line."""
     from autotune.files import write_json

@@ -18,6 +18,10 @@ def command(
     ] = "baseline,uniform-bf16,recompute-all,sqrt,paper,random,optuna,ppo",
     seeds: Annotated[int, typer.Option("--seeds", help="Paired fresh seeds; fewer than 6 give an indication.")] = 10,
     memory_budget: BudgetOption = None,
+    dips: Annotated[
+        str | None,
+        typer.Option("--dips", help="EVERY:SHARE: the budget shrinks to this share in every such window, as in 5:70%."),
+    ] = None,
     steps: StepsOption = 120,
     trials: TrialsOption = None,
     seed: SeedOption = 0,
@@ -34,6 +38,7 @@ def command(
             [name.strip() for name in arms.split(",")],
             seeds=seeds,
             memory_budget=memory_budget,
+            dips=dips,
             steps=steps,
             trials=trials,
             seed=seed,

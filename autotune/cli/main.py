@@ -13,7 +13,7 @@ from typing import Annotated, cast
 import typer
 
 from autotune import __version__
-from autotune.cli import bench, compare, demo, doctor, explain, plan, profile, tune
+from autotune.cli import bench, compare, demo, doctor, explain, plan, profile, train, tune
 from autotune.errors import AutotuneError, InputError
 
 app = typer.Typer(
@@ -23,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for module in (demo, profile, plan, tune, compare, explain, doctor):
+for module in (demo, profile, plan, tune, train, compare, explain, doctor):
     app.command(module.__name__.rpartition(".")[2])(module.command)
 app.add_typer(bench.app, name="bench")
 

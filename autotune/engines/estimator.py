@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 
 from autotune.engines.attribution import attribute
 from autotune.engines.inspection import accumulation_choices, ask, build_model, build_optimizer
-from autotune.engines.profiler import fixed_shape, spread_choices
+from autotune.engines.profiler import fixed_shape, length_spread, spread_choices
 from autotune.engines.step_tables import Choice, Probe, all_tables, homogeneous_plans, known, without_copies
 from autotune.errors import JobError
 from autotune.job import Job
@@ -64,6 +64,7 @@ class _Estimator:
         with isolated():
             seed_all(0)
             self._batch = next(iter(ask(job, "batches", lambda: fixed_shape(job).batches(0))))
+            self._length_spread = length_spread(job)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def profile(self) -> Profile:
@@ -118,6 +119,7 @@ class _Estimator:
             switch_s=0.0,
             seconds=time.perf_counter() - self._began,
             steps=0,
+            length_spread=self._length_spread,
             warnings=(f"estimated from published figures ({self._device.source}); nothing was measured",),
             estimated=True,
         )

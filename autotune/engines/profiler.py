@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -74,6 +75,12 @@ def fixed_shape(job: Job, seed: int = 0) -> Job:
     """Return the job with one batch for ever, copied for every step: the largest of its first few."""
     batch = max(itertools.islice(job.batches(seed), _CANDIDATES), key=lambda item: tensor_bytes(tensors(item)))
     return replace(job, batches=lambda _seed: (map_tensors(torch.clone, batch) for _ in itertools.count()))
+
+
+def length_spread(job: Job, seed: int = 0) -> float:
+    """Return the standard deviation of the logarithm of the bytes of a job's first few batches."""
+    sizes = [tensor_bytes(tensors(batch)) for batch in itertools.islice(job.batches(seed), _CANDIDATES)]
+    return statistics.pstdev(math.log(max(size, 1)) for size in sizes)
 
 
 def profile_key(job: Job, device_name: str) -> str:
@@ -226,6 +233,7 @@ class _Profiler:
         with isolated():
             seed_all(options.seed)
             steady = fixed_shape(job, options.seed)
+            self._length_spread = length_spread(job, options.seed)
         self.engine = WatchedEngine(
             steady,
             seed=options.seed,
@@ -261,6 +269,7 @@ class _Profiler:
             switch_s=max(0.0, statistics.median(_switches(choices.values()))),
             seconds=0.0,
             steps=0,
+            length_spread=self._length_spread,
             warnings=tuple(self._warnings),
         )
         result = self._calibrate(result)

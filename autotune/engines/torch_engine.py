@@ -297,6 +297,7 @@ class TorchEngine:
                 timed=attempt.representative and self._steps_under_plan > self.options.discard_steps,
                 samples=attempt.samples,
                 items=attempt.items,
+                batch_bytes=tuple(tensor_bytes(tensors(batch)) for batch in attempt.batches),
                 loss=attempt.loss,
                 stepped=attempt.stepped,
                 learning_rate=self.update.optimizer.param_groups[0]["lr"],

@@ -18,6 +18,7 @@ class StepReport:
         timed: whether the time is representative (not discarded, metered or split to learn the noise).
         samples: samples consumed.
         items: loss-bearing items consumed.
+        batch_bytes: bytes of the tensors of each batch.
         loss: mean loss per item; may be NaN or infinite.
         stepped: whether the optimizer stepped.
         learning_rate: learning rate of the first parameter group.
@@ -27,6 +28,7 @@ class StepReport:
     timed: bool
     samples: int
     items: int
+    batch_bytes: tuple[int, ...]
     loss: float
     stepped: bool
     learning_rate: float
@@ -62,6 +64,7 @@ class Window:
         good = [report for report in self.reports if report.stepped]
         timed = [report for report in good if report.timed]
         items = sum(report.items for report in good)
+        sizes = [size for report in self.reports for size in report.batch_bytes]
         return Measurement(
             steps=len(self.reports),
             samples=sum(report.samples for report in self.reports),
@@ -70,6 +73,7 @@ class Window:
             step_s=tuple(report.seconds for report in timed),
             seconds_per_step=statistics.median(report.seconds for report in timed) if timed else None,
             samples_per_step=statistics.fmean(report.samples for report in timed) if timed else None,
+            batch_bytes=(statistics.fmean(sizes), float(max(sizes))) if sizes else None,
             peak_bytes=peak_bytes,
             memory_budget_bytes=memory_budget_bytes,
             loss=sum(report.loss * report.items for report in good) / items if items else None,

@@ -1,8 +1,9 @@
 """Turn a planner's run into features, and actions into levers: what a learned policy sees and may do.
 
-The planner makes the plans. An action only leans on it: how much memory to keep in reserve, how to value a larger k and
-16-bit formats, how much to try what is not known well, how sticky to be. With every lever in the middle the planner is
-what it is. The same code runs on thousands of simulated lanes and on the one lane of a real run.
+The planner makes the plans. An action only leans on it: whether to brace for less memory than announced, how cautious
+to be about longer sequences, how to value a larger k and 16-bit formats, how much to try what is not known well, how
+sticky to be. With every lever in the middle the planner is what it is. The same code runs on thousands of simulated
+lanes and on the one lane of a real run.
 """
 
 from __future__ import annotations
@@ -15,24 +16,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.physics.cost_arrays import Floats
-from autotune.physics.planning import Levers, Planner, Seen, Situation
+from autotune.physics.planning import DIP, Levers, Planner, Seen, Situation
 
 LEVER_VERSION = 2
-# What each number of an action stands for; the neutral one is 0, 0, 0, 0 and 1.
-RESERVES = (-0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.4)
+# What each number of an action stands for; the neutral one is 0, but for the stickiness 1.
+BRACES = (0.0, 1.0)
+CAUTIONS = (-1.0, -0.5, 0.0, 0.5, 1.0)
 K_BIASES = (-0.6, -0.3, 0.0, 0.3, 0.6)
 PRICES_16_BIT = (-0.15, 0.0, 0.15)
 OPTIMISMS = (0.0, 0.5, 1.0)
 STICKINESSES = (0.25, 0.5, 1.0, 2.0, 4.0, 1e9)
-SIZES = tuple(len(choices) for choices in (RESERVES, K_BIASES, PRICES_16_BIT, OPTIMISMS, STICKINESSES))
+SIZES = tuple(len(choices) for choices in (BRACES, CAUTIONS, K_BIASES, PRICES_16_BIT, OPTIMISMS, STICKINESSES))
 NEUTRAL = (
-    RESERVES.index(0.0),
+    BRACES.index(0.0),
+    CAUTIONS.index(0.0),
     K_BIASES.index(0.0),
     PRICES_16_BIT.index(0.0),
     OPTIMISMS.index(0.0),
     STICKINESSES.index(1.0),
 )
 LIMIT = 5.0
+# Counts of windows end here, so that a run may be longer than those that a policy was trained on.
+_LONG = 100.0
 # Weight of a new window in what is remembered.
 _WEIGHT = 0.3
 
@@ -41,18 +46,19 @@ Actions = NDArray[np.int64]
 
 
 def levers_of(actions: Actions) -> Levers:
-    """Return the levers that actions, shape (n, 5), stand for."""
+    """Return the levers that actions, shape (n, levers), stand for."""
     return Levers(
-        reserve=np.array(RESERVES)[actions[:, 0]],
-        k_bias=np.array(K_BIASES)[actions[:, 1]],
-        price_16_bit=np.array(PRICES_16_BIT)[actions[:, 2]],
-        optimism=np.array(OPTIMISMS)[actions[:, 3]],
-        stickiness=np.array(STICKINESSES)[actions[:, 4]],
+        brace=np.array(BRACES)[actions[:, 0]],
+        caution=np.array(CAUTIONS)[actions[:, 1]],
+        k_bias=np.array(K_BIASES)[actions[:, 2]],
+        price_16_bit=np.array(PRICES_16_BIT)[actions[:, 3]],
+        optimism=np.array(OPTIMISMS)[actions[:, 4]],
+        stickiness=np.array(STICKINESSES)[actions[:, 5]],
     )
 
 
 def neutral_actions(lanes: int) -> Actions:
-    """Return the actions that leave the planner alone, shape (lanes, 5)."""
+    """Return the actions that leave the planner alone, shape (lanes, levers)."""
     return np.tile(np.array(NEUTRAL, dtype=np.int64), (lanes, 1))
 
 
@@ -75,6 +81,9 @@ class Memory:
         surprise: logarithm of measured over believed seconds.
         surprise_square: the same, squared.
         held: windows under the running plan.
+        dip_since: windows since memory last dipped unannounced.
+        dip_interval: windows between the last two dips; 0 before there were two.
+        dips: how many there were.
     """
 
     windows: Floats
@@ -91,11 +100,14 @@ class Memory:
     surprise: Floats
     surprise_square: Floats
     held: Floats
+    dip_since: Floats
+    dip_interval: Floats
+    dips: Floats
 
     @classmethod
     def of(cls, lanes: int) -> Memory:
         """Return an empty memory."""
-        memory = cls(*(np.zeros(lanes) for _ in range(14)))
+        memory = cls(*(np.zeros(lanes) for _ in range(17)))
         memory.out_since += 40.0
         return memory
 
@@ -136,7 +148,9 @@ class Watch:
 
         rise = longest - former
         known = ~np.isnan(noise_scale)
-        noise = np.where(known, np.log(np.where(known, noise_scale, 1.0) / self.planner.lanes.batch + 1e-3), memory.noise)
+        noise = np.where(
+            known, np.log(np.where(known, noise_scale, 1.0) / self.planner.lanes.batch + 1e-3), memory.noise
+        )
         step = np.where(known & (memory.noise != 0), noise - memory.noise, 0.0)
         memory.length = mix(memory.length, length)
         memory.change = mix(memory.change, length - former)
@@ -149,6 +163,10 @@ class Watch:
         memory.surprise = mix(memory.surprise, surprise)
         memory.surprise_square = mix(memory.surprise_square, surprise**2)
         memory.held = np.where(seen.plan == former_plan, memory.held + 1, 0.0)
+        dipped = seen.dip > DIP
+        memory.dip_interval = np.where(dipped & (memory.dips > 0), memory.dip_since + 1, memory.dip_interval)
+        memory.dip_since = np.where(dipped, 0.0, memory.dip_since + 1)
+        memory.dips = memory.dips + dipped
         memory.windows = memory.windows + 1
 
     def features(self, situation: Situation) -> tuple[Features, Features]:
@@ -218,12 +236,12 @@ UNIT_FEATURES = (
 
 
 def _deviation(mean: Floats, square: Floats) -> Floats:
-    return np.sqrt(np.maximum(square - mean**2, 0.0))
+    return np.asarray(np.sqrt(np.maximum(square - mean**2, 0.0)))
 
 
 def _next_lower(w: Watch) -> Floats:
     """Return by how much the tightest announced budget lies below the next one, as a logarithm."""
-    return np.log(w.situation.budget.min(axis=1) / w.situation.budget[:, 0])
+    return np.asarray(np.log(w.situation.budget.min(axis=1) / w.situation.budget[:, 0]))
 
 
 def _until_lower(w: Watch) -> Floats:
@@ -236,6 +254,17 @@ def _until_higher(w: Watch) -> Floats:
     """Return 1 over the windows until a wider budget; 0 where none is announced."""
     higher = w.situation.budget[:, 1:] > 1.001 * w.situation.budget[:, :1]
     return np.where(higher.any(axis=1), 1.0 / (1.0 + higher.argmax(axis=1)), 0.0)
+
+
+def _dip_due(w: Watch) -> Floats:
+    """Return the windows until the next dip if dips are periodic, counting from -2 to 2; 2 where nothing is known."""
+    left = w.memory.dip_interval - w.memory.dip_since - 1
+    return np.where(w.memory.dip_interval > 0, np.clip(left, -2, 2), 2.0)
+
+
+def _dip_risk(w: Watch) -> Floats:
+    """Return whether the running plan would run out of memory in a dip like the last one."""
+    return (w.pressure() * np.exp(w.planner.dip) > 1).astype(np.float64)
 
 
 def _switch_share(w: Watch) -> Floats:
@@ -252,8 +281,9 @@ def _running(w: Watch, values: NDArray[Any]) -> NDArray[Any]:
 # What a policy is shown of a run, by name; everything else that it could know follows from these and the units.
 RUN_FEATURES: dict[str, Callable[[Watch], Floats]] = {
     "progress": lambda w: w.situation.progress,
-    "windows_left": lambda w: np.log(np.maximum(w.situation.windows_left, 1.0)) / 2,
-    "windows": lambda w: np.log1p(w.memory.windows) / 2,
+    "windows_left": lambda w: np.log(np.clip(w.situation.windows_left, 1.0, _LONG)) / 2,
+    "windows": lambda w: np.log1p(np.minimum(w.memory.windows, _LONG)) / 2,
+    "still": lambda w: w.planner.lanes.still.astype(np.float64),
     "length": lambda w: 2 * np.log(w.planner.length),
     "length_over_mean": lambda w: 5 * (np.log(w.planner.length) - w.memory.length),
     "length_change": lambda w: 10 * w.memory.change,
@@ -268,8 +298,14 @@ RUN_FEATURES: dict[str, Callable[[Watch], Floats]] = {
     "budget_ahead": lambda w: 3 * _next_lower(w),
     "until_lower": _until_lower,
     "until_higher": _until_higher,
+    "dip": lambda w: 5 * w.planner.dip,
+    "dips": lambda w: np.log1p(np.minimum(w.memory.dips, _LONG / 10)),
+    "dip_since": lambda w: np.where(w.memory.dips > 0, np.log1p(np.minimum(w.memory.dip_since, _LONG)), 0.0),
+    "dip_interval": lambda w: np.log1p(np.minimum(w.memory.dip_interval, _LONG)),
+    "dip_due": _dip_due,
+    "dip_risk": _dip_risk,
     "switch_cost": _switch_share,
-    "held": lambda w: np.log1p(w.memory.held) / 2,
+    "held": lambda w: np.log1p(np.minimum(w.memory.held, _LONG)) / 2,
     "noise_known": lambda w: (~np.isnan(w.situation.noise_scale)).astype(float),
     "noise": lambda w: w.memory.noise / 2,
     "noise_change": lambda w: 3 * w.memory.noise_change,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +62,15 @@ class MovingEnv:
         self._peaks = pool.peak_of(pool.baseline, np.ones(len(jobs)))
         self.reset()
 
+    @property
+    def generator_state(self) -> dict[str, Any]:
+        """Return or set where the generator of courses stands, as JSON holds it."""
+        return dict(self._generator.bit_generator.state)
+
+    @generator_state.setter
+    def generator_state(self, state: dict[str, Any]) -> None:
+        self._generator.bit_generator.state = state
+
     def reset(self, course: Course | None = None) -> tuple[Features, Features]:
         """Begin other runs and return the first observation; see :meth:`Watch.features`.
 
@@ -90,7 +100,7 @@ class MovingEnv:
         pool = runs.pool.take(job)
         needed = pool.peak_of(pool.leanest, course.longest.max(axis=1))
         lift = np.maximum(1.02 * needed / course.budget.min(axis=1), 1.0)
-        return replace(course, budget=course.budget * lift[:, None])
+        return replace(course, budget=course.budget * lift[:, None], told=course.told * lift[:, None])
 
     def step(self, actions: Actions) -> tuple[tuple[Features, Features], NDArray[np.float32], bool]:
         """Run a window under the planner's plans with these levers.
@@ -109,6 +119,16 @@ class MovingEnv:
         won = (self.planner_seconds[:, window] - seen.total_s) / self.planner_seconds.sum(axis=1)
         done = self.runs.window >= self.runs.windows
         return self._watch.features(situation), (_SCALE * won).astype(np.float32), done
+
+
+def planner_rise(env: MovingEnv, rises: Sequence[float] = (0.0, 0.02, 0.05, 0.1, 0.15, 0.25)) -> float:
+    """Return the ``rise`` with which the planner alone is fastest on average, on courses of its own."""
+    courses = env.draw(min(env.lanes, 256))
+    means = {}
+    for rise in rises:
+        seconds = run_planner(env.runs, courses, replace(env.settings, rise=rise))
+        means[rise] = float(np.mean(seconds.sum(axis=1) / env.runs.baseline_s))
+    return min(means, key=means.__getitem__)
 
 
 def planner_reserve(env: MovingEnv, reserves: Sequence[float] = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4)) -> float:

@@ -33,6 +33,7 @@ class Observation:
         reference: what a window of the baseline plan saw; figures are given as ratios to it.
         previous_loss: loss of the window before; ``None`` for the first.
         memory_budget_bytes: the budget; ``None`` for no budget.
+        budget_ahead: announced budgets of the next windows, the next one first; empty if nothing is announced.
         batch_size: samples in one batch of the job.
         adaptive: whether a step consumes k batches.
         progress: share of the run's samples that is done, 0 to 1.
@@ -44,6 +45,7 @@ class Observation:
     reference: Measurement
     previous_loss: float | None = None
     memory_budget_bytes: int | None = None
+    budget_ahead: tuple[int, ...] = ()
     batch_size: int = 1
     adaptive: bool = False
     progress: float = 0.0

@@ -14,8 +14,8 @@ import numpy as np
 
 from autotune.physics.convergence import step_efficiency
 from autotune.physics.cost_arrays import CostArrays, Floats, Indices
-from autotune.physics.plan_pool import PlanPool, PoolSettings, make_pool
-from autotune.physics.planning import Lanes, Seen, Situation
+from autotune.physics.plan_pool import PoolSettings, make_pool
+from autotune.physics.planning import LOOK_AHEAD, Lanes, Seen, Situation
 from autotune.physics.simulated_job import Flags, JobArrays, SimulatedJob
 
 
@@ -31,12 +31,14 @@ class Strengths:
         time_noise: standard deviation of the logarithm of a window's measured seconds per step.
         drift: standard deviation of the logarithm of each precision's speed as it slowly changes.
         drift_windows: after how many windows such a change is forgotten.
+        length_lanes: share of lanes whose sequences differ in length at all; planners are told which.
         length: standard deviation of the logarithm of a window's sequence length.
         length_windows: after how many windows a length is forgotten.
         curriculum: logarithm by which lengths grow from the first window to the last.
         jitter: standard deviation of the logarithm of a window's longest batch, over its mean.
-        event_every: windows from one announced event (an evaluation beside training, say) to the next; 0 for none.
+        event_every: windows from one event (an evaluation beside training, a neighbour's, say) to the next; 0 for none.
         event_share: share of the budget that such a window leaves.
+        event_told: share of lanes to which events are announced; the others meet them within a window.
         switch_windows: what a switch of plans costs, in windows of the baseline.
         retry_windows: share of a window's time that is lost when it runs out of memory.
         spread: largest factor by which each lane's own strengths differ from these, each mechanism's by itself.
@@ -48,19 +50,29 @@ class Strengths:
     time_noise: float = 0.0
     drift: float = 0.0
     drift_windows: float = 12.0
+    length_lanes: float = 1.0
     length: float = 0.0
     length_windows: float = 6.0
     curriculum: float = 0.0
     jitter: float = 0.0
     event_every: int = 0
     event_share: float = 0.8
+    event_told: float = 1.0
     switch_windows: float = 0.0
     retry_windows: float = 1.0
     spread: float = 1.0
 
     def only(self, *names: str) -> Strengths:
         """Return the strengths with everything but the named ones, and what shapes them, off."""
-        shapes = ("common_share", "drift_windows", "length_windows", "event_share", "retry_windows", "spread")
+        shapes = (
+            "common_share",
+            "drift_windows",
+            "length_windows",
+            "event_share",
+            "event_told",
+            "retry_windows",
+            "spread",
+        )
         kept = {name: value for name, value in asdict(self).items() if name in names or name in shapes}
         return Strengths(**kept)
 
@@ -72,7 +84,8 @@ class Course:
     Attributes:
         job: shape (n,).
         budget: shape (n, w), bytes that each window leaves.
-        event: shape (n, w), whether it is an announced event.
+        told: shape (n, w), bytes that are announced.
+        still: shape (n,), whether sequences are all of one length.
         length: shape (n, w), factor on the profiled sequence length.
         longest: shape (n, w), the same of the window's longest batch.
         drift: shape (n, w, precisions), factor on the seconds of each precision.
@@ -85,7 +98,8 @@ class Course:
 
     job: Indices
     budget: Floats
-    event: Flags
+    told: Floats
+    still: Flags
     length: Floats
     longest: Floats
     drift: Floats
@@ -122,20 +136,26 @@ def draw_course(
 
     def own(strength: float) -> Floats:
         """Return each lane's strength, shape (n, 1)."""
-        return strength * np.exp(np.log(strengths.spread) * generator.uniform(-1, 1, (n, 1)))
+        return np.asarray(strength * np.exp(np.log(strengths.spread) * generator.uniform(-1, 1, (n, 1))))
 
+    still = generator.random((n, 1)) >= strengths.length_lanes
+    if not (strengths.length or strengths.curriculum or strengths.jitter):
+        still = np.ones((n, 1), dtype=bool)
     length = own(strengths.length) * _wandering(generator, (n, windows), strengths.length_windows)
     length += own(strengths.curriculum) * np.linspace(-0.5, 0.5, windows)
-    jitter = own(strengths.jitter) * np.abs(generator.standard_normal((n, windows)))
+    jitter = np.where(still, 0.0, own(strengths.jitter) * np.abs(generator.standard_normal((n, windows))))
+    length = np.where(still, 0.0, length)
     event = _events(generator, np.round(own(strengths.event_every)).astype(np.int64), windows)
     drift = own(strengths.drift)[:, :, None] * _wandering(generator, (n, precisions, windows), strengths.drift_windows)
     common, alone = generator.standard_normal((n, 1, precisions)), generator.standard_normal((n, units, precisions))
     cost = np.sqrt(strengths.common_share) * common + np.sqrt(1 - strengths.common_share) * alone
     error = own(strengths.noise_error)
+    announced = generator.random((n, 1)) < strengths.event_told
     return Course(
         job=job,
         budget=budget_bytes[:, None] * np.where(event, strengths.event_share, 1.0),
-        event=event,
+        told=budget_bytes[:, None] * np.where(event & announced, strengths.event_share, 1.0),
+        still=still[:, 0],
         length=np.exp(length),
         longest=np.exp(length + jitter),
         drift=np.exp(np.swapaxes(drift, 1, 2)),
@@ -160,11 +180,7 @@ def _wandering(generator: np.random.Generator, shape: tuple[int, ...], memory: f
     keep = np.exp(-1.0 / memory)
     for place in range(1, shape[-1]):
         values[..., place] = keep * values[..., place - 1] + np.sqrt(1 - keep**2) * values[..., place]
-    return values
-
-
-# Windows, the next one included, whose budgets are announced.
-LOOK_AHEAD = 8
+    return np.asarray(values)
 
 
 class MovingRuns:
@@ -212,7 +228,7 @@ class MovingRuns:
         """Begin a run of each lane under its baseline plan."""
         n = len(course.job)
         self.course = course
-        self.lanes = Lanes.of(self.pool, self.arrays, course.job)
+        self.lanes = Lanes.of(self.pool, self.arrays, course.job, course.still)
         self.window = 0
         self.seconds = np.zeros(n)
         self.plan = self.lanes.pool.baseline
@@ -261,7 +277,7 @@ class MovingRuns:
         course, window = self._course(), self.window
         ahead = np.minimum(np.arange(window, window + LOOK_AHEAD), self.windows - 1)
         return Situation(
-            budget=course.budget[:, ahead],
+            budget=course.told[:, ahead],
             progress=np.full(len(course.job), window / self.windows),
             windows_left=np.full(len(course.job), float(self.windows - window)),
             noise_scale=self.known_noise_scale(),
@@ -289,6 +305,7 @@ class MovingRuns:
             plan=plan,
             length=length,
             longest=course.longest[:, window],
+            dip=np.log(course.told[:, window] / course.budget[:, window]),
             step_s=step_s * course.time_noise[:, window],
             window_s=working,
             total_s=seconds,
@@ -301,17 +318,6 @@ class MovingRuns:
             return self.noise_scale(min(self.window, self.windows - 1))
         known = (self._trace > 0) & (self._square > 0)
         return np.where(known, self._trace / np.where(known, self._square, 1.0), np.nan)
-
-    def _retried(self, window: int, seconds: Floats) -> Floats:
-        """Return the seconds of a window that ran out of memory: part of it lost, then the leanest plan, and back."""
-        course = self._course()
-        again = self.window_seconds(window, self.leanest(), course.length[:, window])
-        return self.strengths.retry_windows * seconds + again + 2 * self.switch_s
-
-    def leanest(self) -> Plans:
-        """Return the leanest plan of each lane's job."""
-        job = self._course().job
-        return Plans(job, self._leanest[0][job], self._leanest[1][job])
 
     def _learn(self, plan: Indices) -> None:
         """Feed the noise scale's moving averages, where a step had several micro-batches or could be cut in two."""

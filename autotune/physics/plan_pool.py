@@ -50,7 +50,7 @@ class PlanPool:
         k: shape (jobs, m), the number of each plan's k.
         choices: shape (jobs, m, max_units); see :func:`autotune.physics.cost_arrays.choice_index`.
         peaks: shape (jobs, m, len(LENGTHS)), bytes at each length.
-        weights: shape (jobs, m, max_units x precisions), seconds of each unit in the precision that it has; 0 in others.
+        weights: shape (jobs, m, max_units x precisions), seconds of each unit in its precision; 0 in others.
         between: shape (jobs, m), seconds of the code between units, which grow with the length too.
         constant: shape (jobs, m), seconds that nothing changes.
         baseline: shape (jobs,), where the baseline plan stands.
@@ -77,6 +77,21 @@ class PlanPool:
         lanes = np.arange(len(place))
         low, high = self.peaks[lanes, :, place], self.peaks[lanes, :, place + 1]
         return np.asarray(low + share[:, None] * (high - low))
+
+    def longest(self, budget_bytes: Floats) -> Floats:
+        """Return the length up to which every plan fits a budget, shape (lanes, m); lanes as taken.
+
+        Args:
+            budget_bytes: shape (lanes,).
+        """
+        budget = budget_bytes[:, None]
+        place = np.clip((self.peaks <= budget[:, :, None]).sum(axis=2) - 1, 0, len(LENGTHS) - 2)[:, :, None]
+        low = np.take_along_axis(self.peaks, place, axis=2)[:, :, 0]
+        high = np.take_along_axis(self.peaks, place + 1, axis=2)[:, :, 0]
+        share = np.clip((budget - low) / np.maximum(high - low, 1.0), 0.0, 1.0)
+        place = place[:, :, 0]
+        longest = LENGTHS[place] + share * (LENGTHS[place + 1] - LENGTHS[place])
+        return np.where(self.peaks[:, :, 0] <= budget, longest, 1e-3)
 
     def seconds_per_step(self, factor: Floats, length: Floats) -> Floats:
         """Return every plan's seconds per step, shape (lanes, m); lanes as taken.
@@ -195,13 +210,13 @@ def _bounds(arrays: CostArrays, job: int, budgets: int) -> Floats:
     return np.append(np.linspace(least, max(most, 1.01 * least), budgets - 1), np.inf)
 
 
-def _solved(
-    arrays: CostArrays, solver: PriceSolver, job: int, worlds: Floats, settings: PoolSettings
-) -> Indices:
+def _solved(arrays: CostArrays, solver: PriceSolver, job: int, worlds: Floats, settings: PoolSettings) -> Indices:
     """Return what the price solver plans for every k, budget and world."""
     budgets = _bounds(arrays, job, settings.budgets)
     ks = np.arange(int(arrays.num_k[job]))
-    world, budget, k = (axis.reshape(-1) for axis in np.meshgrid(range(len(worlds)), range(len(budgets)), ks, indexing="ij"))
+    world, budget, k = (
+        axis.reshape(-1) for axis in np.meshgrid(range(len(worlds)), range(len(budgets)), ks, indexing="ij")
+    )
     lanes = np.full(len(world), job)
     seconds = arrays.unit_seconds[lanes] * np.repeat(worlds[world], 2, axis=2)[:, None]
     worth = np.where(np.arange(arrays.max_k)[None, :] == k[:, None], 1.0, 1e-9)

@@ -15,6 +15,16 @@ from autotune.physics.cost_arrays import CostArrays, Floats, Indices
 from autotune.physics.plan_pool import PlanPool
 from autotune.physics.simulated_job import Flags
 
+# Windows that what is believed of rises beforehand counts for, and the smallest weight of a new one.
+_PRIOR_WINDOWS = 4
+_RISE_WEIGHT = 0.05
+# Scale of a logistic distribution over its standard deviation.
+_LOGISTIC = 3**0.5 / np.pi
+# Windows, the next one included, whose budgets are announced.
+LOOK_AHEAD = 8
+# Dips of the memory that are smaller are none.
+DIP = 0.02
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
@@ -43,6 +53,7 @@ class Seen:
         plan: the number of the plan that it ran under.
         length: mean factor on the profiled sequence length.
         longest: the same of its longest batch.
+        dip: by how much less memory there was than announced, as a logarithm; 0 where all was as announced.
         step_s: measured seconds per step.
         window_s: what its steps took, without switching and lost work.
         total_s: what it took.
@@ -52,6 +63,7 @@ class Seen:
     plan: Indices
     length: Floats
     longest: Floats
+    dip: Floats
     step_s: Floats
     window_s: Floats
     total_s: Floats
@@ -64,6 +76,10 @@ class PlannerSettings:
 
     Attributes:
         reserve: share by which sequences are taken to be longer than those last seen, where memory is concerned.
+        rise: standard deviation by which the longest batch of a window is taken, before any was seen, to differ from
+            the length of the window before, and its memory from what was announced, as a logarithm; plans are then
+            weighed by what running out of memory would cost. 0 takes what was seen last, and the reserve, for certain.
+        retry: windows that are lost when one runs out of memory, the leanest plan's not counted.
         horizon: windows over which a switch must pay for itself; 0 switches whenever another plan is better.
         cost_error: standard deviation of the logarithm by which profiles are taken to be wrong; 0 believes them.
         common_share: share of that variance that all units have in common in a precision.
@@ -72,6 +88,8 @@ class PlannerSettings:
     """
 
     reserve: float = 0.0
+    rise: float = 0.0
+    retry: float = 1.0
     horizon: float = 3.0
     cost_error: float = 0.3
     common_share: float = 0.6
@@ -84,14 +102,16 @@ class Levers:
     """Hold what may be asked of a planner beyond its settings, per lane; all neutral by default.
 
     Attributes:
-        reserve: shape (n,), added to the settings' reserve.
+        brace: shape (n,), share of the last dip of the memory that is expected again.
+        caution: shape (n,), standard deviations by which the next window's longest batch is taken to be longer.
         k_bias: shape (n,), factor on the worth of each doubling of k, as a logarithm.
         price_16_bit: shape (n,), logarithm of a factor on the seconds of 16-bit choices.
         optimism: shape (n,), standard deviations by which what is not known well is taken to be faster.
         stickiness: shape (n,), factor on what a switch is taken to cost.
     """
 
-    reserve: Floats
+    brace: Floats
+    caution: Floats
     k_bias: Floats
     price_16_bit: Floats
     optimism: Floats
@@ -101,7 +121,7 @@ class Levers:
     def neutral(cls, lanes: int) -> Levers:
         """Return levers that change nothing."""
         zero = np.zeros(lanes)
-        return cls(zero, zero.copy(), zero.copy(), zero.copy(), np.ones(lanes))
+        return cls(zero, zero.copy(), zero.copy(), zero.copy(), zero.copy(), np.ones(lanes))
 
 
 class Belief:
@@ -133,7 +153,7 @@ class Belief:
     def deviation(self) -> Floats:
         """Return how unsure each factor is, shape (lanes, units, precisions)."""
         variance = np.einsum("nii->ni", self._covariance).reshape(self.mean.shape)
-        return np.sqrt(np.maximum(variance, 0.0))
+        return np.asarray(np.sqrt(np.maximum(variance, 0.0)))
 
     def learn(self, weights: Floats, constant: Floats, measured: Floats, valid: Flags) -> None:
         """Take in one step of each lane.
@@ -156,6 +176,42 @@ class Belief:
         self._covariance -= gain[:, :, None] * spread[:, None, :]
 
 
+class Rises:
+    """Learn by how much a window's longest batch exceeds the length of the window before, as a logarithm.
+
+    Args:
+        deviation: shape (lanes,), standard deviation before anything was seen; counts for ``_PRIOR_WINDOWS``.
+
+    Attributes:
+        mean: shape (lanes,).
+        deviation: shape (lanes,).
+    """
+
+    def __init__(self, deviation: Floats) -> None:
+        self.mean = np.zeros(len(deviation))
+        self._square = np.square(deviation)
+        self._windows = _PRIOR_WINDOWS
+
+    @property
+    def deviation(self) -> Floats:
+        """Return the standard deviation as seen so far, shape (lanes,)."""
+        return np.asarray(np.sqrt(self._square))
+
+    def learn(self, rise: Floats) -> None:
+        """Take in one window of each lane."""
+        weight = max(1 / (self._windows + 1), _RISE_WEIGHT)
+        difference = rise - self.mean
+        self.mean = self.mean + weight * difference
+        self._square = (1 - weight) * (self._square + weight * difference**2)
+        self._windows += 1
+
+    def exceed(self, rise: Floats, caution: Floats) -> Floats:
+        """Return the chance that the next rise exceeds another, shape (lanes, plans), of a logistic distribution."""
+        scale = np.maximum(_LOGISTIC * self.deviation, 1e-9)[:, None]
+        middle = (self.mean + caution * self.deviation)[:, None]
+        return np.asarray(1 / (1 + np.exp(np.clip((rise - middle) / scale, -50, 50))))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lanes:
     """Hold what a planner is told of n runs.
@@ -168,6 +224,7 @@ class Lanes:
         num_k: shape (n,), how many k can be chosen.
         num_units: shape (n,).
         recomputable: shape (n, max_units).
+        still: shape (n,), whether sequences are known to be all of one length.
     """
 
     pool: PlanPool
@@ -177,18 +234,20 @@ class Lanes:
     num_k: Indices
     num_units: Indices
     recomputable: Flags
+    still: Flags
 
     def __len__(self) -> int:
         return len(self.batch)
 
     @classmethod
-    def of(cls, pool: PlanPool, arrays: CostArrays, job: Indices) -> Lanes:
+    def of(cls, pool: PlanPool, arrays: CostArrays, job: Indices, still: Flags) -> Lanes:
         """Return lanes of jobs.
 
         Args:
             pool: the jobs' plans.
             arrays: the jobs.
             job: shape (n,), each lane's.
+            still: shape (n,), whether sequences are known to be all of one length.
         """
         profiles = arrays.profiles
         return cls(
@@ -199,6 +258,7 @@ class Lanes:
             num_k=arrays.num_k[job],
             num_units=arrays.num_units[job],
             recomputable=arrays.recomputable[job],
+            still=still,
         )
 
 
@@ -213,7 +273,9 @@ class Planner:
         lanes: what is planned for.
         settings: how to plan.
         belief: what is believed of costs.
+        rises: what is believed of the next window's longest batch.
         length: shape (n,), the sequence length seen last.
+        dip: shape (n,), the last dip of the memory that was not announced, as a logarithm; 0 before any.
         seen: the last window; ``None`` before the first.
     """
 
@@ -222,7 +284,9 @@ class Planner:
         self.settings = settings
         units = lanes.recomputable.shape[1]
         self.belief = Belief(len(lanes), units, lanes.pool.weights.shape[2] // units, settings)
+        self.rises = Rises(np.where(lanes.still, 0.0, settings.rise))
         self.length = np.ones(len(lanes))
+        self.dip = np.zeros(len(lanes))
         self.seen: Seen | None = None
 
     @property
@@ -234,10 +298,11 @@ class Planner:
         """Return the number of each lane's plan for the next window."""
         levers = levers or Levers.neutral(len(self.lanes))
         pool = self.lanes.pool
-        peak = pool.peak_bytes(self.length * (1 + self.settings.reserve + levers.reserve))
-        fits = pool.there & (peak <= situation.budget[:, :1])
-        worth = self._worth(situation.noise_scale, levers)
-        time = pool.seconds_per_step(self._factor(levers), self.length) / worth
+        budget = situation.budget[:, 0] * np.exp(-levers.brace * self.dip)
+        fits = pool.there & (pool.peak_bytes(self.length * (1 + self.settings.reserve)) <= budget[:, None])
+        time = pool.seconds_per_step(self._factor(levers), self.length) / self._worth(situation.noise_scale, levers)
+        if self.settings.rise:
+            time = time + self._risk(time, budget, situation.switch_s, levers)
         best = np.where(fits, time, np.inf).argmin(axis=1)
         plan = np.where(fits.any(axis=1), best, pool.leanest)
         if self.seen is None:
@@ -251,6 +316,10 @@ class Planner:
 
     def observe(self, seen: Seen) -> None:
         """Take in what a window saw: the sequences' length, and the seconds of its steps."""
+        if self.settings.rise:
+            former = seen.length if self.seen is None else self.length
+            self.rises.learn(np.log(seen.longest / former) + seen.dip)
+        self.dip = np.where(seen.dip > DIP, seen.dip, self.dip)
         self.seen = seen
         self.length = seen.length
         rows, pool = np.arange(len(self.lanes)), self.lanes.pool
@@ -262,6 +331,20 @@ class Planner:
     def step_seconds(self, plan: Indices, length: Floats) -> Floats:
         """Return what a step of a plan is believed to take, shape (n,)."""
         return self.lanes.pool.seconds_of(plan, self.belief.mean, length)
+
+    def _risk(self, time: Floats, budget: Floats, switch_s: Floats, levers: Levers) -> Floats:
+        """Return what each plan's chance to run out of memory costs, in its time's unit, shape (n, plans)."""
+        pool, window_s = self.lanes.pool, None if self.seen is None else self.seen.window_s
+        room = pool.longest(budget) / self.length[:, None]
+        chance = self.rises.exceed(np.log(room), levers.caution)
+        lean = np.take_along_axis(time, pool.leanest[:, None], axis=1)
+        lost = self.settings.retry * time + lean
+        if window_s is not None:
+            running = np.take_along_axis(time, self.plan[:, None], axis=1)
+            lost = lost + 2 * switch_s[:, None] / np.maximum(window_s, 1e-12)[:, None] * running
+        # Nothing leaner can be run than the leanest plan: its own risk is not a matter of choice.
+        least = np.take_along_axis(chance, pool.leanest[:, None], axis=1)
+        return np.asarray(np.maximum(chance - least, 0.0) * lost)
 
     def _factor(self, levers: Levers) -> Floats:
         """Return by what each unit is believed to cost more than told, shape (n, max_units, precisions)."""

@@ -15,7 +15,7 @@ from autotune.files import refuse_unknown_keys
 from autotune.plan import Plan, PlanSpace, Precision, Storage
 from autotune.units import Unit
 
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 # The one choice of a segment that belongs to no unit.
 FIXED = "fixed"
 
@@ -162,6 +162,8 @@ class Profile:
         switch_s: seconds by which the first step after a switch is longer, median.
         seconds: how long profiling took.
         steps: real optimizer steps that it took.
+        length_spread: standard deviation of the logarithm of a batch's bytes, over the job's first batches; 0 where all
+            are alike.
         warnings: what a reader should know.
         estimated: whether it was estimated for a device that was not there, instead of measured.
     """
@@ -182,6 +184,7 @@ class Profile:
     switch_s: float
     seconds: float
     steps: int
+    length_spread: float = 0.0
     warnings: tuple[str, ...] = ()
     estimated: bool = False
 

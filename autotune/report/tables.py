@@ -36,7 +36,7 @@ def comparison_table(comparison: Mapping[str, Any]) -> Table:
             _speedup(entry),
             _memory(_peak(arm), baseline_peak),
             _metric(arm),
-            ("reference" if entry is None else entry["verdict"]) + ("" if fits else ", over budget"),
+            ("reference" if entry is None else entry["verdict"]) + ("" if fits else ", over budget") + _ran_out(arm),
             style=None if fits else "dim",
         )
     return table
@@ -81,6 +81,11 @@ def verdict_line(comparison: Mapping[str, Any]) -> str:
 def _all_fit(comparison: Mapping[str, Any], name: str) -> bool:
     arm = next(arm for arm in comparison["arms"] if arm["name"] == name)
     return all(run["within_budget"] for run in arm["runs"])
+
+
+def _ran_out(arm: Mapping[str, Any]) -> str:
+    times = statistics.fmean(run.get("out_of_memory", 0) for run in arm["runs"])
+    return f", ran out of memory {times:.1f} times a run" if times else ""
 
 
 def _peak(arm: Mapping[str, Any]) -> int | None:

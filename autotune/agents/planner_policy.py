@@ -1,0 +1,140 @@
+"""Lead a real run as the simulated ones are led: a planner window by window and, if there is one, a network on top.
+
+The planner, its features and its levers are those of the simulator.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.errors import InputError
+from autotune.gym.levers import NEUTRAL, RUN_FEATURES, Actions, Features, levers_of
+from autotune.gym.observation import Observation
+from autotune.gym.planned_run import PlannedRun
+from autotune.physics.planning import PlannerSettings, Situation
+from autotune.physics.profile import Profile
+from autotune.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+# How far beyond the range seen in training a feature may lie, as a share of that range and at least.
+_BEYOND, _BEYOND_LEAST = 0.1, 0.25
+
+
+class LeverChooser(Protocol):
+    """Choose levers from features; :class:`autotune.agents.lever_network.LeverNetwork` is one."""
+
+    def most_likely(self, features: tuple[Features, Features]) -> Actions:
+        """Return the choice of each lever, shape (n, levers)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """Hold what features came to in training; arrays of shape (len(RUN_FEATURES),)."""
+
+    lowest: NDArray[np.float64]
+    highest: NDArray[np.float64]
+
+    def outside(self, run: Features) -> str | None:
+        """Return the name of a feature that lies outside, or ``None``.
+
+        Args:
+            run: shape (1, len(RUN_FEATURES)).
+        """
+        beyond = np.maximum(_BEYOND * (self.highest - self.lowest), _BEYOND_LEAST)
+        wrong = (run[0] < self.lowest - beyond) | (run[0] > self.highest + beyond)
+        return list(RUN_FEATURES)[int(wrong.argmax())] if wrong.any() else None
+
+
+class PlannerPolicy:
+    """Plan a run window by window.
+
+    Args:
+        name: what the policy is called.
+        settings: how the planner plans.
+        network: leans on the planner; ``None`` leaves it alone.
+        ranges: what the network's features came to in training; outside, the planner acts alone.
+
+    Attributes:
+        name: what the policy is called.
+        settings: how the planner plans.
+        network: leans on the planner; ``None`` if nothing does.
+        ranges: what its features came to in training.
+        alone_because: the feature for which the planner last acted alone; ``None`` if it did not.
+    """
+
+    def __init__(
+        self,
+        name: str = "planner",
+        settings: PlannerSettings | None = None,
+        network: LeverChooser | None = None,
+        ranges: Ranges | None = None,
+    ) -> None:
+        self.name = name
+        self.settings = settings or PlannerSettings()
+        self.alone_because: str | None = None
+        self.network = network
+        self.ranges = ranges
+        self._profile: Profile | None = None
+        self._budget: int | None = None
+        self._run: PlannedRun | None = None
+
+    def begin(self, profile: Profile, budget_bytes: int | None) -> Plan:
+        """Begin a run and return the plan to launch it with.
+
+        Args:
+            profile: what the job costs.
+            budget_bytes: the budget; ``None`` for none.
+        """
+        self._profile, self._budget = profile, budget_bytes
+        self.reset()
+        return self.plan
+
+    @property
+    def plan(self) -> Plan:
+        """Return the plan to launch with.
+
+        Raises:
+            InputError: before :meth:`begin`.
+        """
+        run = self._started()
+        return run.plan_of(run.planner.plan if run.planner.seen is not None else run.first)
+
+    def decide(self, observation: Observation, plan: Plan) -> Plan:
+        """Return the plan for the next window.
+
+        Raises:
+            InputError: before :meth:`begin`.
+        """
+        run = self._started()
+        run.observe(observation)
+        return run.plan_of(self._choose(run, run.situation(observation)))
+
+    def reset(self) -> None:
+        """Forget the run; the profile stays."""
+        self._run = None
+
+    def _started(self) -> PlannedRun:
+        if self._run is None:
+            if self._profile is None:
+                raise InputError(f"policy {self.name!r} has no profile to plan from", allowed="begin(profile, budget)")
+            self._run = PlannedRun(self._profile, self._budget, self.settings)
+            self._run.first = self._choose(self._run, self._run.opening())
+        return self._run
+
+    def _choose(self, run: PlannedRun, situation: Situation) -> NDArray[np.int64]:
+        actions = np.array([NEUTRAL], dtype=np.int64)
+        if self.network is not None:
+            features = run.watch.features(situation)
+            self.alone_because = None if self.ranges is None else self.ranges.outside(features[0])
+            if self.alone_because is None:
+                actions = self.network.most_likely(features)
+            else:
+                logger.info("the planner acts alone: %s lies outside what was trained on", self.alone_because)
+        return run.planner.decide(situation, levers_of(actions))

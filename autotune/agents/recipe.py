@@ -1,0 +1,187 @@
+"""Read a training recipe: a TOML file that says on what, and how, the shipped kind of policy is trained."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from autotune.errors import InputError
+from autotune.files import refuse_unknown_keys
+from autotune.physics.moving import Strengths
+from autotune.physics.planning import PlannerSettings
+
+RECIPE_VERSION = 1
+_LARGEST_BYTES = 2**16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeverRecipe:
+    """Hold PPO's settings for the levers.
+
+    Attributes:
+        decisions: windows to train on.
+        lanes: runs at once.
+        clones: lanes that share a course; with more than one, rewards are told over those of the others.
+        epochs: passes over a rollout, which is one whole run of every lane.
+        batch: decisions in a gradient step.
+        learning_rate: Adam's, falling linearly to 0.
+        entropy: weight of the entropy bonus.
+        clip: PPO's clip range.
+        discount: of rewards per window.
+        trace: lambda of generalised advantage estimation.
+        width: of the network.
+    """
+
+    decisions: int = 2_000_000
+    lanes: int = 256
+    clones: int = 1
+    epochs: int = 6
+    batch: int = 2048
+    learning_rate: float = 1e-3
+    entropy: float = 2e-3
+    clip: float = 0.2
+    discount: float = 0.95
+    trace: float = 0.9
+    width: int = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobsRecipe:
+    """Say which simulated jobs a policy is trained and judged on.
+
+    Attributes:
+        training: how many are drawn to train on.
+        validation: how many are drawn to choose among seeds by.
+        seed: of the draw; validation takes the next one.
+        shallowest: recomputable units of the shallowest job.
+        deepest: of the deepest.
+        windows: of a run.
+    """
+
+    training: int = 384
+    validation: int = 128
+    seed: int = 1
+    shallowest: int = 2
+    deepest: int = 24
+    windows: int = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Hold a recipe.
+
+    Attributes:
+        seeds: of training; one network each, the best on validation jobs is the policy.
+        ppo: PPO's settings.
+        jobs: what it is trained on.
+        strengths: how strongly conditions move.
+        planner: how the planner plans that the policy leans on.
+    """
+
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    ppo: LeverRecipe = field(default_factory=LeverRecipe)
+    jobs: JobsRecipe = field(default_factory=JobsRecipe)
+    strengths: Strengths = field(default_factory=Strengths)
+    planner: PlannerSettings = field(default_factory=PlannerSettings)
+
+    def __post_init__(self) -> None:
+        seeds = self.seeds
+        _require(len(seeds) > 0 and len(set(seeds)) == len(seeds), "seeds", list(seeds), "different whole numbers")
+        ppo, jobs = self.ppo, self.jobs
+        for name in ("decisions", "lanes", "clones", "epochs", "batch"):
+            _require(getattr(ppo, name) >= 1, f"ppo.{name}", getattr(ppo, name), ">= 1")
+        _require(ppo.lanes % ppo.clones == 0, "ppo.clones", ppo.clones, "a divisor of ppo.lanes")
+        _require(8 <= ppo.width <= 128, "ppo.width", ppo.width, "8 to 128")
+        for name in ("learning_rate", "clip", "discount", "trace"):
+            _require(0 < getattr(ppo, name) <= 1, f"ppo.{name}", getattr(ppo, name), "above 0, at most 1")
+        for name in ("training", "validation", "shallowest"):
+            _require(getattr(jobs, name) >= 1, f"jobs.{name}", getattr(jobs, name), ">= 1")
+        _require(jobs.deepest >= jobs.shallowest, "jobs.deepest", jobs.deepest, ">= jobs.shallowest")
+        _require(jobs.windows >= 2, "jobs.windows", jobs.windows, ">= 2")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the recipe as a JSON object."""
+        return {"version": RECIPE_VERSION, **asdict(self), "seeds": list(self.seeds)}
+
+    @property
+    def strengths_sha256(self) -> str:
+        """Return a SHA-256 of the strengths, which are fixed before training begins."""
+        return hashlib.sha256(json.dumps(asdict(self.strengths), sort_keys=True).encode()).hexdigest()
+
+    @property
+    def sha256(self) -> str:
+        """Return a SHA-256 of the whole recipe."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Read a recipe file.
+
+    Raises:
+        InputError: naming the file, the key, its value and what is allowed.
+    """
+    where = str(path)
+    try:
+        if path.stat().st_size > _LARGEST_BYTES:
+            raise InputError(f"is larger than {_LARGEST_BYTES} bytes", where=where, allowed="a recipe")
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot be read ({error.strerror})", where=where, allowed="a readable TOML file") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"is not TOML ({error})", where=where, allowed="a recipe in TOML") from error
+    return recipe_of(document, where=where)
+
+
+def recipe_of(document: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
+    """Return the recipe that a document holds.
+
+    Raises:
+        InputError: naming the key, its value and what is allowed.
+    """
+    values = dict(document)
+    version = values.pop("version", None)
+    if type(version) is not int or version != RECIPE_VERSION:
+        raise InputError(f"version is {version!r}", where=where, allowed=[RECIPE_VERSION])
+    parts = {"ppo": LeverRecipe, "jobs": JobsRecipe, "strengths": Strengths, "planner": PlannerSettings}
+    refuse_unknown_keys(values, frozenset({"seeds", *parts}), where=where)
+    try:
+        made: dict[str, Any] = {name: _part(kind, values.get(name, {}), name, where) for name, kind in parts.items()}
+        seeds = values.get("seeds", list(Recipe().seeds))
+        whole = isinstance(seeds, list) and all(type(seed) is int and seed >= 0 for seed in seeds)
+        _require(whole, "seeds", seeds, "a list of whole numbers >= 0")
+        return Recipe(seeds=tuple(seeds), **made)
+    except InputError as error:
+        raise InputError(error.problem, where=where, allowed=error.allowed) from error
+
+
+_Part = TypeVar("_Part")
+
+
+def _part(kind: type[_Part], document: object, name: str, where: str) -> _Part:
+    """Return one table of a recipe: only known keys, only numbers of the right kind."""
+    if not isinstance(document, Mapping):
+        raise InputError(f"{name} is {document!r}", where=where, allowed="a table")
+    known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
+    refuse_unknown_keys(
+        {f"{name}.{key}": None for key in document}, frozenset(f"{name}.{key}" for key in known), where=where
+    )
+    values = {}
+    for key, value in document.items():
+        default = known[key].default
+        whole = isinstance(default, int)
+        good = type(value) is int if whole else type(value) in (int, float)
+        _require(
+            good and value >= 0 and value < 1e12, f"{name}.{key}", value, "a whole number" if whole else "a number >= 0"
+        )
+        values[key] = value if whole else float(value)
+    return kind(**values)
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise InputError(f"{name} is {value!r}", where="recipe", allowed=allowed)

@@ -1,0 +1,96 @@
+"""Wrap an environment of plans as one of levers: the planner turns what a policy asks for into a plan.
+
+The raw environment's action is a whole plan; here an action only leans on the planner, as in the simulator that the
+shipped policy was trained in, and an untrained policy is the planner.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from autotune.errors import InputError
+from autotune.gym.env import TuningEnv
+from autotune.gym.levers import LIMIT, RUN_FEATURES, SIZES, UNIT_FEATURES, Features, levers_of
+from autotune.gym.planned_run import PlannedRun
+from autotune.physics.planning import PlannerSettings, Situation
+from autotune.physics.profile import Profile
+
+
+class LeverEnv(gymnasium.Env[dict[str, Features], NDArray[np.int64]]):
+    """Lean on a planner, window by window, while a job trains.
+
+    An action is ``MultiDiscrete(SIZES)``, see :mod:`autotune.gym.levers`; an observation holds ``run``, shape
+    (len(RUN_FEATURES),), and ``units``, shape (units x len(UNIT_FEATURES),). Rewards, ``terminated`` and ``truncated``
+    are those of the environment of plans.
+
+    Args:
+        env: the environment of plans.
+        profile: what its job costs.
+        settings: how the planner plans.
+
+    Raises:
+        InputError: if the profile is not of this job.
+    """
+
+    metadata = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own attribute
+
+    def __init__(self, env: TuningEnv, profile: Profile, settings: PlannerSettings | None = None) -> None:
+        if profile.units != env.plan_space.units:
+            raise InputError("the profile's units are not the job's", where=f"profile of {profile.job}")
+        self.env = env
+        self.action_space = spaces.MultiDiscrete(np.array(SIZES, dtype=np.int64))
+        units = len(profile.units) * len(UNIT_FEATURES)
+        # Gymnasium's Dict is a space of dictionaries, which its own type does not say.
+        self.observation_space: Any = spaces.Dict(
+            {
+                "run": spaces.Box(-LIMIT, LIMIT, shape=(len(RUN_FEATURES),), dtype=np.float32),
+                "units": spaces.Box(-LIMIT, LIMIT, shape=(units,), dtype=np.float32),
+            }
+        )
+        self._profile = profile
+        self._settings = settings or PlannerSettings()
+        self._run: PlannedRun
+        self._situation: Situation
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Features], dict[str, Any]]:
+        """Start the job afresh and run one window of the baseline.
+
+        Raises:
+            InputError: if the baseline cannot run.
+        """
+        super().reset(seed=seed)
+        _, info = self.env.reset(seed=seed, options=options)
+        self._run = PlannedRun(self._profile, self.env.memory_budget_bytes, self._settings)
+        return self._observe(), info
+
+    def step(self, action: NDArray[np.int64]) -> tuple[dict[str, Features], float, bool, bool, dict[str, Any]]:
+        """Run one window under the planner's plan with these levers.
+
+        Raises:
+            InputError: if the action lies outside the action space.
+        """
+        levers = np.asarray(action)
+        if not self.action_space.contains(levers.astype(np.int64)):
+            raise InputError(f"action is {action!r}", where="environment", allowed=f"whole numbers below {SIZES}")
+        number = self._run.planner.decide(self._situation, levers_of(levers.astype(np.int64)[None]))
+        plan = self.env.plan_space.check(self._run.plan_of(number))
+        _, reward, terminated, truncated, info = self.env.step(np.array(self.env.plan_space.encode(plan)))
+        return self._observe(), reward, terminated, truncated, info
+
+    def close(self) -> None:
+        """Close the engine."""
+        self.env.close()
+
+    def _observe(self) -> dict[str, Features]:
+        assert self.env.observation is not None
+        self._run.observe(self.env.observation)
+        self._situation = self._run.situation(self.env.observation)
+        run, units = self._run.watch.features(self._situation)
+        return {"run": run[0], "units": units[0].reshape(-1)}

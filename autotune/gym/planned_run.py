@@ -1,0 +1,127 @@
+"""Let one real run be planned as simulated ones are: observations in, what a planner reads out.
+
+This file only turns observations into situations and windows, and numbers of plans into plans.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.errors import BudgetError
+from autotune.gym.levers import Watch
+from autotune.gym.observation import Observation
+from autotune.measurement import Failure
+from autotune.physics.cost_arrays import CostArrays, Plans
+from autotune.physics.plan_pool import PoolSettings, make_pool
+from autotune.physics.planning import LOOK_AHEAD, Lanes, Planner, PlannerSettings, Seen, Situation
+from autotune.physics.profile import Profile
+from autotune.physics.solver import SAFETY_MARGIN, Goal, solve_each
+from autotune.plan import Plan
+
+_OUT_OF_MEMORY = (Failure.OUT_OF_MEMORY, Failure.OVER_BUDGET)
+
+
+class PlannedRun:
+    """Hold one run's planner, and turn what was observed into what it reads.
+
+    Args:
+        profile: what the job costs.
+        budget_bytes: the budget that the run begins with; ``None`` for none.
+        settings: how the planner plans.
+
+    Attributes:
+        planner: of one lane.
+        watch: describes the run.
+        first: shape (1,), the number of the plan to launch with; the baseline until somebody says otherwise.
+    """
+
+    def __init__(self, profile: Profile, budget_bytes: int | None, settings: PlannerSettings) -> None:
+        self._profile = profile
+        self._arrays = CostArrays([profile])
+        pool = make_pool(self._arrays, PoolSettings(), self._solved(budget_bytes))
+        self.planner = Planner(
+            Lanes.of(pool, self._arrays, np.zeros(1, dtype=np.int64), np.array([profile.length_spread == 0])), settings
+        )
+        self.watch = Watch(self.planner)
+        self.first = pool.baseline
+        pairs = zip(pool.k[0], pool.choices[0], pool.there[0], strict=True)
+        rows = [(int(k), *choices.tolist()) for k, choices, there in pairs if there]
+        self._numbers = {row: number for number, row in reversed(list(enumerate(rows)))}
+        self._noise_scale = float("nan")
+        self._told = _usable(budget_bytes)
+
+    def opening(self) -> Situation:
+        """Return what is known before the first window."""
+        return self._situation((self._told,), 0.0, 1.0)
+
+    def situation(self, observation: Observation) -> Situation:
+        """Return what is known before the next window."""
+        ahead = observation.budget_ahead or (observation.memory_budget_bytes,)
+        self._told = _usable(ahead[0])
+        per_window = observation.progress / max(float(self.watch.memory.windows[0]), 1.0)
+        left = (1 - observation.progress) / max(per_window, 1e-6)
+        return self._situation(tuple(_usable(size) for size in ahead), observation.progress, max(left, 1.0))
+
+    def observe(self, observation: Observation) -> None:
+        """Take in what the last window saw."""
+        window = observation.window
+        noise = observation.gradient.noise_scale
+        if noise is not None and noise > 0:
+            self._noise_scale = noise
+        number = self._number(observation.plan)
+        measured = window.seconds_per_step if number is not None else None
+        actual = _usable(window.memory_budget_bytes)
+        mean, longest = self._lengths(observation)
+        seen = Seen(
+            plan=self.planner.lanes.pool.baseline if number is None else np.array([number]),
+            length=np.array([mean]),
+            longest=np.array([longest]),
+            dip=np.array([max(float(np.log(self._told / actual)), 0.0) if np.isfinite(actual) else 0.0]),
+            step_s=np.array([float("nan") if measured is None else measured]),
+            window_s=np.array([window.total_s]),
+            total_s=np.array([window.total_s]),
+            ran_out=np.array([window.failure in _OUT_OF_MEMORY]),
+        )
+        self.watch.observe(seen, np.array([self._noise_scale]))
+
+    def plan_of(self, number: NDArray[np.int64]) -> Plan:
+        """Return the plan of a number, shape (1,)."""
+        pool = self.planner.lanes.pool
+        return self._arrays.decode(0, int(pool.k[0, number[0]]), pool.choices[0, number[0]])
+
+    def _situation(self, budgets: tuple[float, ...], progress: float, left: float) -> Situation:
+        announced = [*budgets, *(budgets[-1:] * LOOK_AHEAD)][:LOOK_AHEAD]
+        return Situation(
+            budget=np.array([announced]),
+            progress=np.array([progress]),
+            windows_left=np.array([left]),
+            noise_scale=np.array([self._noise_scale]),
+            switch_s=np.array([self._profile.switch_s]),
+        )
+
+    def _lengths(self, observation: Observation) -> tuple[float, float]:
+        """Return the mean and the longest batch of the window, over the profiled one."""
+        reference, sizes = self._profile.tables[0].batch_bytes, observation.window.batch_bytes
+        if sizes is None or not reference:
+            return 1.0, 1.0
+        mean, largest = sizes
+        return max(mean / reference, 1e-3), max(largest / reference, 1e-3)
+
+    def _number(self, plan: Plan) -> int | None:
+        k, choices = self._arrays.encode(0, plan)
+        return self._numbers.get((k, *choices.tolist()))
+
+    def _solved(self, budget_bytes: int | None) -> list[Plans]:
+        """Return the exact solver's plans for the budget that the run begins with."""
+        try:
+            solutions = solve_each(self._profile, budget_bytes, Goal())
+        except BudgetError:
+            return []
+        encoded = [self._arrays.encode(0, solution.plan) for solution in solutions]
+        return [Plans(np.zeros(1, dtype=np.int64), np.array([k]), choices[None]) for k, choices in encoded]
+
+
+def _usable(budget_bytes: int | None) -> float:
+    """Return what plans may be predicted to need within a budget."""
+    return 1e18 if budget_bytes is None else budget_bytes * (1 - SAFETY_MARGIN)

@@ -1,0 +1,358 @@
+"""Fit how strongly conditions move to recorded windows of real runs.
+
+Curricula, announced events and the loss of a window that runs out of memory are not fitted: no recorded run shows
+them. Where a run does not show a mechanism (the lengths of a job whose batches are all alike, say), nothing is said.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.physics.memory_model import choices
+from autotune.physics.moving import Strengths
+from autotune.physics.profile import Profile
+from autotune.physics.time_model import seconds_per_step
+from autotune.plan import Plan
+
+Floats = NDArray[np.float64]
+Row = Mapping[str, Any]
+# A deviation is not told from noise with fewer values.
+_FEWEST = 6
+# Logarithms of lengths that differ by less are rounding.
+_ALIKE = 1e-3
+# A law of the loss needs its logarithm to vary by more.
+_FLAT = 0.05
+_ROUNDS = 200
+# Memories that are tried, in windows: a speed that is forgotten sooner than after three windows is noise.
+_SLOW = np.geomspace(3.0, 48.0, 13)
+_ANY = np.geomspace(0.25, 48.0, 24)
+_SHARES = np.linspace(0.0, 0.95, 20)
+_COMMON_SHARES = np.linspace(0.0, 1.0, 11)
+# Variance of a measured plan, over that of what a unit costs.
+_NOISE_RATIOS = np.geomspace(1e-3, 30.0, 24)
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Hold one fitted number.
+
+    Attributes:
+        value: the number, in the unit of the field of ``Strengths`` that has its name.
+        count: how many values it rests on.
+        source: which rows these came from.
+    """
+
+    value: float
+    count: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedStrengths:
+    """Hold what could be fitted; ``None`` where the rows do not show it. Fields are those of ``Strengths``."""
+
+    noise_error: Fitted | None = None
+    cost_error: Fitted | None = None
+    common_share: Fitted | None = None
+    time_noise: Fitted | None = None
+    drift: Fitted | None = None
+    drift_windows: Fitted | None = None
+    length: Fitted | None = None
+    length_windows: Fitted | None = None
+    jitter: Fitted | None = None
+    switch_windows: Fitted | None = None
+
+    def found(self) -> dict[str, Fitted]:
+        """Return what was fitted, by field."""
+        pairs = ((name, getattr(self, name)) for name in self.__slots__)
+        return {name: value for name, value in pairs if value is not None}
+
+    def strengths(self) -> Strengths:
+        """Return them as strengths; what was not fitted keeps its default."""
+        values: dict[str, Any] = {name: fitted.value for name, fitted in self.found().items()}
+        return Strengths(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Hold by how much measured plans of one job differ from their predictions.
+
+    Attributes:
+        residuals: shape (n,), logarithm of measured over predicted seconds per step.
+        shares: shape (n, units, precisions), share of the predicted seconds that each unit spends in each precision.
+    """
+
+    residuals: Floats
+    shares: Floats
+
+
+def fit(rows: Sequence[Row], *, batch_size: int, adaptive: bool, costs: Sequence[Costs] = ()) -> FittedStrengths:
+    """Return the strengths that recorded windows show.
+
+    Args:
+        rows: the windows of one run, in order, as ``campaign.traces.record`` returns them.
+        batch_size: the job's samples per batch.
+        adaptive: whether a step consumes k batches.
+        costs: what measured plans cost over their predictions, per job.
+    """
+    good = [row for row in rows if row["measurement"]["failure"] is None]
+    return FittedStrengths(
+        noise_error=fit_noise_error(good, batch_size=batch_size, adaptive=adaptive),
+        switch_windows=fit_switch(good),
+        **fit_times(good),
+        **fit_lengths(good),
+        **fit_costs(costs),
+    )
+
+
+def fit_noise_error(rows: Sequence[Row], *, batch_size: int, adaptive: bool) -> Fitted | None:
+    """Return the relative error of one estimate of the trace and of the square behind the noise scale.
+
+    The reported noise scale is smoothed by moving averages, which cannot be undone where the square falls manyfold
+    within their memory. But the rows hold what they were fed: the variance of the micro-batches is tr(Sigma) over
+    their size, and the squared norm is |G|^2 plus tr(Sigma) over the batch. Each is compared with a smooth law of the
+    loss, quadratic in the logarithms. The square is taken to err by min(0.2 + noise scale/batch, 2) times as much as
+    the trace, as in the simulator; the root of the mean of both squared errors is returned, each from the median size
+    of its residuals. What really changes from step to step counts as error, too.
+
+    Args:
+        rows: windows, each of which fed the moving averages at most once.
+        batch_size: the job's samples per batch.
+        adaptive: whether a step consumes k batches; else k = 1 was cut in two where the noise scale was fed.
+    """
+    fed = [(gradient, row) for row in rows if (gradient := _fed(row)) is not None and gradient["variance"]]
+    if len(fed) < _FEWEST:
+        return None
+    steps = np.array([row["plan"]["accumulation_steps"] for _, row in fed], dtype=np.float64)
+    batch = batch_size * (steps if adaptive else np.ones_like(steps))
+    micro = batch / (steps if adaptive else np.maximum(steps, 2.0))
+    trace = np.array([gradient["variance"] for gradient, _ in fed]) * micro
+    square = np.array([gradient["norm"] for gradient, _ in fed]) ** 2 - trace / batch
+    losses = np.log([row["measurement"]["loss"] for _, row in fed])
+    powers = np.vander(losses - losses.mean(), 3 if np.ptp(losses) > _FLAT else 1)
+    level = powers @ np.linalg.lstsq(powers, np.log(trace), rcond=None)[0]
+    mean = _mean_law(powers, square)
+    unlike = np.minimum(0.2 + np.exp(level) / mean / batch, 2.0)
+    sizes = [_typical(rest, powers.shape[1]) for rest in (np.log(trace) - level, (square / mean - 1.0) / unlike)]
+    return Fitted(float(np.sqrt(np.mean(np.square(sizes)))), len(fed), "windows that fed the noise scale")
+
+
+def fit_times(rows: Sequence[Row]) -> dict[str, Fitted]:
+    """Return ``time_noise``, ``drift`` and ``drift_windows``: what moves a plan's seconds per step, fast and slowly.
+
+    The logarithm of a window's median step is modelled as a level of its plan, a power of the batch's bytes where they
+    vary, noise, and a first-order autoregressive series of its precisions; restricted likelihood tells these apart.
+    """
+    timed = [row for row in rows if row["measurement"]["seconds_per_step"]]
+    plans = [_key(row["plan"]) for row in timed]
+    if len(timed) - len(set(plans)) < _FEWEST:
+        return {}
+    seconds = np.log([row["measurement"]["seconds_per_step"] for row in timed])
+    columns = [[float(plan == other) for plan in plans] for other in dict.fromkeys(plans)]
+    sizes = np.log([row["batch_bytes"][0] for row in timed])
+    if np.ptp(sizes) > _ALIKE:
+        columns.append((sizes - sizes.mean()).tolist())
+    apart = _apart([row["window"] for row in timed])
+    precisions = [_key(row["plan"]["precision"]) for row in timed]
+    alike = np.array([[first == second for second in precisions] for first in precisions])
+
+    def covariance(share: float, memory: float) -> Floats:
+        return np.asarray(share * np.exp(-apart / memory) * alike + (1 - share) * np.eye(len(timed)))
+
+    grid = [(0.0, float(_SLOW[0])), *((share, memory) for share in _SHARES[1:].tolist() for memory in _SLOW.tolist())]
+    (share, memory), variance = _likeliest(grid, [(seconds, np.array(columns).T)], [covariance])
+    source = "medians of windows"
+    found = {"time_noise": Fitted(float(np.sqrt((1 - share) * variance)), len(timed), source)}
+    if share > 0:
+        found["drift"] = Fitted(float(np.sqrt(share * variance)), len(timed), source)
+        found["drift_windows"] = Fitted(memory, len(timed), source)
+    return found
+
+
+def fit_lengths(rows: Sequence[Row]) -> dict[str, Fitted]:
+    """Return ``length``, ``length_windows`` and ``jitter`` from the bytes of batches; nothing where all are alike."""
+    used = [row for row in rows if row["batch_bytes"][0] > 0]
+    if len(used) < _FEWEST:
+        return {}
+    means, largest = np.log(np.array([row["batch_bytes"] for row in used], dtype=np.float64)).T
+    if np.ptp(means) < _ALIKE:
+        return {}
+    apart = _apart([row["window"] for row in used])
+
+    def covariance(memory: float) -> Floats:
+        return np.asarray(np.exp(-apart / memory))
+
+    grid = [(memory,) for memory in _ANY.tolist()]
+    (memory,), variance = _likeliest(grid, [(means, np.ones((len(used), 1)))], [covariance])
+    # The longest batch is a half-normal deviation above the mean.
+    jitter = float(np.sqrt(np.mean((largest - means) ** 2)))
+    return {
+        "length": Fitted(float(np.sqrt(variance)), len(used), "mean bytes of windows"),
+        "length_windows": Fitted(memory, len(used), "mean bytes of windows"),
+        "jitter": Fitted(jitter, len(used), "largest over mean bytes of windows"),
+    }
+
+
+def fit_costs(costs: Sequence[Costs]) -> dict[str, Fitted]:
+    """Return ``cost_error`` and ``common_share``: by how much units cost something else than profiled.
+
+    Each job's own level is left out, that of its units, too, since no choice of plan depends on them; so is the noise
+    of single plans. One job tells little of the common share: it has as many common deviations as precisions.
+    """
+    costs = [cost for cost in costs if len(cost.residuals) >= _FEWEST]
+    if not costs:
+        return {}
+
+    def covariance(shares: Floats) -> Callable[[float, float], Floats]:
+        together, flat = shares.sum(axis=1), shares.reshape(len(shares), -1)
+        same, own = together @ together.T, flat @ flat.T
+
+        def of(common: float, noise: float) -> Floats:
+            return np.asarray(common * same + (1 - common) * own + noise * np.eye(len(shares)))
+
+        return of
+
+    series = [(cost.residuals, _levels(cost.shares)) for cost in costs]
+    # Noise is counted against what a plan's mean unit contributes.
+    size = float(np.mean([np.sum(cost.shares**2) / len(cost.shares) for cost in costs]))
+    grid = [(share, ratio * size) for share in _COMMON_SHARES.tolist() for ratio in _NOISE_RATIOS.tolist()]
+    (share, _), variance = _likeliest(grid, series, [covariance(cost.shares) for cost in costs])
+    count = sum(len(cost.residuals) for cost in costs)
+    source = f"measured plans of {len(costs)} jobs"
+    return {
+        "cost_error": Fitted(float(np.sqrt(variance)), count, source),
+        "common_share": Fitted(share, count, source),
+    }
+
+
+def costs_of(profile: Profile, plans: Sequence[Plan], seconds: Sequence[float]) -> Costs:
+    """Return by how much measured plans of a job differ from its profile.
+
+    Args:
+        profile: the job's profile.
+        plans: n measured plans.
+        seconds: their seconds per step.
+
+    Raises:
+        ProfileError: if a plan's k or one of its choices is not in the profile.
+    """
+    units = {unit.name: number for number, unit in enumerate(profile.units)}
+    shares = np.zeros((len(plans), len(units), len(profile.precisions)))
+    predicted = np.array([seconds_per_step(profile, plan) for plan in plans])
+    for row, plan in enumerate(plans):
+        segments = profile.table_for(plan).segments
+        for segment, name in zip(segments, choices(segments, plan), strict=True):
+            if segment.unit is not None:
+                place = profile.precisions.index(plan.precision_of(segment.unit))
+                shares[row, units[segment.unit], place] += profile.calibration.scale * segment.cost(name).seconds
+    return Costs(np.log(np.array(seconds) / predicted), shares / predicted[:, None, None])
+
+
+def fit_switch(rows: Sequence[Row]) -> Fitted | None:
+    """Return what a switch of plans costs, in recorded windows of the first row's plan; the median of all switches.
+
+    A window's seconds beyond its steps times their median are taken, less the same of windows of the same plan that
+    followed no switch: what sampling a gradient costs is in both.
+    """
+    windows = [(_key(row["plan"]), row["measurement"]) for row in rows]
+    extra: dict[tuple[str, bool], list[float]] = {}
+    for (before, _), (plan, seen) in itertools.pairwise(windows):
+        if seen["seconds_per_step"]:
+            over = seen["total_s"] - seen["steps"] * seen["seconds_per_step"]
+            extra.setdefault((plan, plan != before), []).append(over)
+    usual = {plan: float(np.median(values)) for (plan, switched), values in extra.items() if not switched}
+    switches = [
+        value - usual[plan]
+        for (plan, switched), values in extra.items()
+        if switched and plan in usual
+        for value in values
+    ]
+    first = [
+        seen["steps"] * seen["seconds_per_step"] for plan, seen in windows if plan == windows[0][0] and seen["step_s"]
+    ]
+    if len(switches) < 3 or not first:
+        return None
+    value = max(float(np.median(switches)), 0.0) / float(np.median(first))
+    return Fitted(value, len(switches), "windows after a switch")
+
+
+def _fed(row: Row) -> Mapping[str, Any] | None:
+    """Return a window's gradient statistics if the window fed the noise scale."""
+    gradient: Mapping[str, Any] | None = row["measurement"]["gradient"]
+    if gradient is None or gradient["noise_scale_age_steps"] is None:
+        return None
+    return gradient if gradient["noise_scale_age_steps"] <= row["measurement"]["steps"] else None
+
+
+def _mean_law(powers: Floats, values: Floats) -> Floats:
+    """Return a positive law exp(powers x coefficients) through the mean of values, some of which may be negative.
+
+    Args:
+        powers: shape (n, p).
+        values: shape (n,); their relative errors are taken to be alike.
+    """
+    least = 0.1 * float(np.median(np.abs(values)))
+    coefficients = np.linalg.lstsq(powers, np.log(np.maximum(values, least)), rcond=None)[0]
+    for _ in range(_ROUNDS):
+        rest = np.clip(values / np.exp(powers @ coefficients) - 1.0, -3.0, 3.0)
+        coefficients = coefficients + 0.3 * np.linalg.lstsq(powers, rest, rcond=None)[0]
+    return np.asarray(np.exp(powers @ coefficients))
+
+
+def _typical(rest: Floats, fitted: int) -> float:
+    """Return the standard deviation of residuals by their median size, after so many coefficients were fitted."""
+    return float(1.4826 * np.median(np.abs(rest)) * np.sqrt(len(rest) / (len(rest) - fitted)))
+
+
+def _levels(shares: Floats) -> Floats:
+    """Return the regressors that take out a job's own level and that of its units, shape (n, 1) or (n, 2)."""
+    together = shares.sum(axis=(1, 2))
+    columns = [np.ones(len(shares)), *([together - together.mean()] if np.ptp(together) > _ALIKE else [])]
+    return np.array(columns).T
+
+
+def _key(document: object) -> str:
+    """Return a text that is equal for equal JSON objects."""
+    return json.dumps(document, sort_keys=True)
+
+
+def _apart(windows: Sequence[int]) -> Floats:
+    """Return by how many windows each two are apart, shape (n, n)."""
+    numbers = np.array(windows, dtype=np.float64)
+    return np.asarray(np.abs(numbers[:, None] - numbers))
+
+
+def _likeliest(
+    grid: Sequence[tuple[float, ...]],
+    series: Sequence[tuple[Floats, Floats]],
+    covariances: Sequence[Callable[..., Floats]],
+) -> tuple[tuple[float, ...], float]:
+    """Return the parameters of highest restricted likelihood, and the variance that goes with them.
+
+    Args:
+        grid: parameters to try.
+        series: independent series, each of values, shape (n,), and regressors, shape (n, p).
+        covariances: per series, the covariance of its values at given parameters, over the variance.
+    """
+    free = sum(len(values) - np.linalg.matrix_rank(regressors) for values, regressors in series)
+    best: tuple[float, tuple[float, ...], float] | None = None
+    for parameters in grid:
+        squares = volume = 0.0
+        for (values, regressors), covariance in zip(series, covariances, strict=True):
+            root = np.linalg.cholesky(covariance(*parameters) + 1e-9 * np.eye(len(values)))
+            y, x = np.linalg.solve(root, values), np.linalg.solve(root, regressors)
+            coefficients, _, rank, singular = np.linalg.lstsq(x, y, rcond=None)
+            squares += float(np.sum((y - x @ coefficients) ** 2))
+            volume += 2 * float(np.sum(np.log(np.diag(root))) + np.sum(np.log(singular[:rank])))
+        score = volume + free * float(np.log(max(squares, 1e-300)))
+        if best is None or score < best[0]:
+            best = score, parameters, squares / free
+    assert best is not None
+    return best[1], best[2]

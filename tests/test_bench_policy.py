@@ -1,0 +1,253 @@
+"""The policy's benchmark: its document, its anchors, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from autotune.agents.bundle import LeverTraining, save_levers
+from autotune.agents.lever_network import LeverNetwork
+from autotune.agents.planner_policy import Ranges
+from autotune.agents.recipe import JobsRecipe, Recipe
+from autotune.campaign import bench_policy as bench
+from autotune.cli.main import run
+from autotune.gym.levers import CAUTIONS, NEUTRAL, RUN_FEATURES, levers_of
+from autotune.gym.moving_env import MovingEnv
+from autotune.physics.moving import Strengths
+from autotune.physics.planning import PlannerSettings
+from autotune.physics.synthetic import draw_job
+
+STRENGTHS = Strengths(
+    noise_error=0.5,
+    cost_error=0.2,
+    drift=0.1,
+    length=0.1,
+    jitter=0.1,
+    event_every=5,
+    event_told=0.5,
+    switch_windows=0.1,
+)
+RECIPE = Recipe(
+    seeds=(0,),
+    jobs=JobsRecipe(shallowest=2, deepest=4, windows=12),
+    strengths=STRENGTHS,
+    planner=PlannerSettings(rise=0.2),
+)
+TINY = bench.BenchSettings(
+    jobs=4,
+    depth=(2, 4),
+    variants=("shifted",),
+    mechanisms=("none", "all"),
+    lanes=16,
+    evaluations=8,
+    optuna_jobs=1,
+    units=6,
+)
+
+
+def save_untrained(folder: Path) -> Path:
+    torch.manual_seed(0)
+    network = LeverNetwork(16)
+    training = LeverTraining(
+        recipe_sha256=RECIPE.sha256,
+        strengths_sha256=RECIPE.strengths_sha256,
+        seed=0,
+        seeds=1,
+        decisions=0,
+        won_percent=0.0,
+        won_ci95=[0.0, 0.0],
+    )
+    wide = np.full(len(RUN_FEATURES), 5.0)
+    save_levers(folder, network, RECIPE.planner, Ranges(-wide, wide), training, "# Untrained")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    parts: list[float] = []
+    folder = save_untrained(tmp_path_factory.mktemp("bench") / "policy")
+    found = bench.bench_policy(
+        bench.load_judged(folder), RECIPE, TINY, on_part=lambda share, _title: parts.append(share)
+    )
+    assert parts == sorted(parts)
+    return json.loads(json.dumps(found, allow_nan=False))
+
+
+@pytest.fixture(scope="module")
+def env() -> MovingEnv:
+    generator = np.random.default_rng(0)
+    jobs = [draw_job(generator, depth=(2, 4)) for _ in range(4)]
+    return MovingEnv(jobs, STRENGTHS, 16, windows=12, settings=RECIPE.planner, seed=3)
+
+
+def test_the_document_has_the_documented_keys(document: dict) -> None:
+    assert {key: document[key] for key in ("version", "benchmark", "jobs", "seed")} == {
+        "version": 1,
+        "benchmark": "policy",
+        "jobs": 4,
+        "seed": 0,
+    }
+    assert document["strengths_sha256"] == RECIPE.strengths_sha256
+    assert len(document["policy"]["weights_sha256"]) == 64
+    methods = {"ppo", "ppo_static", "untrained", "planner", "planner_static", "greedy", "exact", "random", "optuna"}
+    for table in (document["methods"], *document["static"].values()):
+        assert set(table) == methods
+        for entry in table.values():
+            assert {"regret_median", "regret_p95", "over_budget", "infeasible", "evaluations", "decision_s"} <= set(
+                entry
+            )
+    assert list(document["static"]) == ["shifted"]
+    assert document["methods"]["optuna"]["jobs"] == 1
+    assert document["methods"]["optuna"]["evaluations"] == 8
+    assert list(document["dynamic"]) == ["none", "all"]
+    for world in document["dynamic"].values():
+        assert set(world["methods"]) == {
+            "best_static",
+            "planner",
+            "planner_no_risk",
+            "planner_reserve",
+            "untrained",
+            "period",
+            "ppo",
+            "shipped",
+        }
+        for entry in world["methods"].values():
+            assert {"won_percent", "won_ci95", "captured", "p5", "out_of_memory_per_run"} <= set(entry)
+    assert set(document["ablation"]) == set(bench.GROUPS)
+    assert document["decision"]["units"] == 6
+    assert document["decision"]["network_s"] <= document["decision"]["decision_s"]
+    assert document["decision"]["needs_stable_baselines3"] is False
+
+
+def test_the_exact_solver_has_no_regret_and_nobody_less(document: dict) -> None:
+    assert document["methods"]["exact"]["regret_p95"] == 0.0
+    for name, entry in document["methods"].items():
+        assert entry["regret_median"] is None or entry["regret_median"] >= -1e-3, name
+    assert document["static"]["shifted"]["exact"]["regret_p95"] > 0
+
+
+def test_where_nothing_moves_nothing_can_be_won(document: dict) -> None:
+    world = document["dynamic"]["none"]
+    assert world["headroom_percent"] == pytest.approx(0.0, abs=1e-6)
+    assert world["methods"]["ppo"]["captured"] is None
+
+
+def test_an_untrained_policy_is_the_planner_everywhere(document: dict) -> None:
+    untimed = lambda entry: {key: value for key, value in entry.items() if not key.endswith("_s")}  # noqa: E731
+    for table in (document["methods"], *document["static"].values()):
+        assert untimed(table["ppo"]) == untimed(table["untrained"]) == untimed(table["planner"])
+        assert untimed(table["ppo_static"]) == untimed(table["planner_static"])
+    for world in document["dynamic"].values():
+        methods = world["methods"]
+        for name in ("untrained", "ppo", "shipped"):
+            assert methods[name]["won_percent"] == 0.0
+            assert methods[name]["out_of_memory_per_run"] == methods["planner"]["out_of_memory_per_run"]
+    assert all(entry["won_percent"] == 0.0 for entry in document["ablation"].values())
+
+
+def test_the_clairvoyant_is_ahead_of_every_method(document: dict) -> None:
+    world = document["dynamic"]["all"]
+    assert world["headroom_percent"] > 0
+    for entry in world["methods"].values():
+        assert entry["won_percent"] <= world["headroom_percent"] + 1e-9
+
+
+def test_driving_is_what_the_environment_that_trains_does(env: MovingEnv) -> None:
+    course, rule = env.draw(), lambda features: bench.period_rule(features[0])
+    features, done, won = env.reset(course), False, np.zeros(env.lanes)
+    while not done:
+        features, rewards, done = env.step(rule(features))
+        won += rewards
+    driven = bench.drive(env.runs, course, RECIPE.planner, rule)
+    alone = bench.drive(env.runs, course, RECIPE.planner)
+    np.testing.assert_allclose(alone.seconds, env.planner_seconds.sum(axis=1), rtol=1e-12)
+    np.testing.assert_allclose(100 * (1 - driven.seconds / alone.seconds), won, atol=1e-3)
+
+
+def test_the_hand_made_rule_braces_when_a_dip_is_due_and_else_dares_more() -> None:
+    run_features = np.ones((2, len(RUN_FEATURES)), dtype=np.float32)
+    run_features[1, list(RUN_FEATURES).index("dip_due")] = 0.0
+    levers = levers_of(bench.period_rule(run_features))
+    assert levers.brace.tolist() == [0.0, 1.0]
+    assert levers.caution.tolist() == [CAUTIONS[NEUTRAL[1] - 1], 0.0]
+    assert levers.stickiness.tolist() == [1.0, 1.0]
+
+
+def test_a_chance_that_is_told_exactly_is_that_of_many_draws() -> None:
+    generator = np.random.default_rng(0)
+    jobs = [draw_job(generator, depth=(2, 2))]
+    env = MovingEnv(jobs, Strengths(length=0.1, length_windows=2, jitter=0.12), 4, windows=400, settings=RECIPE.planner)
+    course = env.course
+    env.runs.begin(course)
+    planner = bench.Planner(env.runs.lanes, RECIPE.planner)
+    rise = np.tile(np.linspace(-0.1, 0.5, 7), (4, 1))
+    rises = [bench.ToldRises(planner, course, 2.0, exactly=exactly) for exactly in (True, False)]
+    chances = [told.exceed(rise, np.zeros(4)) for told in rises]
+    drawn = np.log(course.longest)
+    seen = (drawn[:, :, None] > rise[:, None, :]).mean(axis=1)
+    # 400 windows that remember each other by two are about a hundred draws.
+    np.testing.assert_allclose(chances[0], seen, atol=0.15)
+    np.testing.assert_allclose(chances[0].mean(axis=0), seen.mean(axis=0), atol=0.06)
+    np.testing.assert_allclose(chances[1], chances[0], atol=0.1)
+
+
+def test_strengths_are_scaled_where_nothing_was_fitted() -> None:
+    half, double = (bench.strengths_of(name, STRENGTHS) for name in ("all_half", "all_double"))
+    assert (half.cost_error, double.cost_error) == (0.1, 0.4)
+    assert (half.event_every, double.event_every) == (10, 2)
+    assert half.event_share == double.event_share == STRENGTHS.event_share
+    assert bench.strengths_of("none", STRENGTHS) == STRENGTHS.only()
+
+
+def test_every_run_feature_but_a_few_belongs_to_one_group() -> None:
+    groups = {name: [g for g, prefixes in bench.GROUPS.items() if name.startswith(prefixes)] for name in RUN_FEATURES}
+    assert max(len(found) for found in groups.values()) == 1
+    left = {name for name, found in groups.items() if not found}
+    assert left == {"still", "switch_cost", "held", "adaptive", "k", "k_more", "once", "recomputed", "lowered", "depth"}
+
+
+def test_the_recipes_own_jobs_are_refused(tmp_path: Path) -> None:
+    own = dataclasses.replace(RECIPE, jobs=dataclasses.replace(RECIPE.jobs, seed=10_000))
+    with pytest.raises(bench.InputError, match="draws the recipe's own jobs"):
+        bench.bench_policy(bench.load_judged(save_untrained(tmp_path / "policy")), own, TINY)
+
+
+def test_a_training_run_without_networks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(bench.RunDirectoryError, match=r"holds no seed-\*\.safetensors"):
+        bench.load_judged(save_untrained(tmp_path / "policy"), tmp_path)
+
+
+def test_a_training_runs_networks_are_all_judged(tmp_path: Path) -> None:
+    folder = save_untrained(tmp_path / "policy")
+    for seed in (0, 1):
+        (tmp_path / f"seed-{seed}.safetensors").write_bytes((folder / "policy.safetensors").read_bytes())
+    assert list(bench.load_judged(folder, tmp_path).networks) == ["seed-0", "seed-1"]
+    (tmp_path / "seed-1.safetensors").write_bytes(b"nothing")
+    with pytest.raises(bench.PolicyFileError, match="is not a network's weights"):
+        bench.load_judged(folder, tmp_path)
+
+
+def test_a_missing_policy_folder_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = tmp_path / "missing"
+    arguments = [
+        "bench",
+        "policy",
+        "--jobs",
+        "4",
+        "--policy",
+        str(missing),
+        "--runs-dir",
+        str(tmp_path / "runs"),
+        "--json",
+    ]
+    assert run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    assert str(missing) in captured.err
+    assert not (tmp_path / "runs").exists()
