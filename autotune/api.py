@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from autotune.agents.planner import PLANNERS
+from autotune.agents.planner import PLANNERS, planned
 from autotune.budget import MemoryBudget, format_bytes
 from autotune.campaign import comparison, tuning
 from autotune.campaign.arms import LIVE, arm_names, live_arm, named_arm, needs_profile, static_arm
 from autotune.campaign.profiling import cached_profile, find_profile
+from autotune.campaign.progress import Reporter, Silent
 from autotune.campaign.runs import RunDirectory, device_name, require_writable
 from autotune.campaign.tracking import Tracker, send_pending
 from autotune.catalog import content_folder, load_job
@@ -20,34 +21,12 @@ from autotune.errors import InputError
 from autotune.job import Job
 from autotune.physics.memory_model import peak_bytes
 from autotune.physics.profile import Profile
-from autotune.physics.solver import require_feasible, solve, with_shadow_price
+from autotune.physics.solver import Goal, require_feasible, solve, with_shadow_price
 from autotune.physics.time_model import seconds_per_step
 from autotune.plan import Plan
 from autotune.report.figures import draw_comparison
 
 FIGURE = "comparison.png"
-
-
-class Reporter(Protocol):
-    """Show how far a command is. The command line draws bars; a library user may pass nothing."""
-
-    def stage(self, title: str, total: float) -> None:
-        """Begin a stage of so much work."""
-        ...
-
-    def advance(self, done: float, detail: str = "") -> None:
-        """Say how much of the stage is done."""
-        ...
-
-
-class Silent:
-    """Show nothing."""
-
-    def stage(self, title: str, total: float) -> None:
-        """Do nothing."""
-
-    def advance(self, done: float, detail: str = "") -> None:
-        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

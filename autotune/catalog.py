@@ -37,9 +37,10 @@ def load_job(reference: str | Job) -> Job:
     """Return the job that a reference names.
 
     Args:
-        reference: a catalog name (``charlm``), ``package.module:attribute``, ``path/to/file.py:attribute``
-            (the attribute is ``job`` if left out), or a job, which is returned as it is. The attribute is a
-            :class:`Job` or a function without arguments that returns one.
+        reference: a catalog name (``charlm``), alone or with another job of that file (``charlm:adaptive``),
+            ``package.module:attribute``, ``path/to/file.py:attribute`` (the attribute is ``job`` if left out), or a
+            job, which is returned as it is. The attribute is a :class:`Job` or a function without arguments that
+            returns one.
 
     Raises:
         JobError: if nothing has that name, or what has it is no job.
@@ -48,8 +49,8 @@ def load_job(reference: str | Job) -> Job:
         return reference
     jobs = catalog()
     location, _, attribute = reference.partition(":")
-    if not attribute and location in jobs:
-        return _take(_load_file(jobs[location], reference), "job", reference)
+    if location in jobs:
+        return _take(_load_file(jobs[location], reference), attribute or "job", reference)
     if location.endswith(".py"):
         return _take(_load_file(Path(location), reference), attribute or "job", reference)
     if attribute:

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pydoc_data.topics import topics
 
 import torch
@@ -142,3 +143,6 @@ job = Job(
     evaluate_every=2,
     data_sources=data_sources,
 )
+
+# The same with a step that consumes k batches.
+adaptive = replace(job, name="charlm_adaptive", batching="adaptive", lr_rule="sqrt")

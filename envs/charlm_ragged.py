@@ -7,6 +7,7 @@ unequally. The text is that of ``charlm``.
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pydoc_data.topics import topics
 from typing import TypedDict
 
@@ -18,6 +19,8 @@ from autotune import DataSource, Job, WarmupCosine
 
 WIDTH, BLOCKS, HEADS, DROPOUT = 256, 6, 4, 0.1
 BATCH, SHORTEST, LONGEST = 16, 16, 128
+# Batches over which a curriculum's sequences grow.
+GROWTH = 100
 IGNORED = -100
 
 
@@ -97,6 +100,15 @@ def batches(seed: int) -> Iterator[Batch]:
         yield collate([training[index] for index in order[start : start + BATCH]])
 
 
+def growing_batches(seed: int) -> Iterator[Batch]:
+    """Yield the same pass, cut to lengths that grow from a third of the longest to all of it."""
+    first = LONGEST // 3
+    for number, batch in enumerate(batches(seed)):
+        length = min(first + (LONGEST - first) * number // GROWTH, LONGEST)
+        inputs, targets = batch["inputs"][:, :length], batch["targets"][:, :length]
+        yield {"inputs": inputs.contiguous(), "targets": targets.contiguous()}
+
+
 def count_bytes(batch: Batch) -> int:
     return int((batch["targets"] != IGNORED).sum())
 
@@ -139,3 +151,6 @@ job = Job(
     evaluate_every=5,
     data_sources=data_sources,
 )
+
+# The same with sequences that grow while it trains.
+curriculum = replace(job, name="charlm_ragged_curriculum", batches=growing_batches)

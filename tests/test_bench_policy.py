@@ -42,7 +42,7 @@ TINY = bench.BenchSettings(
     jobs=4,
     depth=(2, 4),
     variants=("shifted",),
-    mechanisms=("none", "all"),
+    mechanisms=("all", "none"),
     lanes=16,
     evaluations=8,
     optuna_jobs=1,
@@ -94,7 +94,18 @@ def test_the_document_has_the_documented_keys(document: dict) -> None:
     }
     assert document["strengths_sha256"] == RECIPE.strengths_sha256
     assert len(document["policy"]["weights_sha256"]) == 64
-    methods = {"ppo", "ppo_static", "untrained", "planner", "planner_static", "greedy", "exact", "random", "optuna"}
+    methods = {
+        "ppo",
+        "ppo_static",
+        "shipped",
+        "untrained",
+        "planner",
+        "planner_static",
+        "greedy",
+        "exact",
+        "random",
+        "optuna",
+    }
     for table in (document["methods"], *document["static"].values()):
         assert set(table) == methods
         for entry in table.values():
@@ -104,7 +115,7 @@ def test_the_document_has_the_documented_keys(document: dict) -> None:
     assert list(document["static"]) == ["shifted"]
     assert document["methods"]["optuna"]["jobs"] == 1
     assert document["methods"]["optuna"]["evaluations"] == 8
-    assert list(document["dynamic"]) == ["none", "all"]
+    assert list(document["dynamic"]) == ["all", "none"]
     for world in document["dynamic"].values():
         assert set(world["methods"]) == {
             "best_static",
@@ -118,6 +129,7 @@ def test_the_document_has_the_documented_keys(document: dict) -> None:
         }
         for entry in world["methods"].values():
             assert {"won_percent", "won_ci95", "captured", "p5", "out_of_memory_per_run"} <= set(entry)
+        assert {"over_period_percent", "over_period_ci95", "seeds"} <= set(world["methods"]["ppo"])
     assert set(document["ablation"]) == set(bench.GROUPS)
     assert document["decision"]["units"] == 6
     assert document["decision"]["network_s"] <= document["decision"]["decision_s"]
@@ -141,7 +153,7 @@ def test_an_untrained_policy_is_the_planner_everywhere(document: dict) -> None:
     untimed = lambda entry: {key: value for key, value in entry.items() if not key.endswith("_s")}  # noqa: E731
     for table in (document["methods"], *document["static"].values()):
         assert untimed(table["ppo"]) == untimed(table["untrained"]) == untimed(table["planner"])
-        assert untimed(table["ppo_static"]) == untimed(table["planner_static"])
+        assert untimed(table["ppo_static"]) == untimed(table["shipped"]) == untimed(table["planner_static"])
     for world in document["dynamic"].values():
         methods = world["methods"]
         for name in ("untrained", "ppo", "shipped"):

@@ -12,7 +12,7 @@ import pytest
 from autotune.cli.main import run
 
 JOB = Path(__file__).parent / "tiny_job.py"
-VERBS = ["bench", "compare", "demo", "doctor", "explain", "plan", "profile", "tune"]
+VERBS = ["bench", "compare", "demo", "doctor", "explain", "plan", "profile", "train", "tune"]
 
 
 def plan_file(folder: Path, **changes: object) -> str:
@@ -33,6 +33,7 @@ def test_the_surface_is_the_documented_one(capsys: pytest.CaptureFixture[str]) -
     [
         ["demo"],
         ["tune"],
+        ["train"],
         ["compare"],
         ["explain"],
         ["doctor"],
@@ -56,7 +57,7 @@ BAD: dict[str, Callable[[Path], tuple[list[str], str]]] = {
     "budget of zero": lambda f: (["tune", str(JOB), "--memory-budget", "0%"], "share"),
     "budget without a unit": lambda f: (["tune", str(JOB), "--memory-budget", "40"], "20GiB"),
     "budget below every plan": lambda f: (["tune", str(JOB), "--memory-budget", "1KiB"], "at least"),
-    "unknown method": lambda f: (["tune", str(JOB), "--method", "magic"], "random, optuna, ppo"),
+    "unknown method": lambda f: (["tune", str(JOB), "--method", "magic"], "random, optuna, optuna-prices, ppo-scratch"),
     "too few steps": lambda f: (["tune", str(JOB), "--steps", "1"], "at least"),
     "no trials": lambda f: (["tune", str(JOB), "--trials", "0"], "at least 1"),
     "nothing to compare": lambda f: (["compare", str(JOB), "--arms", "baseline"], "uniform-bf16"),

@@ -27,6 +27,7 @@ from autotune.agents.search import RandomSearch, Search
 from autotune.gym.env import TuningEnv
 from autotune.gym.observation import Observation
 from autotune.measurement import Failure
+from autotune.physics.synthetic import draw_job
 from autotune.plan import PlanSpace
 
 
@@ -413,9 +414,12 @@ def test_random_damage_is_never_loaded_as_other_weights(folder: Path) -> None:
 
 
 def test_a_policy_folder_is_an_arm(folder: Path) -> None:
-    from autotune.campaign.arms import named_arm
+    from autotune.campaign.arms import live_arm, needs_profile
 
-    arm = named_arm(str(folder), tiny_job.job(), SPACE)
+    profile = draw_job(np.random.default_rng(0), depth=(2, 2)).profile
+    assert needs_profile(str(folder))
+    arm = live_arm(str(folder), profile, None)
+    assert arm.name == folder.name
     assert isinstance(arm.policy(SPACE), LearnedPolicy)
 
 

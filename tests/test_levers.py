@@ -2,106 +2,347 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from autotune.agents.lever_network import LeverNetwork
-from autotune.agents.levers import LeverRecipe, evaluate, summary
-from autotune.gym.moving_env import (
-    FEATURES,
+from autotune.agents.levers import evaluate, summary
+from autotune.agents.ppo import train_levers
+from autotune.agents.recipe import LeverRecipe
+from autotune.gym.levers import (
+    LIMIT,
     NEUTRAL,
+    RUN_FEATURES,
     SIZES,
-    MovingEnv,
+    UNIT_FEATURES,
+    Memory,
     levers_of,
     neutral_actions,
-    planner_reserve,
 )
+from autotune.gym.moving_env import MovingEnv, planner_reserve, planner_rise
+from autotune.physics.clairvoyant import run_planner
 from autotune.physics.moving import Strengths
-from autotune.physics.planning import PlannerSettings, run_planner
+from autotune.physics.planning import Levers, PlannerSettings
+from autotune.physics.simulated_job import SimulatedJob
 from autotune.physics.synthetic import draw_job
 
 STRONG = Strengths(
-    noise_error=0.5, cost_error=0.3, drift=0.1, length=0.15, jitter=0.05, event_every=5, switch_windows=0.2
+    noise_error=0.5,
+    cost_error=0.3,
+    time_noise=0.02,
+    drift=0.1,
+    length_lanes=0.7,
+    length=0.15,
+    jitter=0.05,
+    event_every=5,
+    event_told=0.5,
+    switch_windows=0.2,
 )
+LANES, WINDOWS = 16, 10
 
 
 @pytest.fixture(scope="module")
-def jobs():
+def jobs() -> list[SimulatedJob]:
     generator = np.random.default_rng(0)
     return [draw_job(generator, depth=(2, 6)) for _ in range(8)]
 
 
-def env_of(jobs, **changes: object) -> MovingEnv:
-    arguments: dict = {"lanes": 16, "windows": 10, "settings": PlannerSettings(reserve=0.1), "seed": 3, **changes}
-    return MovingEnv(jobs, STRONG, **arguments)
+def env_of(jobs: list[SimulatedJob], strengths: Strengths = STRONG, **changes: object) -> MovingEnv:
+    arguments: dict = {
+        "lanes": LANES,
+        "windows": WINDOWS,
+        "settings": PlannerSettings(reserve=0.05, rise=0.1),
+        "seed": 3,
+        **changes,
+    }
+    return MovingEnv(jobs, strengths, **arguments)
+
+
+def random_play(env: MovingEnv, seed: int = 0) -> tuple[list[np.ndarray], list[tuple[np.ndarray, np.ndarray]]]:
+    """Return the rewards and features of every window under levers drawn at random."""
+    generator = np.random.default_rng(seed)
+    rewards, features, done = [], [], False
+    while not done:
+        seen, won, done = env.step(generator.integers(0, SIZES, (env.lanes, len(SIZES))))
+        rewards.append(won)
+        features.append(seen)
+    return rewards, features
 
 
 def test_an_untrained_policy_is_the_planner(jobs) -> None:
     env = env_of(jobs)
     torch.manual_seed(0)
     network = LeverNetwork()
-    alone, _ = run_planner(env.runs, env.course, env.settings)
-    observation, done, total = env.reset(env.course), False, np.zeros(16)
+    alone = run_planner(env.runs, env.course, env.settings).sum(axis=1)
+    observation, done, total = env.reset(env.course), False, np.zeros(LANES)
     while not done:
         actions = network.most_likely(observation)
-        np.testing.assert_array_equal(actions, neutral_actions(16))
+        np.testing.assert_array_equal(actions, neutral_actions(LANES))
         observation, rewards, done = env.step(actions)
         total += rewards
     assert not total.any()
-    np.testing.assert_array_equal(env.runs.seconds, alone)
+    np.testing.assert_allclose(env.runs.seconds, alone, rtol=1e-12)
 
 
-def test_neutral_levers_are_the_middle_of_every_range() -> None:
-    levers = levers_of(neutral_actions(3))
-    assert levers.reserve.tolist() == levers.k_bias.tolist() == levers.price_16_bit.tolist() == [0.0] * 3
-    assert levers.stickiness.tolist() == [1.0] * 3
+def test_neutral_levers_are_those_that_leave_the_planner_alone() -> None:
+    levers, neutral = levers_of(neutral_actions(3)), Levers.neutral(3)
+    for name in Levers.__slots__:
+        np.testing.assert_array_equal(getattr(levers, name), getattr(neutral, name))
     assert all(0 <= index < size for index, size in zip(NEUTRAL, SIZES, strict=True))
+    assert len(SIZES) == len(Levers.__slots__)
+
+
+def test_each_lever_but_the_neutral_ones_moves_a_planner_somewhere(jobs) -> None:
+    env = env_of(jobs)
+    course = env.course
+    for lever, size in enumerate(SIZES):
+        totals = {}
+        for choice in range(size):
+            env.reset(course)
+            actions = neutral_actions(LANES)
+            actions[:, lever] = choice
+            totals[choice] = np.sum([env.step(actions)[1] for _ in range(WINDOWS)])
+        assert totals[NEUTRAL[lever]] == 0
+        assert any(total != 0 for total in totals.values())
 
 
 def test_rewards_are_the_time_won_over_the_planner_in_percent(jobs) -> None:
     env = env_of(jobs)
-    generator = np.random.default_rng(0)
-    total, done = np.zeros(16), False
-    while not done:
-        observation, rewards, done = env.step(generator.integers(0, SIZES, (16, 4)))
-        assert observation.shape == (16, len(FEATURES))
-        assert np.isfinite(observation).all()
-        assert np.abs(observation).max() <= 5
-        total += rewards
+    rewards, features = random_play(env)
+    for run, units in features:
+        assert run.shape == (LANES, len(RUN_FEATURES))
+        assert units.shape == (LANES, env.runs.arrays.max_units, len(UNIT_FEATURES))
+        for part in (run, units):
+            assert part.dtype == np.float32
+            assert np.isfinite(part).all()
+            assert np.abs(part).max() <= LIMIT
     planner = env.planner_seconds.sum(axis=1)
+    total = np.sum(rewards, axis=0)
     np.testing.assert_allclose(total, 100 * (planner - env.runs.seconds) / planner, rtol=1e-3, atol=1e-3)
-    assert np.abs(total).max() > 0
+    assert np.abs(total).max() > 0.1
+
+
+def test_most_features_say_something_and_padding_says_nothing(jobs) -> None:
+    env = env_of(jobs)
+    _, features = random_play(env)
+    run = np.concatenate([part for part, _ in features])
+    silent = {name for name, spread in zip(RUN_FEATURES, np.ptp(run, axis=0), strict=True) if spread == 0}
+    assert not silent
+    units = np.concatenate([part for _, part in features])
+    assert (np.ptp(units.reshape(-1, len(UNIT_FEATURES)), axis=0) > 0).all()
+    present = units[:, :, UNIT_FEATURES.index("present")]
+    counts = np.tile(env.runs.lanes.num_units, WINDOWS)
+    np.testing.assert_array_equal(present.sum(axis=1), counts)
+    assert not units[present == 0].any()
+    assert (present == 0).any()
+
+
+def test_features_stay_in_bounds_in_a_world_that_goes_mad(jobs) -> None:
+    mad = Strengths(
+        noise_error=5.0,
+        cost_error=3.0,
+        time_noise=2.0,
+        drift=2.0,
+        length=2.0,
+        curriculum=3.0,
+        jitter=1.0,
+        event_every=2,
+        event_share=0.05,
+        event_told=0.5,
+        switch_windows=20.0,
+        spread=5.0,
+    )
+    _, features = random_play(env_of(jobs, mad))
+    for run, units in features:
+        assert np.isfinite(run).all()
+        assert np.isfinite(units).all()
+        assert max(np.abs(run).max(), np.abs(units).max()) <= LIMIT
 
 
 def test_runs_repeat_under_one_seed(jobs) -> None:
     def rollout(seed: int) -> np.ndarray:
-        env = env_of(jobs, seed=seed)
-        return np.stack([env.step(neutral_actions(16) * 0)[1] for _ in range(10)])
+        return np.stack(random_play(env_of(jobs, seed=seed))[0])
 
-    np.testing.assert_array_equal(rollout(1), rollout(1))
-    assert not np.array_equal(rollout(1), rollout(2))
+    first = rollout(1)
+    np.testing.assert_array_equal(first, rollout(1))
+    assert not np.array_equal(first, rollout(2))
 
 
-def test_the_best_constant_reserve_is_found_on_courses_of_its_own(jobs) -> None:
+def test_courses_go_on_from_where_their_generator_stands(jobs) -> None:
     env = env_of(jobs)
+    env.reset()
+    state = env.generator_state
+    env.reset()
+    wanted = env.course
+    env.reset()
+    assert not np.array_equal(env.course.budget, wanted.budget)
+    other = env_of(jobs, seed=99)
+    other.generator_state = state
+    other.reset()
+    np.testing.assert_array_equal(other.course.budget, wanted.budget)
+    np.testing.assert_array_equal(other.course.cost, wanted.cost)
+
+
+def test_in_every_drawn_course_the_leanest_plan_has_room(jobs) -> None:
+    env = env_of(jobs)
+    for _ in range(5):
+        env.reset()
+        pool = env.runs.lanes.pool
+        for window in range(WINDOWS):
+            peak = pool.peak_of(pool.leanest, env.course.longest[:, window])
+            assert (peak <= env.course.budget[:, window]).all()
+        assert (env.course.budget <= env.course.told).all()
+
+
+def test_clones_share_a_course_and_their_planner(jobs) -> None:
+    env = env_of(jobs, clones=4)
+    assert env.lanes == LANES
+    for values in (env.course.job, env.course.budget, env.course.cost, env.planner_seconds):
+        grouped = values.reshape(4, 4, -1)
+        assert (grouped == grouped[:, :1]).all()
+    assert len(np.unique(env.course.budget[:, 0])) > 1
+    rewards, _ = random_play(env)
+    assert np.ptp(np.sum(rewards, axis=0).reshape(4, 4), axis=1).max() > 0
+
+
+def test_what_never_happened_is_not_remembered() -> None:
+    memory = Memory.of(3)
+    values = {name: getattr(memory, name) for name in Memory.__slots__}
+    assert {name for name, value in values.items() if value.any()} == {"out_since"}
+    assert all(value.shape == (3,) for value in values.values())
+    # Each has an array of its own: what is added to one must not be added to another.
+    assert len({id(value) for value in values.values()}) == len(values)
+
+
+@pytest.mark.parametrize(("find", "values"), [(planner_reserve, (0.0, 0.4)), (planner_rise, (0.0, 0.1))])
+def test_the_planners_best_constant_is_found_on_courses_of_its_own(jobs, find: Callable, values: tuple) -> None:
+    env = env_of(jobs, settings=PlannerSettings())
     course = env.course
-    assert planner_reserve(env, reserves=(0.0, 0.2)) in (0.0, 0.2)
+    found = find(env, values)
+    assert found in values
     assert env.course is course
+    again = env_of(jobs, settings=PlannerSettings())
+    assert find(again, values[:1]) == values[0]
+
+
+def test_a_longer_rise_is_only_worth_weighing_where_lengths_rise(jobs) -> None:
+    still = env_of(jobs, STRONG.only("switch_windows"), settings=PlannerSettings())
+    assert planner_rise(still, (0.0, 0.25)) == 0.0
+    jumping = env_of(jobs, Strengths(length=0.3, jitter=0.2), settings=PlannerSettings())
+    assert planner_rise(jumping, (0.0, 0.25)) == 0.25
+
+
+# ---------------------------------------------------------------------------------------------------------- network
+
+
+def test_units_that_are_not_there_never_change_a_decision() -> None:
+    torch.manual_seed(1)
+    network = LeverNetwork(16)
+    torch.nn.init.normal_(network.levers.weight)
+    run, units = torch.randn(6, len(RUN_FEATURES)), torch.randn(6, 4, len(UNIT_FEATURES))
+    units[:, :, UNIT_FEATURES.index("present")] = 1.0
+    padded = torch.cat([units, torch.zeros(6, 9, len(UNIT_FEATURES))], dim=1)
+    for bare, wide in zip(network(run, units), network(run, padded), strict=True):
+        torch.testing.assert_close(bare, wide)
+    logits, value = network(run, units)
+    assert logits.shape == (6, sum(SIZES))
+    assert value.shape == (6, 1)
+    # Nor does the order of the units.
+    torch.testing.assert_close(network(run, units.flip(1))[0], logits)
+
+
+def test_the_network_is_small() -> None:
+    assert sum(parameter.numel() for parameter in LeverNetwork().parameters()) < 100_000
+
+
+# --------------------------------------------------------------------------------------------------------- training
+
+RECIPE = LeverRecipe(decisions=3 * LANES * WINDOWS, batch=80, epochs=2, learning_rate=1e-2, width=16)
 
 
 def test_ppo_trains_the_network_on_the_planners_levers(jobs) -> None:
-    from autotune.agents.ppo import train_levers
-
-    seen: list[int] = []
-    recipe = LeverRecipe(decisions=3 * 160, batch=80, epochs=2, learning_rate=1e-2)
-    network = train_levers(env_of(jobs), recipe, seed=0, on_rollout=lambda done, _reward: seen.append(done))
-    assert seen == [160, 320, 480]
-    assert sum(parameter.numel() for parameter in network.parameters()) < 100_000
+    seen: list[tuple[int, float]] = []
+    network = train_levers(env_of(jobs), RECIPE, seed=0, on_rollout=lambda *row: seen.append(row))
+    assert [decisions for decisions, _ in seen] == [160, 320, 480]
+    assert all(np.isfinite(won) for _, won in seen)
     torch.manual_seed(0)
-    fresh = LeverNetwork()
-    assert any(not torch.equal(one, two) for one, two in zip(network.parameters(), fresh.parameters(), strict=True))
+    fresh = LeverNetwork(16)
+    assert all(not torch.equal(one, two) for one, two in zip(network.parameters(), fresh.parameters(), strict=True))
     won = evaluate(env_of(jobs, seed=9), network.most_likely, rounds=2)
-    assert len(won) == 32
+    assert len(won) == 2 * LANES
     figures = summary(won)
     assert figures["p5"] <= figures["median"] <= figures["p95"]
+
+
+def test_ppo_finds_a_lever_that_helps(jobs) -> None:
+    # Nobody announces that memory dips every second window: who braces wins.
+    dips = Strengths(event_every=2, event_share=0.6, event_told=0.0)
+    env = env_of(jobs, dips, lanes=64, settings=PlannerSettings())
+    recipe = LeverRecipe(decisions=20 * 64 * WINDOWS, batch=160, epochs=4, learning_rate=3e-3, entropy=0.0, width=16)
+    won: list[float] = []
+    network = train_levers(env, recipe, seed=0, on_rollout=lambda _, percent: won.append(percent))
+    assert np.mean(won[-3:]) > np.mean(won[:3]) + 1
+    judged = evaluate(env_of(jobs, dips, seed=11, settings=PlannerSettings()), network.most_likely, rounds=1)
+    assert np.mean(judged) > 1
+
+
+class Interrupted(Exception):
+    """Stand for whatever ends a training halfway."""
+
+
+@pytest.mark.parametrize(("rollouts", "clones"), [(1, 1), (2, 4), (3, 1)])
+def test_a_training_that_was_interrupted_ends_as_one_that_was_not(
+    jobs, tmp_path: Path, rollouts: int, clones: int
+) -> None:
+    def weights(checkpoint: Path | None, stop_after: int | None = None) -> dict[str, torch.Tensor]:
+        done: list[int] = []
+
+        def on_rollout(decisions: int, _won: float) -> None:
+            done.append(decisions)
+            if len(done) == stop_after:
+                raise Interrupted
+
+        env = env_of(jobs, clones=clones)
+        return train_levers(env, RECIPE, seed=0, checkpoint=checkpoint, on_rollout=on_rollout).state_dict()
+
+    whole = weights(None)
+    checkpoint = tmp_path / "seed.pt"
+    with pytest.raises(Interrupted):
+        weights(checkpoint, stop_after=rollouts)
+    assert checkpoint.is_file()
+    # Whatever else draws numbers meanwhile has no part in it.
+    torch.rand(7)
+    np.random.rand(7)  # noqa: NPY002
+    taken_up = weights(checkpoint)
+    assert whole.keys() == taken_up.keys()
+    assert all(torch.equal(whole[name], taken_up[name]) for name in whole)
+
+
+def test_a_training_may_be_interrupted_over_and_over(jobs, tmp_path: Path) -> None:
+    whole = train_levers(env_of(jobs), RECIPE, seed=1).state_dict()
+    checkpoint, decisions = tmp_path / "seed.pt", []
+
+    def on_rollout(done: int, _won: float) -> None:
+        decisions.append(done)
+        if len(decisions) % 2 == 0:
+            raise Interrupted
+
+    for _ in range(2):
+        with pytest.raises(Interrupted):
+            train_levers(env_of(jobs), RECIPE, seed=1, checkpoint=checkpoint, on_rollout=on_rollout)
+    taken_up = train_levers(env_of(jobs), RECIPE, seed=1, checkpoint=checkpoint).state_dict()
+    assert decisions == [160, 320, 320, 480]
+    assert all(torch.equal(whole[name], taken_up[name]) for name in whole)
+    assert list(tmp_path.iterdir()) == [checkpoint]
+
+
+def test_what_is_saved_of_a_training_holds_no_code(jobs, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "seed.pt"
+    train_levers(env_of(jobs), RECIPE, seed=0, checkpoint=checkpoint)
+    saved = torch.load(checkpoint, weights_only=True)
+    assert saved["decisions"] == 320
+    assert set(saved) == {"policy", "optimizer", "decisions", "courses", "torch", "numpy", "numpy_keys"}

@@ -105,7 +105,7 @@ GOOD_GRADIENT = {
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"speed": 1}, r"unknown key 'speed' \(allowed: energy_j, "),
+        ({"speed": 1}, r"unknown key 'speed' \(allowed: batch_bytes, "),
         ({"version": 2}, r"version is 2 \(allowed: 1\)"),
         ({"version": None}, r"version is None \(allowed: 1\)"),
         ({"version": True}, r"version is True \(allowed: 1\)"),

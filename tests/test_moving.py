@@ -2,119 +2,423 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from autotune.physics.cost_arrays import Plans
-from autotune.physics.moving import MovingRuns, Strengths, draw_course
-from autotune.physics.planning import Levers, Planner, PlannerSettings, clairvoyant, run_planner
+from autotune.physics.clairvoyant import best_static, clairvoyant, run_planner
+from autotune.physics.cost_arrays import Floats
+from autotune.physics.moving import Course, MovingRuns, Strengths, draw_course
+from autotune.physics.planning import DIP, Belief, Levers, Planner, PlannerSettings, Rises, Seen, Situation
 from autotune.physics.synthetic import draw_job
 
 STRONG = Strengths(
     noise_error=0.5,
     cost_error=0.3,
+    time_noise=0.02,
     drift=0.15,
     length=0.15,
     curriculum=0.4,
     jitter=0.05,
     event_every=6,
+    event_told=0.5,
     switch_windows=0.3,
 )
 LANES, WINDOWS = 24, 20
+SETTINGS = (
+    PlannerSettings(),
+    PlannerSettings(horizon=0.0),
+    PlannerSettings(cost_error=0.0),
+    PlannerSettings(rise=0.1),
+    PlannerSettings(cost_error=1.0, common_share=0.0, drift=0.2, time_noise=0.0),
+)
 
 
 @pytest.fixture(scope="module")
 def jobs():
     generator = np.random.default_rng(1)
-    return [draw_job(generator, depth=(2, 8)) for _ in range(12)]
+    return [draw_job(generator, depth=(2, 6)) for _ in range(12)]
 
 
-def course_of(jobs, strengths: Strengths, seed: int = 3):
-    runs = MovingRuns(jobs, strengths, windows=WINDOWS)
-    generator = np.random.default_rng(seed)
-    job = np.arange(LANES) % len(jobs)
-    zero = np.zeros((LANES, runs.arrays.max_units), dtype=np.int64)
-    peak = runs.arrays.peak_bytes(Plans(job, np.zeros(LANES, dtype=np.int64), zero))
-    return runs, draw_course(generator, strengths, runs.arrays, job, peak * 0.8, WINDOWS)
+@pytest.fixture(scope="module")
+def pools(jobs) -> MovingRuns:
+    return MovingRuns(jobs, Strengths(), windows=WINDOWS)
 
 
-def test_with_everything_off_a_planner_is_as_good_as_a_clairvoyant(jobs) -> None:
-    runs, course = course_of(jobs, Strengths())
-    for settings in (PlannerSettings(), PlannerSettings(horizon=0.0), PlannerSettings(correction=0.0)):
-        seconds, _ = run_planner(runs, course, settings)
-        np.testing.assert_allclose(seconds, clairvoyant(runs, course), rtol=1e-9)
+def course_of(pools: MovingRuns, strengths: Strengths, seed: int = 3, share: float = 0.8) -> tuple[MovingRuns, Course]:
+    """Return runs within a share of their baseline's peak, or what the leanest plan needs, and what happens to them."""
+    runs = copy.copy(pools)
+    runs.strengths = strengths
+    job = np.arange(LANES) % len(runs.jobs)
+    pool = runs.pool.take(job)
+    peak = pool.peak_of(pool.baseline, np.ones(LANES)) * share
+    course = draw_course(np.random.default_rng(seed), strengths, runs.arrays, job, peak, WINDOWS)
+    needed = pool.peak_of(pool.leanest, course.longest.max(axis=1))
+    lift = np.maximum(1.02 * needed / course.budget.min(axis=1), 1.0)[:, None]
+    return runs, replace(course, budget=course.budget * lift, told=course.told * lift)
 
 
-@pytest.mark.parametrize("names", [(), ("cost_error",), ("length", "jitter"), ("event_every", "switch_windows"), None])
-def test_nobody_is_faster_than_the_clairvoyant(jobs, names) -> None:
-    strengths = STRONG if names is None else STRONG.only(*names)
-    runs, course = course_of(jobs, strengths)
-    seconds, plans = run_planner(runs, course, PlannerSettings(reserve=0.1))
-    best = clairvoyant(runs, course, plans)
-    assert (best <= seconds * (1 + 1e-9)).all()
+def total(runs: MovingRuns, course: Course, settings: PlannerSettings) -> Floats:
+    """Return each lane's time under a planner, in windows of its baseline."""
+    return np.asarray(run_planner(runs, course, settings).sum(axis=1) / runs.baseline_s)
 
 
-def test_correcting_costs_by_measurements_helps_where_they_are_wrong(jobs) -> None:
-    runs, course = course_of(jobs, STRONG.only("cost_error"))
-    corrected, _ = run_planner(runs, course, PlannerSettings())
-    believed, _ = run_planner(runs, course, PlannerSettings(correction=0.0))
-    assert corrected.mean() < believed.mean()
-
-
-def test_hysteresis_helps_where_switching_is_dear(jobs) -> None:
-    runs, course = course_of(jobs, STRONG.only("event_every", "switch_windows", "drift"))
-    patient, _ = run_planner(runs, course, PlannerSettings())
-    eager, _ = run_planner(runs, course, PlannerSettings(horizon=0.0))
-    assert patient.mean() < eager.mean()
-
-
-def test_a_reserve_helps_where_lengths_jump(jobs) -> None:
-    runs, course = course_of(jobs, STRONG.only("length", "jitter"))
-    reserved, _ = run_planner(runs, course, PlannerSettings(reserve=0.2))
-    bold, _ = run_planner(runs, course, PlannerSettings())
-    assert reserved.mean() < bold.mean()
-
-
-def test_running_out_of_memory_costs_the_window_and_a_leaner_one(jobs) -> None:
-    strengths = Strengths(retry_windows=1.0)
-    runs, course = course_of(jobs, strengths)
-    course.budget[:] = 1.0
+def led(runs: MovingRuns, course: Course, settings: PlannerSettings, **levers: float) -> tuple[Floats, list[Seen]]:
+    """Return each lane's time under a planner whose levers are moved, and all that it saw."""
     runs.begin(course)
-    fat = np.zeros((LANES, runs.arrays.max_units), dtype=np.int64)
-    k = np.zeros(LANES, dtype=np.int64)
-    outcome = runs.run(k, fat)
-    assert outcome.ran_out.all()
-    assert (outcome.seconds > runs.window_seconds(0, k, fat, course.length[:, 0])).all()
+    planner, windows = Planner(runs.lanes, settings), []
+    moved = Levers.neutral(LANES)
+    for name, value in levers.items():
+        setattr(moved, name, np.full(LANES, value))
+    for _ in range(runs.windows):
+        windows.append(runs.run(planner.decide(runs.situation(), moved)))
+        planner.observe(windows[-1])
+    return runs.seconds / runs.baseline_s, windows
 
 
-def test_the_same_course_gives_the_same_run(jobs) -> None:
-    runs, course = course_of(jobs, STRONG)
-    first, _ = run_planner(runs, course, PlannerSettings())
-    again, _ = run_planner(runs, course, PlannerSettings())
-    np.testing.assert_array_equal(first, again)
-    _, other = course_of(jobs, STRONG, seed=4)
-    assert not np.array_equal(run_planner(runs, other, PlannerSettings())[0], first)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_with_everything_off_a_planner_is_as_good_as_a_clairvoyant(pools, settings) -> None:
+    runs, course = course_of(pools, Strengths())
+    seconds = run_planner(runs, course, settings).sum(axis=1)
+    np.testing.assert_allclose(seconds, clairvoyant(runs, course), rtol=1e-9)
 
 
-def test_neutral_levers_change_nothing_and_others_do(jobs) -> None:
-    runs, course = course_of(jobs, STRONG)
+@pytest.mark.parametrize(
+    "names",
+    [(), ("cost_error",), ("length", "jitter"), ("event_every", "switch_windows"), ("drift", "noise_error"), None],
+)
+def test_nobody_is_faster_than_the_clairvoyant(pools, names) -> None:
+    runs, course = course_of(pools, STRONG if names is None else STRONG.only(*names))
+    best = clairvoyant(runs, course)
+    for settings in (PlannerSettings(reserve=0.1), *SETTINGS):
+        assert (best <= run_planner(runs, course, settings).sum(axis=1) * (1 + 1e-9)).all()
+    assert (best <= best_static(runs, course) * (1 + 1e-9)).all()
+    generator = np.random.default_rng(0)
     runs.begin(course)
-    planner = Planner(runs, PlannerSettings(reserve=0.1))
-    k, choices = planner.decide()
-    same_k, same = planner.decide(Levers.neutral(LANES))
-    np.testing.assert_array_equal(k, same_k)
-    np.testing.assert_array_equal(choices, same)
-    levers = Levers.neutral(LANES)
-    levers.reserve += 0.5
-    _, leaner = planner.decide(levers)
-    assert not np.array_equal(choices, leaner)
-    dear = Levers.neutral(LANES)
-    dear.price_16_bit += 3.0
-    _, full = planner.decide(dear)
-    assert (full // 2).sum() < (choices // 2).sum()
+    for _ in range(WINDOWS):
+        runs.run(generator.integers(0, runs.lanes.pool.there.sum(axis=1)))
+    assert (best <= runs.seconds * (1 + 1e-9)).all()
+
+
+def test_no_planner_needs_less_than_one_plan_that_is_best_all_along_where_nothing_moves(pools) -> None:
+    runs, course = course_of(pools, Strengths())
+    fixed = np.array([job.profile.batching == "fixed" for job in runs.jobs])[course.job]
+    assert fixed.any()
+    # Under adaptive batching the noise scale grows all the same, and the best k with it.
+    np.testing.assert_allclose(best_static(runs, course)[fixed], clairvoyant(runs, course)[fixed], rtol=1e-9)
+    seconds = run_planner(runs, course, PlannerSettings()).sum(axis=1)
+    assert (seconds[fixed] >= best_static(runs, course)[fixed] * (1 - 1e-9)).all()
+
+
+def test_one_plan_for_all_windows_loses_where_much_moves(pools) -> None:
+    runs, course = course_of(pools, STRONG)
+    assert np.mean(best_static(runs, course) / clairvoyant(runs, course)) > 1.01
+
+
+def test_correcting_costs_by_measurements_helps_where_they_are_wrong(pools) -> None:
+    runs, course = course_of(pools, STRONG.only("cost_error"))
+    assert total(runs, course, PlannerSettings()).mean() < total(runs, course, PlannerSettings(cost_error=0.0)).mean()
+
+
+def test_hysteresis_helps_where_switching_is_dear(pools) -> None:
+    runs, course = course_of(pools, replace(STRONG.only("event_every", "switch_windows", "drift"), event_told=1.0))
+    assert total(runs, course, PlannerSettings()).mean() < total(runs, course, PlannerSettings(horizon=0.0)).mean()
+
+
+def test_a_reserve_helps_where_lengths_jump(pools) -> None:
+    runs, course = course_of(pools, STRONG.only("length", "jitter"), share=0.6)
+    assert total(runs, course, PlannerSettings(reserve=0.2)).mean() < total(runs, course, PlannerSettings()).mean()
+
+
+def test_weighing_the_chance_of_a_rise_helps_where_lengths_jump_and_costs_nothing_where_they_do_not(pools) -> None:
+    runs, course = course_of(pools, STRONG.only("length", "jitter"), share=0.6)
+    assert total(runs, course, PlannerSettings(rise=0.1)).mean() < total(runs, course, PlannerSettings()).mean()
+    runs, course = course_of(pools, STRONG.only("cost_error"), share=0.6)
+    assert course.still.all()
+    np.testing.assert_allclose(
+        total(runs, course, PlannerSettings(rise=0.1)), total(runs, course, PlannerSettings()), rtol=1e-9
+    )
+
+
+def test_events_that_nobody_announces_hurt_a_planner_and_bracing_helps_against_them(pools) -> None:
+    strengths = replace(STRONG.only("event_every", "switch_windows"), switch_windows=0.05, event_every=3)
+    runs, told = course_of(pools, replace(strengths, event_told=1.0))
+    _, untold = course_of(pools, replace(strengths, event_told=0.0))
+    np.testing.assert_array_equal(told.budget, untold.budget)
+    assert (untold.told >= untold.budget).all()
+    assert not np.array_equal(untold.told, untold.budget)
+    np.testing.assert_array_equal(told.told, told.budget)
+    known, unknown = (led(runs, course, PlannerSettings()) for course in (told, untold))
+    braced, seen = led(runs, untold, PlannerSettings(), brace=1.0)
+    assert not any(window.ran_out.any() for window in known[1])
+    assert sum(window.ran_out.sum() for window in unknown[1]) > 2 * sum(window.ran_out.sum() for window in seen) > 0
+    assert known[0].mean() < braced.mean() < unknown[0].mean()
+
+
+def test_bracing_is_for_the_last_dip_and_before_any_for_none(pools) -> None:
+    runs, course = course_of(pools, replace(STRONG.only("event_every"), event_told=0.0, event_share=0.7))
+    runs.begin(course)
+    planner, braced = Planner(runs.lanes, PlannerSettings()), Levers.neutral(LANES)
+    braced.brace += 1.0
+    np.testing.assert_array_equal(planner.decide(runs.situation(), braced), planner.decide(runs.situation()))
+    for _ in range(8):
+        planner.observe(runs.run(planner.decide(runs.situation())))
+    np.testing.assert_allclose(planner.dip, np.log(1 / 0.7))
+    assert (planner.dip > DIP).all()
+    plan = planner.decide(runs.situation(), braced)
+    peak = runs.lanes.pool.peak_of(plan, planner.length)
+    lean = plan == runs.lanes.pool.leanest
+    assert (peak[~lean] <= runs.situation().budget[~lean, 0] * 0.7 * (1 + 1e-9)).all()
+    assert not lean.all()
+
+
+def test_running_out_of_memory_costs_part_of_the_window_the_leanest_plan_and_two_switches(pools) -> None:
+    for retry in (0.5, 1.0):
+        runs, course = course_of(pools, Strengths(retry_windows=retry, switch_windows=0.1, length=0.1))
+        runs.begin(course)
+        # The first window's plan is what the run is launched with: only the second can be a switch.
+        first = runs.run(runs.lanes.pool.leanest)
+        fat = runs.lanes.pool.baseline
+        course.budget[:, 1] = 1.0
+        every = runs.every_plan(1)
+        working = runs.steps(1, fat[:, None])[:, 0] * runs.lanes.pool.seconds_of(
+            fat, runs.factor(1), course.length[:, 1]
+        )
+        lean = runs.lanes.pool.leanest
+        again = runs.steps(1, lean[:, None])[:, 0] * runs.lanes.pool.seconds_of(
+            lean, runs.factor(1), course.length[:, 1]
+        )
+        seen = runs.run(fat)
+        assert not first.ran_out.any()
+        assert seen.ran_out.all()
+        switched = (fat != lean) * runs.switch_s
+        assert (runs.switch_s > 0).all()
+        np.testing.assert_allclose(seen.total_s, retry * working + again + 2 * runs.switch_s + switched, rtol=1e-12)
+        np.testing.assert_allclose(seen.window_s, working, rtol=1e-12)
+        # A clairvoyant is charged the same.
+        np.testing.assert_allclose(every[np.arange(LANES), fat] + switched, seen.total_s, rtol=1e-12)
+        np.testing.assert_allclose(runs.seconds, first.total_s + seen.total_s, rtol=1e-12)
+
+
+def test_a_window_ends_at_the_same_loss_whatever_its_plan(pools) -> None:
+    runs, course = course_of(pools, STRONG)
+    runs.begin(course)
+    pool, batch = runs.lanes.pool, runs.lanes.batch
+    adaptive = runs.lanes.adaptive
+    assert adaptive.any()
+    assert not adaptive.all()
+    every = np.broadcast_to(np.arange(pool.k.shape[1]), pool.k.shape)
+    steps = runs.steps(5, every)
+    # At a fixed batch a plan only matters by what its formats add to the noise; larger batches take fewer steps.
+    assert (np.ptp(steps[~adaptive], axis=1) < 0.02 * steps[~adaptive].max(axis=1)).all()
+    for lane in np.flatnonzero(adaptive):
+        own, k = steps[lane][pool.there[lane]], runs.lanes.steps[lane][pool.there[lane]]
+        fewest = [own[k == value].min() for value in np.unique(k)]
+        assert (np.diff(fewest) < 0).all()
+        # Nor do they take fewer samples.
+        assert (np.diff([value * few for value, few in zip(np.unique(k), fewest, strict=True)]) > 0).all()
+    assert (batch > 0).all()
+
+
+def test_the_same_course_gives_the_same_run(pools) -> None:
+    runs, course = course_of(pools, STRONG)
+    first = run_planner(runs, course, PlannerSettings(rise=0.1))
+    np.testing.assert_array_equal(first, run_planner(runs, course, PlannerSettings(rise=0.1)))
+    _, again = course_of(pools, STRONG)
+    np.testing.assert_array_equal(first, run_planner(runs, again, PlannerSettings(rise=0.1)))
+    _, other = course_of(pools, STRONG, seed=4)
+    assert not np.array_equal(run_planner(runs, other, PlannerSettings(rise=0.1)), first)
+
+
+def test_a_lane_runs_the_same_alone_and_among_others(pools) -> None:
+    runs, course = course_of(pools, STRONG)
+    together = run_planner(runs, course, PlannerSettings(rise=0.1))
+    some = np.array([5, 17])
+    alone = run_planner(runs, course.take(some), PlannerSettings(rise=0.1))
+    np.testing.assert_allclose(alone, together[some], rtol=1e-9)
+
+
+def test_a_run_begins_with_its_course(jobs) -> None:
+    runs = MovingRuns(jobs[:2], Strengths(), windows=3)
+    with pytest.raises(ValueError, match="begin a course first"):
+        runs.noise_scale(0)
+
+
+def test_neutral_levers_change_nothing_and_each_of_the_others_does(pools) -> None:
+    settings = PlannerSettings(rise=0.1)
+    runs, course = course_of(pools, STRONG, share=0.6)
+    runs.begin(course)
+    planner = Planner(runs.lanes, settings)
+    for _ in range(7):
+        planner.observe(runs.run(planner.decide(runs.situation())))
+    situation = runs.situation()
+    plan = planner.decide(situation)
+    np.testing.assert_array_equal(plan, planner.decide(situation, Levers.neutral(LANES)))
+    pool, rows = runs.lanes.pool, np.arange(LANES)
+
+    def moved(known: Situation = situation, **levers: float) -> np.ndarray:
+        changed = Levers.neutral(LANES)
+        # Without hysteresis it is the choice itself that is seen.
+        for name, value in {"stickiness": 0.0, **levers}.items():
+            setattr(changed, name, np.full(LANES, value))
+        return planner.decide(known, changed)
+
+    free = moved()
+    peak, lowered = pool.peaks[rows, :, 24], (pool.choices // 2 > 0).sum(axis=2)
+    assert (peak[rows, moved(caution=1.0)] <= peak[rows, free]).mean() > 0.9
+    assert peak[rows, moved(caution=1.0)].sum() < peak[rows, free].sum()
+    assert peak[rows, moved(brace=1.0)].sum() < peak[rows, free].sum()
+    assert lowered[rows, moved(price_16_bit=3.0)].sum() < lowered[rows, free].sum()
+    assert runs.lanes.steps[rows, moved(k_bias=0.6)].sum() > runs.lanes.steps[rows, moved(k_bias=-0.6)].sum()
+    assert not np.array_equal(moved(optimism=2.0), free)
+    stuck = moved(stickiness=1e9)
+    assert (stuck == planner.plan).sum() > (free == planner.plan).sum()
+    # However sticky, what no longer fits is left.
+    tight = replace(situation, budget=0.85 * situation.budget)
+    stuck, free = moved(tight, stickiness=1e9), moved(tight)
+    fits = pool.peak_of(planner.plan, planner.length) <= tight.budget[:, 0]
+    np.testing.assert_array_equal(stuck[fits], planner.plan[fits])
+    assert (~fits).any()
+    np.testing.assert_array_equal(stuck[~fits], free[~fits])
 
 
 def test_a_mechanism_can_be_kept_alone() -> None:
     alone = STRONG.only("length")
     assert (alone.length, alone.length_windows) == (STRONG.length, STRONG.length_windows)
     assert (alone.cost_error, alone.event_every, alone.switch_windows) == (0.0, 0, 0.0)
+
+
+def test_strengths_differ_between_lanes_by_up_to_their_spread(pools) -> None:
+    _, course = course_of(pools, Strengths(switch_windows=0.2, spread=2.0))
+    assert (course.switch_windows >= 0.1).all()
+    assert (course.switch_windows <= 0.4).all()
+    assert np.ptp(course.switch_windows) > 0.05
+    _, same = course_of(pools, Strengths(switch_windows=0.2))
+    np.testing.assert_allclose(same.switch_windows, 0.2)
+
+
+def test_planners_are_told_which_lanes_have_sequences_of_one_length(pools) -> None:
+    runs, course = course_of(pools, Strengths(length=0.2, jitter=0.1, length_lanes=0.5))
+    assert course.still.any()
+    assert not course.still.all()
+    assert (course.length[course.still] == 1).all()
+    assert (course.longest[course.still] == 1).all()
+    assert (course.longest[~course.still] >= course.length[~course.still]).all()
+    assert (np.ptp(course.length[~course.still], axis=1) > 0).all()
+    runs.begin(course)
+    np.testing.assert_array_equal(runs.lanes.still, course.still)
+    _, none = course_of(pools, Strengths(event_every=4))
+    assert none.still.all()
+
+
+# ----------------------------------------------------------------------------------------------------------- belief
+
+UNITS, PRECISIONS = 3, 2
+ALL_FP32 = np.array([[0.1, 0.0, 0.2, 0.0, 0.05, 0.0]])
+
+
+def belief(**settings: float) -> Belief:
+    exact = PlannerSettings(**{"cost_error": 0.3, "drift": 0.0, "time_noise": 0.0, **settings})
+    return Belief(1, UNITS, PRECISIONS, exact)
+
+
+def taught(found: Belief, weights: Floats, factor: Floats, times: int, constant: float = 0.07) -> Belief:
+    measured = constant + (weights * factor.reshape(1, -1)).sum(axis=1)
+    for _ in range(times):
+        found.learn(weights, np.array([constant]), measured, np.array([True]))
+    return found
+
+
+@pytest.mark.parametrize("settings", [{}, {"drift": 0.02, "time_noise": 0.02}, {"time_noise": 0.3}])
+def test_what_is_believed_of_a_step_comes_to_what_is_measured(settings: dict[str, float]) -> None:
+    factor = np.array([[[1.3, 0.7], [1.1, 0.9], [1.6, 1.2]]])
+    real = 0.07 + float((ALL_FP32 * factor.reshape(1, -1)).sum())
+    errors = []
+    for times in (0, 1, 3, 10, 1000):
+        found = taught(belief(**settings), ALL_FP32, factor, times)
+        errors.append(abs(0.07 + float((ALL_FP32 * found.mean.reshape(1, -1)).sum()) - real) / real)
+    assert errors[0] > 0.1
+    assert (np.diff(errors) <= 1e-12).all()
+    assert errors[-1] < 1e-3
+    if not settings:
+        # An exact measurement is believed at once.
+        assert errors[1] < 1e-9
+
+
+def test_of_a_format_that_did_not_run_less_is_believed_than_of_one_that_did() -> None:
+    found = taught(belief(), ALL_FP32, np.full((1, UNITS, PRECISIONS), 1.5), 5)
+    fp32, bf16 = np.abs(found.mean[0, :, 0] - 1), np.abs(found.mean[0, :, 1] - 1)
+    assert fp32.min() > 0.2
+    # Nothing was seen of the other format: what is believed of it stays.
+    np.testing.assert_allclose(bf16, 0.0, atol=1e-12)
+    mixed = taught(belief(), np.array([[0.1, 0.0, 0.0, 0.2, 0.05, 0.0]]), np.full((1, UNITS, PRECISIONS), 1.5), 5)
+    # What ran is believed more than what shares a format with what ran, and that more than nothing.
+    assert abs(mixed.mean[0, 1, 1] - 1) > abs(mixed.mean[0, 0, 1] - 1) > 0.0
+
+
+def test_measuring_makes_surer_of_what_ran_and_time_makes_less_sure() -> None:
+    found, factor = belief(time_noise=0.05), np.ones((1, UNITS, PRECISIONS))
+    before = found.deviation().copy()
+    np.testing.assert_allclose(before, 0.3)
+    for _ in range(5):
+        last = found.deviation().copy()
+        taught(found, ALL_FP32, factor, 1)
+        assert (found.deviation() <= last + 1e-15).all()
+        assert (found.deviation()[0, :, 0] < last[0, :, 0]).all()
+    np.testing.assert_allclose(found.deviation()[0, :, 1], 0.3)
+    drifting = belief(drift=0.1)
+    for _ in range(3):
+        drifting.learn(ALL_FP32, np.zeros(1), np.ones(1), np.array([False]))
+    np.testing.assert_allclose(drifting.deviation(), np.sqrt(0.09 + 3 * 0.01))
+    np.testing.assert_array_equal(drifting.mean, 1.0)
+
+
+def test_who_takes_profiles_to_be_right_believes_them_whatever_is_measured() -> None:
+    found = taught(belief(cost_error=0.0), ALL_FP32, np.full((1, UNITS, PRECISIONS), 3.0), 10)
+    np.testing.assert_array_equal(found.mean, 1.0)
+    np.testing.assert_array_equal(found.deviation(), 0.0)
+
+
+def test_a_lane_that_measured_nothing_learns_nothing(pools) -> None:
+    runs, course = course_of(pools, STRONG)
+    runs.begin(course)
+    planner = Planner(runs.lanes, PlannerSettings(drift=0.0))
+    seen = runs.run(planner.decide(runs.situation()))
+    blind = np.arange(LANES) % 3
+    step_s = np.where(blind == 0, np.nan, np.where(blind == 1, 0.0, seen.step_s))
+    planner.observe(replace(seen, step_s=step_s, ran_out=np.zeros(LANES, dtype=bool)))
+    assert (planner.belief.mean[blind < 2] == 1).all()
+    assert (planner.belief.mean[blind == 2] != 1).any(axis=(1, 2)).all()
+    planner.observe(replace(seen, ran_out=np.ones(LANES, dtype=bool)))
+    assert (planner.belief.mean[blind < 2] == 1).all()
+
+
+def test_what_a_planner_believes_of_its_running_plan_comes_to_what_it_measures(pools) -> None:
+    runs, course = course_of(pools, STRONG.only("cost_error"))
+    runs.begin(course)
+    planner = Planner(runs.lanes, PlannerSettings(drift=0.0, time_noise=0.0))
+    for _ in range(WINDOWS):
+        seen = runs.run(runs.lanes.pool.baseline)
+        planner.observe(replace(seen, ran_out=np.zeros(LANES, dtype=bool)))
+    np.testing.assert_allclose(planner.step_seconds(seen.plan, seen.length), seen.step_s, rtol=1e-6)
+
+
+def test_rises_are_learnt_and_a_larger_one_is_never_likelier() -> None:
+    generator = np.random.default_rng(0)
+    rises = Rises(np.array([0.1, 0.1, 0.0]))
+    zero = np.zeros(3)
+    middle = rises.exceed(np.zeros((3, 1)), zero)
+    np.testing.assert_allclose(middle, 0.5)
+    for _ in range(400):
+        rises.learn(np.array([0.3, 0.0, 0.0]) + np.array([0.05, 0.2, 0.0]) * generator.standard_normal(3))
+    np.testing.assert_allclose(rises.mean, [0.3, 0.0, 0.0], atol=0.12)
+    np.testing.assert_allclose(rises.deviation, [0.05, 0.2, 0.0], atol=0.06)
+    grid = np.linspace(-1, 1, 41)[None].repeat(3, axis=0)
+    chance = rises.exceed(grid, zero)
+    assert (np.diff(chance, axis=1) <= 0).all()
+    assert ((chance >= 0) & (chance <= 1)).all()
+    assert (rises.exceed(grid, np.ones(3)) >= chance).all()
+    # Where nothing ever rose, nothing is taken to rise.
+    assert chance[2, 21] < 1e-9

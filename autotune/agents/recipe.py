@@ -92,6 +92,7 @@ class Recipe:
     def __post_init__(self) -> None:
         seeds = self.seeds
         _require(len(seeds) > 0 and len(set(seeds)) == len(seeds), "seeds", list(seeds), "different whole numbers")
+        _require(max(seeds) < 2**32, "seeds", list(seeds), "numbers below 2^32")
         ppo, jobs = self.ppo, self.jobs
         for name in ("decisions", "lanes", "clones", "epochs", "batch"):
             _require(getattr(ppo, name) >= 1, f"ppo.{name}", getattr(ppo, name), ">= 1")
@@ -103,6 +104,24 @@ class Recipe:
             _require(getattr(jobs, name) >= 1, f"jobs.{name}", getattr(jobs, name), ">= 1")
         _require(jobs.deepest >= jobs.shallowest, "jobs.deepest", jobs.deepest, ">= jobs.shallowest")
         _require(jobs.windows >= 2, "jobs.windows", jobs.windows, ">= 2")
+        _require(ppo.batch >= 2, "ppo.batch", ppo.batch, ">= 2")
+        self._check_strengths()
+
+    def _check_strengths(self) -> None:
+        """Refuse what no course could be drawn with."""
+        strengths = self.strengths
+        for name in ("noise_error", "cost_error", "time_noise", "drift", "length", "curriculum", "jitter", "spread"):
+            value = getattr(strengths, name)
+            _require(value <= 10, f"strengths.{name}", value, "at most 10")
+        for name in ("common_share", "length_lanes", "event_share", "event_told"):
+            value = getattr(strengths, name)
+            _require(value <= 1, f"strengths.{name}", value, "at most 1")
+        for name in ("drift_windows", "length_windows", "event_share"):
+            value = getattr(strengths, name)
+            _require(value > 0, f"strengths.{name}", value, "above 0")
+        _require(strengths.spread >= 1, "strengths.spread", strengths.spread, ">= 1")
+        share = self.planner.common_share
+        _require(share <= 1, "planner.common_share", share, "at most 1")
 
     def to_json(self) -> dict[str, Any]:
         """Return the recipe as a JSON object."""
@@ -132,7 +151,10 @@ def read_recipe(path: Path) -> Recipe:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"cannot be read ({error.strerror})", where=where, allowed="a readable TOML file") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
+        # Besides broken syntax: text that is not UTF-8, and whole numbers of more digits than Python converts.
         raise InputError(f"is not TOML ({error})", where=where, allowed="a recipe in TOML") from error
     return recipe_of(document, where=where)
 

@@ -91,6 +91,8 @@ _SHIFT = 2.0
 _MOVING_SEED = 10_000
 # Where less can be won, the share of it that was won is noise.
 _LEAST_HEADROOM = 2.0
+# Wider than what is searched by default: a baseline must not lose for want of range.
+_RESERVES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
 _REPEATS = 25
 _ROUNDING = 1e-9
 
@@ -361,8 +363,8 @@ def static_table(cases: Sequence[Case], judged: Judged, settings: BenchSettings,
         arrays = CostArrays([case.told])
         pool = make_pool(arrays)
         setup_s.append(time.perf_counter() - began)
-        for name, (leaning, networks) in _leaning(judged).items():
-            made[name] = [_first_plan(case, arrays, pool, leaning, network, windows) for network in networks]
+        for name, (leaning, choosers) in _leaning(judged).items():
+            made[name] = [_first_plan(case, arrays, pool, leaning, choose, windows) for choose in choosers]
         for name, proposals in made.items():
             found.setdefault(name, []).append(proposals)
     searches = ("random", "optuna")
@@ -393,18 +395,20 @@ def _alone(case: Case, settings: BenchSettings, *, optuna: bool) -> dict[str, li
     return {name: [proposal] for name, proposal in made.items()}
 
 
-def _leaning(judged: Judged) -> dict[str, tuple[_Leaning, tuple[LeverNetwork | None, ...]]]:
+def _leaning(judged: Judged) -> dict[str, tuple[_Leaning, tuple[Choose | None, ...]]]:
     """Return the methods that lean on a planner: in a job that might move, and in one known to stand still.
 
-    The former weigh the risk that the first window's longest batch exceeds what was profiled.
+    The former weigh the risk that the first window's longest batch exceeds what was profiled. The shipped policy is the
+    latter, as it leads real runs.
     """
-    networks = tuple(judged.networks.values())
+    networks = tuple(network.most_likely for network in judged.networks.values())
     moving = _Leaning(settings=judged.settings, still=False)
     static = _Leaning(settings=replace(judged.settings, rise=0.0), still=True)
     return {
         "ppo": (moving, networks),
         "ppo_static": (static, networks),
-        "untrained": (moving, (_untrained(judged.shipped.width),)),
+        "shipped": (static, (Guarded(judged),)),
+        "untrained": (moving, (_untrained(judged.shipped.width).most_likely,)),
         "planner": (moving, (None,)),
         "planner_static": (static, (None,)),
     }
@@ -424,7 +428,7 @@ def _first_plan(
     arrays: CostArrays,
     pool: PlanPool,
     leaning: _Leaning,
-    network: LeverNetwork | None,
+    choose: Choose | None,
     windows: int,
 ) -> Proposal:
     planner = Planner(_lane(pool, arrays, still=leaning.still), leaning.settings)
@@ -437,7 +441,7 @@ def _first_plan(
         switch_s=np.array([case.told.switch_s]),
     )
     began = time.perf_counter()
-    levers = None if network is None else levers_of(network.most_likely(watch.features(situation)))
+    levers = None if choose is None else levers_of(choose(watch.features(situation)))
     number = int(planner.decide(situation, levers)[0])
     seconds = time.perf_counter() - began
     return Proposal(arrays.decode(0, int(pool.k[0, number]), pool.choices[0, number]), seconds)
@@ -693,16 +697,16 @@ def _moving(
         windows=recipe.jobs.windows,
         settings=recipe.planner,
     )
-    parts = len(settings.mechanisms) + len(GROUPS)
+    parts = len(settings.mechanisms) + len(GROUPS) * ("all" in settings.mechanisms)
     table: dict[str, Any] = {}
     ablation: dict[str, Any] = {}
-    for number, name in enumerate(settings.mechanisms):
-        tell(number / parts, f"moving jobs, {name}")
+    for name in settings.mechanisms:
+        tell((len(table) + len(ablation)) / parts, f"moving jobs, {name}")
         world = World(env, recipe, name, settings.seed + _MOVING_SEED)
         table[name] = world.table(judged)
         if name == "all":
             for group in GROUPS:
-                tell((len(settings.mechanisms) + len(ablation)) / parts, f"without {group}")
+                tell((len(table) + len(ablation)) / parts, f"moving jobs, all, without {group}")
                 ablation[group] = world.entry(world.learned(judged, group))
     return table, ablation
 
@@ -732,6 +736,7 @@ class World:
         guarded = Guarded(judged)
         shipped = self._drive(judged.settings, guarded)
         ppo = self.learned(judged)
+        rule = self._drive(self._settings, lambda features: period_rule(features[0]))
         unknown = np.full(len(best), np.nan)
         methods = {
             "best_static": self.entry([Outcome(seconds=still, ran_out=unknown)], headroom),
@@ -740,9 +745,11 @@ class World:
             "untrained": self.entry(
                 [self._drive(judged.settings, _untrained(judged.shipped.width).most_likely)], headroom
             ),
-            "period": self.entry([self._drive(self._settings, lambda features: period_rule(features[0]))], headroom),
-            "ppo": self.entry(ppo, headroom) | {"seeds": self._seeds(judged, ppo)},
-            "shipped": self.entry([shipped], headroom) | {"alone_share": guarded.alone / guarded.decisions},
+            "period": self.entry([rule], headroom),
+            "ppo": self.entry(ppo, headroom) | self._over(rule, ppo) | {"seeds": self._seeds(judged, ppo)},
+            "shipped": self.entry([shipped], headroom)
+            | self._over(rule, [shipped])
+            | {"alone_share": guarded.alone / guarded.decisions},
         }
         if self._name == "pressure":
             for name, exactly in (("informed", False), ("informed_exactly", True)):
@@ -804,11 +811,16 @@ class World:
         won = self._won([outcome.seconds for outcome in outcomes]).mean(axis=1)
         return {name: float(value) for name, value in zip(judged.networks, won, strict=True)}
 
+    def _over(self, rule: Outcome, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+        """Return what is won beyond a rule, in percent of the planner's time, paired."""
+        beyond = self._won([outcome.seconds for outcome in outcomes]) - self._won([rule.seconds])
+        return {"over_period_percent": float(beyond.mean()), "over_period_ci95": self._interval(beyond)}
+
     def _reserve(self, headroom: Floats) -> dict[str, Any]:
         """Return the planner that weighs no risk, bare and with the reserve that is best on other courses."""
         bare = replace(self._settings, rise=0.0)
         self._env.settings = bare
-        reserve = planner_reserve(self._env)
+        reserve = planner_reserve(self._env, _RESERVES)
         self._env.settings = self._settings
         return {
             "planner_no_risk": self.entry([self._drive(bare)], headroom),
@@ -818,12 +830,15 @@ class World:
 
     def _informed(self, *, exactly: bool) -> Outcome:
         """Return what the planner comes to that is told the true law of lengths."""
-        memory = self._runs.strengths.length_windows
+        strengths, settings = self._runs.strengths, self._settings
+        if exactly:
+            # A planner adds what is lost to the window's own time, of which one that runs out takes nothing.
+            settings = replace(settings, retry=strengths.retry_windows - 1)
 
         def prepare(planner: Planner) -> None:
-            planner.rises = ToldRises(planner, self._course, memory, exactly=exactly)
+            planner.rises = ToldRises(planner, self._course, strengths.length_windows, exactly=exactly)
 
-        return self._drive(self._settings, None, prepare)
+        return self._drive(settings, None, prepare)
 
 
 # --- Decisions ---

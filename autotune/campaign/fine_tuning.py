@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from autotune.agents.bundle import LeverTraining, load_policy, save_levers
 from autotune.agents.lever_network import LeverNetwork
 from autotune.agents.planner_policy import PlannerPolicy
 from autotune.agents.ppo import FineTuning, fine_tune
+from autotune.campaign.progress import Reporter
 from autotune.campaign.runs import RunDirectory
 from autotune.campaign.tracking import Tracker
 from autotune.campaign.training import POLICY
@@ -21,9 +22,6 @@ from autotune.gym.env import TuningEnv
 from autotune.gym.lever_env import LeverEnv
 from autotune.job import Job
 from autotune.physics.profile import Profile
-
-if TYPE_CHECKING:
-    from autotune.api import Reporter
 
 _HELD_OUT_WINDOWS = 16
 

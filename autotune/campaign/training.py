@@ -12,23 +12,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from autotune.agents.recipe import Recipe, recipe_of
+from autotune.campaign.progress import Reporter
 from autotune.campaign.runs import RunDirectory
 from autotune.campaign.tracking import Tracker
 from autotune.errors import AutotuneError
-from autotune.files import append_json_line, read_json, write_json
+from autotune.files import append_json_line, read_json, write_atomic, write_json
 from autotune.gym.moving_env import MovingEnv
 from autotune.physics.cost_arrays import Floats
 from autotune.physics.moving import Strengths
 from autotune.physics.simulated_job import SimulatedJob
 from autotune.physics.synthetic import draw_job
-
-if TYPE_CHECKING:
-    from autotune.api import Reporter
 
 POLICY = "policy"
 _VALIDATION_LANES = 512
@@ -114,8 +112,13 @@ def train_seed(document: dict[str, Any], seed: int, folder: str) -> None:
         seed=1000 + seed,
     )
     began = time.perf_counter()
+    _mend(files.progress)
+    parent = os.getppid()
 
     def on_rollout(decisions: int, won: float) -> None:
+        if os.getppid() != parent:
+            # Whoever began this training is gone; what is saved can be taken up.
+            raise SystemExit(1)
         seconds = time.perf_counter() - began
         append_json_line(files.progress, {"decisions": decisions, "won_percent": won, "seconds": seconds})
 
@@ -140,6 +143,13 @@ def train_seed(document: dict[str, Any], seed: int, folder: str) -> None:
         },
     )
     files.checkpoint.unlink(missing_ok=True)
+
+
+def _mend(path: Path) -> None:
+    """Take away a last line that a kill tore, so that others can follow."""
+    lines = path.read_bytes() if path.is_file() else b""
+    if lines and not lines.endswith(b"\n"):
+        write_atomic(path, lines[: lines.rfind(b"\n") + 1])
 
 
 def train(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.errors import BudgetError
+from autotune.errors import BudgetError, ProfileError
 from autotune.gym.levers import Watch
 from autotune.gym.observation import Observation
 from autotune.measurement import Failure
@@ -67,11 +67,11 @@ class PlannedRun:
         """Take in what the last window saw."""
         window = observation.window
         noise = observation.gradient.noise_scale
-        if noise is not None and noise > 0:
+        if noise is not None and 0 < noise < np.inf:
             self._noise_scale = noise
         number = self._number(observation.plan)
         measured = window.seconds_per_step if number is not None else None
-        actual = _usable(window.memory_budget_bytes)
+        actual = max(_usable(window.memory_budget_bytes), 1.0)
         mean, longest = self._lengths(observation)
         seen = Seen(
             plan=self.planner.lanes.pool.baseline if number is None else np.array([number]),
@@ -109,7 +109,11 @@ class PlannedRun:
         return max(mean / reference, 1e-3), max(largest / reference, 1e-3)
 
     def _number(self, plan: Plan) -> int | None:
-        k, choices = self._arrays.encode(0, plan)
+        """Return the number of a plan; ``None`` for one that is not in the pool, or not even in the profile."""
+        try:
+            k, choices = self._arrays.encode(0, plan)
+        except ProfileError:
+            return None
         return self._numbers.get((k, *choices.tolist()))
 
     def _solved(self, budget_bytes: int | None) -> list[Plans]:

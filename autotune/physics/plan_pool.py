@@ -18,6 +18,8 @@ from autotune.physics.price_solver import PriceSolver
 # Factors on the profiled length between which peaks are interpolated, from above: a peak is convex in the length.
 LENGTHS = np.exp(np.linspace(np.log(0.125), np.log(8.0), 49))
 _PROFILED = 24
+# Peaks beyond this are those of plans with a choice that could not be profiled.
+_NEVER = 1e17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,22 +193,47 @@ def _job_pool(
 
 
 def _known(arrays: CostArrays, job: int, also: Sequence[Plans]) -> Indices:
-    """Return the baseline, the leanest plan and those asked for, a row each: k, then choices."""
+    """Return the baseline, the leanest plan of each k, and those asked for, a row each: k, then choices."""
     space = arrays.profiles[job].space
-    rows = [np.zeros(1 + arrays.max_units, dtype=np.int64)]
+    lean = []
     for k in range(int(arrays.num_k[job])):
-        lean = space.leanest().changed(accumulation_steps=space.accumulation_choices[k])
-        number, choices = arrays.encode(job, lean)
-        rows.append(np.concatenate([[number], choices]))
-    rows += [np.concatenate([plans.k[job : job + 1], plans.choices[job]]) for plans in also]
-    return np.stack(rows)
+        _, choices = arrays.encode(job, space.leanest().changed(accumulation_steps=space.accumulation_choices[k]))
+        lean.append(_profiled(arrays, job, k, choices, -arrays.unit_kept_bytes[job, k]))
+    runs = [row for row, peak in zip(lean, _peaks(arrays, job, np.stack(lean)), strict=True) if peak < _NEVER]
+    asked = [np.concatenate([plans.k[job : job + 1], plans.choices[job]]) for plans in also]
+    return np.stack([np.zeros(1 + arrays.max_units, dtype=np.int64), *runs, *asked])
+
+
+def _profiled(arrays: CostArrays, job: int, k: int, choices: Indices, liked: Floats) -> Indices:
+    """Return a row in which the best liked choice stands for each that could not be profiled."""
+    lacks = _lacking(arrays, job)[k]
+    other = np.where(lacks, -np.inf, liked).argmax(axis=1)
+    return np.concatenate([[k], np.where(lacks[np.arange(len(lacks)), choices], other, choices)])
+
+
+def _lacking(arrays: CostArrays, job: int) -> NDArray[np.bool_]:
+    """Return which choices could not be profiled, of units that have others; shape (variants, max_units, choices)."""
+    # What was profiled takes time.
+    told = arrays.unit_seconds[job]
+    return np.asarray((told == 0) & (told > 0).any(axis=2, keepdims=True))
+
+
+def _peaks(arrays: CostArrays, job: int, rows: Indices) -> Floats:
+    return arrays.peak_bytes(Plans(np.full(len(rows), job), rows[:, 0], rows[:, 1:]))
 
 
 def _bounds(arrays: CostArrays, job: int, budgets: int) -> Floats:
     """Return budgets from the smallest lean plan's peak to the baseline's, and none."""
     rows = _known(arrays, job, ())
-    peaks = arrays.peak_bytes(Plans(np.full(len(rows), job), rows[:, 0], rows[:, 1:]))
-    least, most = float(peaks[1:].min()), float(peaks.max())
+    peaks = _peaks(arrays, job, rows)
+    least = float(peaks[1:].min(initial=_NEVER))
+    if peaks[0] >= _NEVER:
+        # Without a baseline, what keeps most stands for it.
+        save = np.zeros(arrays.max_units, dtype=np.int64)
+        kept = arrays.unit_kept_bytes[job]
+        rows = np.stack([_profiled(arrays, job, k, save, kept[k]) for k in range(int(arrays.num_k[job]))])
+        peaks = np.append(peaks[1:], _peaks(arrays, job, rows))
+    most = float(peaks[peaks < _NEVER].max(initial=least))
     return np.append(np.linspace(least, max(most, 1.01 * least), budgets - 1), np.inf)
 
 
@@ -218,9 +245,12 @@ def _solved(arrays: CostArrays, solver: PriceSolver, job: int, worlds: Floats, s
         axis.reshape(-1) for axis in np.meshgrid(range(len(worlds)), range(len(budgets)), ks, indexing="ij")
     )
     lanes = np.full(len(world), job)
-    seconds = arrays.unit_seconds[lanes] * np.repeat(worlds[world], 2, axis=2)[:, None]
+    told = np.where(_lacking(arrays, job), np.inf, arrays.unit_seconds[job])
+    seconds = told[None] * np.repeat(worlds[world], 2, axis=2)[:, None]
     worth = np.where(np.arange(arrays.max_k)[None, :] == k[:, None], 1.0, 1e-9)
-    plans, _ = solver.solve(lanes, budgets[budget], 1.0, worth, seconds)
+    # Where all that a variant allows could not be profiled, the solver's rates are not numbers, and nothing is taken.
+    with np.errstate(invalid="ignore"):
+        plans, _ = solver.solve(lanes, budgets[budget], 1.0, worth, seconds)
     return np.concatenate([plans.k[:, None], plans.choices], axis=1)
 
 
@@ -244,7 +274,7 @@ def _best(arrays: CostArrays, job: int, rows: Indices, worlds: Floats, settings:
     own = np.take_along_axis(arrays.unit_seconds[plans.job, variant], plans.choices[:, :, None], axis=2)[:, :, 0]
     rest = arrays.between_seconds[job, variant] + arrays.constant_seconds[job, variant]
     precision = plans.choices // 2
-    fits = peak[:, None] <= _bounds(arrays, job, settings.budgets)[None, :]
+    fits = (peak[:, None] <= _bounds(arrays, job, settings.budgets)[None, :]) & (peak[:, None] < _NEVER)
     votes = np.zeros(len(rows))
     for number, world in enumerate(worlds):
         seconds = rest + (own * np.take_along_axis(world[None], precision[:, :, None], axis=2)[:, :, 0]).sum(axis=1)
