@@ -10,7 +10,15 @@ from typing import Any
 from autotune.agents.planner import PLANNERS, planned
 from autotune.budget import MemoryBudget, format_bytes
 from autotune.campaign import comparison, tuning
-from autotune.campaign.arms import LIVE, arm_names, live_arm, named_arm, needs_profile, static_arm
+from autotune.campaign.arms import (
+    LIVE,
+    arm_names,
+    live_arm,
+    named_arm,
+    needs_profile,
+    refuse_broken_policies,
+    static_arm,
+)
 from autotune.campaign.profiling import cached_profile, find_profile
 from autotune.campaign.progress import Reporter, Silent
 from autotune.campaign.runs import RunDirectory, device_name, require_writable
@@ -105,6 +113,7 @@ class Session:
             InputError: for wrong input, before anything is written.
         """
         require_writable(self.runs)
+        refuse_broken_policies(names)
         self._refuse_budget_early()
         engine, references = self._references()
         profile = self._profile(names)

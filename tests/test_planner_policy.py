@@ -19,11 +19,13 @@ from autotune.agents.policy import Policy
 from autotune.engines.engine import Engine
 from autotune.engines.profiler import ProfilerOptions, profile
 from autotune.engines.simulated_engine import SimulatedEngine
+from autotune.gym import planned_run
 from autotune.gym.levers import RUN_FEATURES, SIZES, Actions, Features, Watch, neutral_actions
 from autotune.gym.observation import Observation
 from autotune.measurement import Failure
 from autotune.physics.memory_model import peak_bytes
 from autotune.physics.moving import MovingRuns, Strengths, draw_course
+from autotune.physics.plan_pool import PoolSettings
 from autotune.physics.planning import Planner, PlannerSettings
 from autotune.physics.profile import Profile
 from autotune.physics.simulated_job import SimulatedJob
@@ -315,17 +317,23 @@ def test_a_plan_that_the_profile_does_not_know_is_survived(plan: Plan) -> None:
 
 def test_reset_forgets_the_run_and_keeps_the_profile() -> None:
     (job,) = drawn_jobs(1, seed=5)
-    budget = a_budget(job.profile, 0.4)
-    policy = PlannerPolicy(settings=LEANING)
+    budget, recorded = a_budget(job.profile, 0.4), Always(neutral_actions(1))
+    policy = PlannerPolicy(settings=LEANING, network=recorded)
     leader = Leader(SimulatedEngine(job, world=MOVING, seed=1), policy, job.profile, budget)
-    first = list(leader.run(8))
+    first, seen = list(leader.run(8)), list(recorded.seen)
+    recorded.seen.clear()
     policy.reset()
     assert policy.plan == first[0][0]
-    # Told of the same windows it decides the same once more.
+    # Told of the same windows it sees and decides the same once more.
     leader.windows.clear()
     for (plan, window), (following, _) in itertools.pairwise(first):
         leader.windows.append((plan, window))
         assert leader.decide(plan, window) == following
+    assert len(recorded.seen) == len(seen) - 1 > 6
+    for own, other in zip(recorded.seen, seen, strict=False):
+        for part, former in zip(own, other, strict=True):
+            np.testing.assert_array_equal(part, former)
+    assert len({part[0].tobytes() for part in seen}) == len(seen)
 
 
 # ---------------------------------------------------------------------------------------------------------- network
@@ -413,7 +421,7 @@ MOVED = Strengths(
 def test_it_sees_and_decides_what_the_simulators_planner_sees_and_decides(seed: int) -> None:
     (job,) = drawn_jobs(1, seed=20 + seed)
     job = replace(job, profile=with_batches(job.profile, 2**20))
-    runs = MovingRuns([job], MOVED, windows=16)
+    runs = MovingRuns([job], MOVED, windows=16, pool=PoolSettings(budgets=planned_run._BUDGETS))
     pool, one = runs.pool, np.zeros(1, dtype=np.int64)
     usable = np.maximum(0.6 * pool.peak_of(pool.baseline, np.ones(1)), 1.5 * pool.peak_of(pool.leanest, np.ones(1)))
     course = draw_course(np.random.default_rng(seed), MOVED, runs.arrays, one, usable, 16)

@@ -89,6 +89,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda path: None, "cannot be read"),
     "folder": (Path.mkdir, "cannot be read"),
     "oversized": (lambda path: path.write_text("version = 1\n" + "#" * 2**16), "larger than 65536"),
+    "device that never ends": (lambda path: path.symlink_to("/dev/zero"), "larger than 65536"),
     "empty": (lambda path: path.write_text(""), "version is None"),
     "not TOML": (lambda path: path.write_text("{}"), "is not TOML"),
     "JSON": (lambda path: path.write_text('{"version": 1}'), "is not TOML"),

@@ -54,13 +54,15 @@ switch_windows = 0.1
 [planner]
 rise = 0.1
 [ppo]
-decisions = 48
+decisions = 160
 lanes = 4
 batch = 8
-epochs = 2
+epochs = 4
+learning_rate = 0.1
 width = 8
 """
-LONG = RECIPE.replace("decisions = 48", "decisions = 640")
+ROLLOUTS = list(range(16, 161, 16))
+LONG = RECIPE.replace("decisions = 160", "decisions = 640")
 
 
 def recipe_file(folder: Path, text: str = RECIPE) -> Path:
@@ -102,7 +104,7 @@ def whole_seeds(folder: Path, text: str) -> dict[int, SeedFiles]:
     recipe = read_recipe(recipe_file(folder, text))
     found = {seed: SeedFiles(folder=folder, seed=seed) for seed in recipe.seeds}
     for seed in found:
-        train_seed(recipe.to_json(), seed, str(folder))
+        train_seed(recipe.to_json(), seed, str(folder), os.getppid())
     return found
 
 
@@ -143,7 +145,7 @@ def test_the_policy_of_the_best_seed_is_left_as_a_folder_that_loads(trained: Tra
 def test_the_documents_say_what_was_done(trained: Trained) -> None:
     document, recipe = trained.document, read_recipe(trained.runs / "recipe.toml")
     assert json.loads((trained.run / "trained.json").read_text()) == document
-    assert document["decisions"] == 96
+    assert document["decisions"] == 320
     assert document["won_percent_mean"] == pytest.approx(np.mean(list(document["won_percent"].values())))
     low, high = document["won_percent_ci95"]
     assert low <= document["won_percent_mean"] <= high
@@ -162,16 +164,36 @@ def test_the_documents_say_what_was_done(trained: Trained) -> None:
 
 
 def test_each_seed_leaves_its_rollouts_its_weights_and_its_result(trained: Trained) -> None:
-    assert trained.told.stages == [("train 2 seeds", 96)]
-    assert trained.told.done[-1] == 96
+    assert trained.told.stages == [("train 2 seeds", 320)]
+    assert trained.told.done[-1] == 320
     for seed in (4, 9):
         files = SeedFiles(folder=trained.run, seed=seed)
         rows = [json.loads(row) for row in files.progress.read_text().splitlines()]
-        assert [row["decisions"] for row in rows] == [16, 32, 48]
+        assert [row["decisions"] for row in rows] == ROLLOUTS
         assert len(json.loads(files.result.read_text())["won_percent"]) == 512
         assert not files.checkpoint.exists()
     first, second = (load_file(SeedFiles(folder=trained.run, seed=seed).weights) for seed in (4, 9))
     assert any(not torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_result_is_what_the_weights_win_on_jobs_to_judge_by(trained: Trained) -> None:
+    recipe = read_recipe(trained.runs / "recipe.toml")
+    for seed in recipe.seeds:
+        files, network = SeedFiles(folder=trained.run, seed=seed), LeverNetwork(8)
+        network.load_state_dict(load_file(files.weights))
+        env = validation_env(recipe)
+        features, done, seen, won = env.reset(), False, [], np.zeros(env.lanes)
+        while not done:
+            seen.append(features[0])
+            features, rewards, done = env.step(network.most_likely(features))
+            won += rewards
+        seen.append(features[0])
+        result = json.loads(files.result.read_text())
+        np.testing.assert_allclose(result["won_percent"], won)
+        assert np.abs(won).max() > 0
+        np.testing.assert_array_equal(result["job"], env.course.job)
+        np.testing.assert_allclose(result["lowest"], np.concatenate(seen).min(axis=0))
+        np.testing.assert_allclose(result["highest"], np.concatenate(seen).max(axis=0))
 
 
 def test_mlflow_has_a_run_per_seed_with_its_rollouts_and_the_policy(trained: Trained) -> None:
@@ -187,7 +209,7 @@ def test_mlflow_has_a_run_per_seed_with_its_rollouts_and_the_policy(trained: Tra
         assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
         history = client.get_metric_history(child.info.run_id, "won_percent")
         rows = SeedFiles(folder=trained.run, seed=seed).progress.read_text().splitlines()
-        assert sorted(entry.step for entry in history) == [16, 32, 48]
+        assert sorted(entry.step for entry in history) == ROLLOUTS
         logged = {entry.step: entry.value for entry in history}
         assert logged == {row["decisions"]: row["won_percent"] for row in map(json.loads, rows)}
         assert child.info.status == "FINISHED"
@@ -286,7 +308,7 @@ def test_seeds_whose_parent_was_killed_end_by_themselves(tmp_path: Path) -> None
 def test_a_torn_line_of_progress_is_taken_away_before_others_follow(tmp_path: Path, torn: bytes) -> None:
     files = SeedFiles(folder=tmp_path, seed=4)
     files.progress.write_bytes(torn)
-    train_seed(one_seed().to_json(), 4, str(tmp_path))
+    train_seed(one_seed().to_json(), 4, str(tmp_path), os.getppid())
     whole = [16] if b"\n" in torn else []
     rows = RunDirectory(tmp_path).lines(files.progress.name)
     assert [row["decisions"] for row in rows] == [*whole, 16, 32, 48]

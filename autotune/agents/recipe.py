@@ -146,9 +146,11 @@ def read_recipe(path: Path) -> Recipe:
     """
     where = str(path)
     try:
-        if path.stat().st_size > _LARGEST_BYTES:
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_BYTES + 1)
+        if len(content) > _LARGEST_BYTES:
             raise InputError(f"is larger than {_LARGEST_BYTES} bytes", where=where, allowed="a recipe")
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(content.decode())
     except OSError as error:
         raise InputError(f"cannot be read ({error.strerror})", where=where, allowed="a readable TOML file") from error
     except InputError:

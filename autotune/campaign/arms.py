@@ -57,7 +57,20 @@ def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:
 
 def needs_profile(name: str) -> bool:
     """Tell whether an arm plans from the job's profile while it runs."""
-    return name in LIVE or Path(name).is_dir()
+    return name in LIVE or (name not in (*RULES, *METHODS) and Path(name).is_dir())
+
+
+def refuse_broken_policies(names: Sequence[str]) -> None:
+    """Load every policy folder among arms once, before anything is spent on the others.
+
+    Raises:
+        PolicyFileError: if one is not a policy.
+    """
+    from autotune.agents.bundle import load_policy
+
+    for name in names:
+        if name not in LIVE and needs_profile(name):
+            load_policy(Path(name))
 
 
 def live_arm(name: str, profile: Profile, budget_bytes: int | None) -> Arm:

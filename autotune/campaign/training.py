@@ -87,13 +87,14 @@ class SeedFiles:
         return self.folder / f"seed-{self.seed}.safetensors"
 
 
-def train_seed(document: dict[str, Any], seed: int, folder: str) -> None:
+def train_seed(document: dict[str, Any], seed: int, folder: str, parent: int) -> None:
     """Train and judge one seed, in a process of its own.
 
     Args:
         document: the recipe as a JSON object.
         seed: of the network, the courses and the actions.
         folder: the run directory.
+        parent: the process that waits for it; without it, training ends.
     """
     import torch
     from safetensors.torch import save_file
@@ -113,7 +114,6 @@ def train_seed(document: dict[str, Any], seed: int, folder: str) -> None:
     )
     began = time.perf_counter()
     _mend(files.progress)
-    parent = os.getppid()
 
     def on_rollout(decisions: int, won: float) -> None:
         if os.getppid() != parent:
@@ -184,7 +184,9 @@ def train(
         while waiting or running:
             while waiting and len(running) < at_once:
                 files = waiting.pop(0)
-                process = context.Process(target=train_seed, args=(recipe.to_json(), files.seed, str(run.path)))
+                process = context.Process(
+                    target=train_seed, args=(recipe.to_json(), files.seed, str(run.path), os.getpid())
+                )
                 process.start()
                 running[files.seed] = process
             time.sleep(_POLL_S)

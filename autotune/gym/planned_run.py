@@ -19,6 +19,8 @@ from autotune.physics.profile import Profile
 from autotune.physics.solver import SAFETY_MARGIN, Goal, solve_each
 from autotune.plan import Plan
 
+# Budgets that plans are looked for under: a run's own may be tight, and change.
+_BUDGETS = 72
 _OUT_OF_MEMORY = (Failure.OUT_OF_MEMORY, Failure.OVER_BUDGET)
 
 
@@ -39,7 +41,7 @@ class PlannedRun:
     def __init__(self, profile: Profile, budget_bytes: int | None, settings: PlannerSettings) -> None:
         self._profile = profile
         self._arrays = CostArrays([profile])
-        pool = make_pool(self._arrays, PoolSettings(), self._solved(budget_bytes))
+        pool = make_pool(self._arrays, PoolSettings(budgets=_BUDGETS), self._solved(budget_bytes))
         self.planner = Planner(
             Lanes.of(pool, self._arrays, np.zeros(1, dtype=np.int64), np.array([profile.length_spread == 0])), settings
         )

@@ -64,6 +64,7 @@ class CostArrays:
             saving.
         between_seconds: shape (jobs, variants), the code between units, calibrated.
         constant_seconds: shape (jobs, variants), what does not depend on the sequence length.
+        missing: as ``unit_seconds``, whether the choice could not be profiled.
         unit_kept_bytes: as ``unit_seconds``, what stays until backward because of the unit, boundaries included.
     """
 
@@ -110,6 +111,7 @@ class CostArrays:
         self.between_seconds, self.constant_seconds = np.zeros(shape), np.zeros(shape)
         units = (*shape, self.max_units, self.max_choices)
         self.unit_seconds, self.unit_kept_bytes = np.zeros(units), np.zeros(units)
+        self.missing = np.zeros(units, dtype=bool)
 
     def _load(self, job: int, profile: Profile) -> None:
         numbers = {unit.name: number for number, unit in enumerate(profile.units)}
@@ -143,6 +145,8 @@ class CostArrays:
                 if name not in segment.costs:
                     # It could not be profiled: it never fits.
                     self._forward_constant[at] = -_NEVER
+                    if segment.unit is not None:
+                        self.missing[(*where, numbers[segment.unit], choice)] = True
                     continue
                 cost = segment.costs[name]
                 self._saved[at] = cost.saved_bytes

@@ -95,7 +95,7 @@ class PriceSolver:
         regime = np.arange(arrays.variants) // arrays.max_k
         within = (regime[:, None] == 0) | (choice[None, :] // 2 == regime[:, None])
         # Shape (jobs, variants, max_units, choices).
-        self._allowed = own[:, None] & within[None, :, None, :]
+        self._allowed = own[:, None] & within[None, :, None, :] & ~arrays.missing
         shape = (-1, arrays.max_units, arrays.max_choices)
         self._chains = make_chains(
             arrays.unit_seconds.reshape(shape), arrays.unit_kept_bytes.reshape(shape), self._allowed.reshape(shape)
