@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 from pathlib import Path
@@ -263,3 +264,12 @@ def test_a_missing_policy_folder_is_refused_in_one_line(tmp_path: Path, capsys: 
     assert len(captured.err.splitlines()) == 1
     assert str(missing) in captured.err
     assert not (tmp_path / "runs").exists()
+
+
+def test_what_c_code_prints_never_reaches_the_documents_stream(capfd: pytest.CaptureFixture[str]) -> None:
+    with bench._hushed():
+        ctypes.CDLL(None).puts(b"a line of the solver's library")
+    print("{}")
+    captured = capfd.readouterr()
+    assert captured.out == "{}\n"
+    assert "a line of" in captured.err

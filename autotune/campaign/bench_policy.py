@@ -6,13 +6,16 @@ the exact optimum where nothing moves, a clairvoyant where conditions do.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import math
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -312,7 +315,8 @@ def _cases(settings: BenchSettings, variant: str = "") -> list[Case]:
         budget = math.ceil(peak / (1 - SAFETY_MARGIN)) + 1
         noise = float(job.convergence.noise_scale(job.convergence.loss.at(0.0)))
         truth = _shifted(shifts, job.profile) if variant == "shifted" else job.profile
-        best = solve(truth, budget, Goal(noise_scale=noise)).seconds_per_sample
+        with _hushed():
+            best = solve(truth, budget, Goal(noise_scale=noise)).seconds_per_sample
         cases.append(Case(told=job.profile, truth=truth, budget_bytes=budget, noise_scale=noise, best=best))
     return cases
 
@@ -415,12 +419,32 @@ def _leaning(judged: Judged) -> dict[str, tuple[_Leaning, tuple[Choose | None, .
 
 
 def _timed(find: Callable[[], Plan | None]) -> Proposal:
-    began = time.perf_counter()
+    with _hushed():
+        began = time.perf_counter()
+        try:
+            plan = find()
+        except BudgetError:
+            plan = None
+        return Proposal(plan, time.perf_counter() - began)
+
+
+@contextlib.contextmanager
+def _hushed() -> Iterator[None]:
+    """Send what C code prints to stderr: the solver's library has a line that no option silences, and stdout is JSON's.
+
+    C keeps what it prints in a buffer of its own, which must be emptied before stdout is given back.
+    """
+    flush = ctypes.CDLL(None).fflush if os.name == "posix" else lambda _stream: None
+    sys.stdout.flush()
+    flush(None)
+    stdout = os.dup(1)
+    os.dup2(2, 1)
     try:
-        plan = find()
-    except BudgetError:
-        plan = None
-    return Proposal(plan, time.perf_counter() - began)
+        yield
+    finally:
+        flush(None)
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _first_plan(

@@ -29,8 +29,8 @@ def command(
     output = shared.console(as_json=as_json)
     output.print(
         f"Training {job} for real inside {memory_budget} of the FP32 baseline's peak memory: a profile, two plans from "
-        f"it, two searches of {steps} real steps each, then {len(_ARMS)} arms on {seeds} fresh seeds, one of them led by "
-        f"the shipped policy while it trains."
+        f"it, two searches of {steps} real steps each, then {len(_ARMS)} arms on {seeds} fresh seeds, one of them led "
+        f"by the shipped policy while it trains."
     )
     began = time.perf_counter()
     with shared.Bars(output) as bars:
