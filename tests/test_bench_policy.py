@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -269,7 +270,7 @@ def test_a_missing_policy_folder_is_refused_in_one_line(tmp_path: Path, capsys: 
 def test_what_c_code_prints_never_reaches_the_documents_stream(capfd: pytest.CaptureFixture[str]) -> None:
     with bench._hushed():
         ctypes.CDLL(None).puts(b"a line of the solver's library")
-    print("{}")
+    sys.stdout.write("{}\n")
     captured = capfd.readouterr()
     assert captured.out == "{}\n"
     assert "a line of" in captured.err
