@@ -130,7 +130,7 @@ def test_json_is_one_document_on_stdout_and_everything_else_on_stderr(tmp_path: 
     )
     document = json.loads(answer.stdout)
     assert set(document) == {"plan", "predicted", "measured", "tuning_s", "tuning_steps", "run"}
-    assert document["tuning_steps"] <= 40
+    assert 0 < document["tuning_steps"] <= 48
     assert json.loads(Path(document["run"], "plan.json").read_text()) == document["plan"]
     assert "Traceback" not in answer.stderr
 

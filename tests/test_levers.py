@@ -127,7 +127,7 @@ def test_rewards_are_the_time_won_over_the_planner_in_percent(jobs) -> None:
 
 
 def test_most_features_say_something_and_padding_says_nothing(jobs) -> None:
-    env = env_of(jobs)
+    env = env_of(jobs, lanes=64)
     _, features = random_play(env)
     run = np.concatenate([part for part, _ in features])
     silent = {name for name, spread in zip(RUN_FEATURES, np.ptp(run, axis=0), strict=True) if spread == 0}

@@ -19,13 +19,11 @@ from autotune.agents.policy import Policy
 from autotune.engines.engine import Engine
 from autotune.engines.profiler import ProfilerOptions, profile
 from autotune.engines.simulated_engine import SimulatedEngine
-from autotune.gym import planned_run
 from autotune.gym.levers import RUN_FEATURES, SIZES, Actions, Features, Watch, neutral_actions
 from autotune.gym.observation import Observation
 from autotune.measurement import Failure
 from autotune.physics.memory_model import peak_bytes
 from autotune.physics.moving import MovingRuns, Strengths, draw_course
-from autotune.physics.plan_pool import PoolSettings
 from autotune.physics.planning import Planner, PlannerSettings
 from autotune.physics.profile import Profile
 from autotune.physics.simulated_job import SimulatedJob
@@ -421,7 +419,7 @@ MOVED = Strengths(
 def test_it_sees_and_decides_what_the_simulators_planner_sees_and_decides(seed: int) -> None:
     (job,) = drawn_jobs(1, seed=20 + seed)
     job = replace(job, profile=with_batches(job.profile, 2**20))
-    runs = MovingRuns([job], MOVED, windows=16, pool=PoolSettings(budgets=planned_run._BUDGETS))
+    runs = MovingRuns([job], MOVED, windows=16)
     pool, one = runs.pool, np.zeros(1, dtype=np.int64)
     usable = np.maximum(0.6 * pool.peak_of(pool.baseline, np.ones(1)), 1.5 * pool.peak_of(pool.leanest, np.ones(1)))
     course = draw_course(np.random.default_rng(seed), MOVED, runs.arrays, one, usable, 16)

@@ -120,6 +120,8 @@ class Recipe:
             value = getattr(strengths, name)
             _require(value > 0, f"strengths.{name}", value, "above 0")
         _require(strengths.spread >= 1, "strengths.spread", strengths.spread, ">= 1")
+        lasts = strengths.event_windows
+        _require(1 <= lasts <= 1000, "strengths.event_windows", lasts, "1 to 1000")
         share = self.planner.common_share
         _require(share <= 1, "planner.common_share", share, "at most 1")
 

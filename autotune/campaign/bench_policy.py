@@ -854,15 +854,12 @@ class World:
 
     def _informed(self, *, exactly: bool) -> Outcome:
         """Return what the planner comes to that is told the true law of lengths."""
-        strengths, settings = self._runs.strengths, self._settings
-        if exactly:
-            # A planner adds what is lost to the window's own time, of which one that runs out takes nothing.
-            settings = replace(settings, retry=strengths.retry_windows - 1)
+        memory = self._runs.strengths.length_windows
 
         def prepare(planner: Planner) -> None:
-            planner.rises = ToldRises(planner, self._course, strengths.length_windows, exactly=exactly)
+            planner.rises = ToldRises(planner, self._course, memory, exactly=exactly)
 
-        return self._drive(settings, None, prepare)
+        return self._drive(self._settings, None, prepare)
 
 
 # --- Decisions ---

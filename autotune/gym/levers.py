@@ -123,6 +123,8 @@ class Watch:
         baseline_peak: shape (n,), bytes of the baseline plan at the profiled length.
         memory: what is remembered.
         situation: what is known before the next window; features refer to it.
+        full: shape (n,), the running plan's peak at the length last seen over the next window's budget.
+        unsure: shape (n, max_units, precisions), how unsure each factor on costs is.
     """
 
     def __init__(self, planner: Planner) -> None:
@@ -131,6 +133,8 @@ class Watch:
         self.baseline_peak = planner.lanes.pool.peak_of(planner.lanes.pool.baseline, np.ones(self.lanes))
         self.memory = Memory.of(self.lanes)
         self.situation: Situation
+        self.full: Floats
+        self.unsure: Floats
 
     def observe(self, seen: Seen, noise_scale: Floats) -> None:
         """Let the planner take in a window, and remember it."""
@@ -177,7 +181,9 @@ class Watch:
             that are not there.
         """
         self.situation = situation
-        run = np.stack([np.broadcast_to(read(self), (self.lanes,)) for read in RUN_FEATURES.values()], axis=1)
+        # Several features are made of these.
+        self.full, self.unsure = self.pressure(), self.planner.belief.deviation()
+        run = np.stack([read(self) for read in RUN_FEATURES.values()], axis=1)
         return _bounded(run), _bounded(self._units())
 
     @property
@@ -197,7 +203,7 @@ class Watch:
     def _units(self) -> Floats:
         planner, lanes, choices = self.planner, self.planner.lanes, self.choices
         rows = np.arange(self.lanes)
-        mean, deviation = planner.belief.mean, planner.belief.deviation()
+        mean, deviation = planner.belief.mean, self.unsure
         seconds = lanes.pool.weights[rows, planner.plan].reshape(mean.shape) * mean
         chosen = seconds.sum(axis=2)
         there = np.arange(choices.shape[1])[None, :] < lanes.num_units[:, None]
@@ -264,7 +270,7 @@ def _dip_due(w: Watch) -> Floats:
 
 def _dip_risk(w: Watch) -> Floats:
     """Return whether the running plan would run out of memory in a dip like the last one."""
-    return (w.pressure() * np.exp(w.planner.dip) > 1).astype(np.float64)
+    return (w.full * np.exp(w.planner.dip) > 1).astype(np.float64)
 
 
 def _switch_share(w: Watch) -> Floats:
@@ -292,7 +298,7 @@ RUN_FEATURES: dict[str, Callable[[Watch], Floats]] = {
     "rise_max": lambda w: 5 * w.memory.rise_max,
     "ran_out": lambda w: 3 * w.memory.ran_out,
     "ran_out_since": lambda w: 1 / (1 + w.memory.out_since),
-    "pressure": lambda w: 3 * (w.pressure() - 0.8),
+    "pressure": lambda w: 3 * (w.full - 0.8),
     "pressure_longest": lambda w: 3 * (w.pressure(w.memory.rise_max) - 0.8),
     "budget": lambda w: np.log(w.situation.budget[:, 0] / w.baseline_peak),
     "budget_ahead": lambda w: 3 * _next_lower(w),
@@ -318,7 +324,7 @@ RUN_FEATURES: dict[str, Callable[[Watch], Floats]] = {
     ),
     "surprise": lambda w: 10 * w.memory.surprise,
     "surprise_deviation": lambda w: 10 * _deviation(w.memory.surprise, w.memory.surprise_square),
-    "unsure": lambda w: 5 * w.planner.belief.deviation().mean(axis=(1, 2)),
+    "unsure": lambda w: 5 * w.unsure.mean(axis=(1, 2)),
     "recomputed": lambda w: w.share(w.choices % 2 == 1),
     "lowered": lambda w: w.share(w.choices // 2 > 0),
     "depth": lambda w: np.log2(1 + w.planner.lanes.num_units) / 4,

@@ -13,14 +13,12 @@ from autotune.gym.levers import Watch
 from autotune.gym.observation import Observation
 from autotune.measurement import Failure
 from autotune.physics.cost_arrays import CostArrays, Plans
-from autotune.physics.plan_pool import PoolSettings, make_pool
+from autotune.physics.plan_pool import make_pool
 from autotune.physics.planning import LOOK_AHEAD, Lanes, Planner, PlannerSettings, Seen, Situation
 from autotune.physics.profile import Profile
 from autotune.physics.solver import SAFETY_MARGIN, Goal, solve_each
 from autotune.plan import Plan
 
-# Budgets that plans are looked for under: a run's own may be tight, and change.
-_BUDGETS = 72
 _OUT_OF_MEMORY = (Failure.OUT_OF_MEMORY, Failure.OVER_BUDGET)
 
 
@@ -41,7 +39,7 @@ class PlannedRun:
     def __init__(self, profile: Profile, budget_bytes: int | None, settings: PlannerSettings) -> None:
         self._profile = profile
         self._arrays = CostArrays([profile])
-        pool = make_pool(self._arrays, PoolSettings(budgets=_BUDGETS), self._solved(budget_bytes))
+        pool = make_pool(self._arrays, also=self._solved(budget_bytes))
         self.planner = Planner(
             Lanes.of(pool, self._arrays, np.zeros(1, dtype=np.int64), np.array([profile.length_spread == 0])), settings
         )
@@ -75,13 +73,16 @@ class PlannedRun:
         measured = window.seconds_per_step if number is not None else None
         actual = max(_usable(window.memory_budget_bytes), 1.0)
         mean, longest = self._lengths(observation)
+        former = self.planner.seen
+        # A window that ran out of memory took what was lost, and the leanest plan's repetition, besides.
+        working = window.total_s if window.failure is None or former is None else float(former.window_s[0])
         seen = Seen(
             plan=self.planner.lanes.pool.baseline if number is None else np.array([number]),
             length=np.array([mean]),
             longest=np.array([longest]),
             dip=np.array([max(float(np.log(self._told / actual)), 0.0) if np.isfinite(actual) else 0.0]),
             step_s=np.array([float("nan") if measured is None else measured]),
-            window_s=np.array([window.total_s]),
+            window_s=np.array([working]),
             total_s=np.array([window.total_s]),
             ran_out=np.array([window.failure in _OUT_OF_MEMORY]),
         )

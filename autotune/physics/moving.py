@@ -37,7 +37,9 @@ class Strengths:
         curriculum: logarithm by which lengths grow from the first window to the last.
         jitter: standard deviation of the logarithm of a window's longest batch, over its mean.
         event_every: windows from one event (an evaluation beside training, a neighbour's, say) to the next; 0 for none.
-        event_share: share of the budget that such a window leaves.
+        event_share: share of the budget that such windows leave; the spread is of how much they take.
+        event_windows: windows that the longest events last; each lane's last 1 to so many, and only the first window of
+            one that is not announced comes as a surprise.
         event_told: share of lanes to which events are announced; the others meet them within a window.
         switch_windows: what a switch of plans costs, in windows of the baseline.
         retry_windows: share of a window's time that is lost when it runs out of memory.
@@ -57,6 +59,7 @@ class Strengths:
     jitter: float = 0.0
     event_every: int = 0
     event_share: float = 0.8
+    event_windows: int = 1
     event_told: float = 1.0
     switch_windows: float = 0.0
     retry_windows: float = 1.0
@@ -67,8 +70,10 @@ class Strengths:
         shapes = (
             "common_share",
             "drift_windows",
+            "length_lanes",
             "length_windows",
             "event_share",
+            "event_windows",
             "event_told",
             "retry_windows",
             "spread",
@@ -84,7 +89,8 @@ class Course:
     Attributes:
         job: shape (n,).
         budget: shape (n, w), bytes that each window leaves.
-        told: shape (n, w), bytes that are announced.
+        told: shape (n, w), bytes that are announced right before each window.
+        announced: shape (n,), whether what is to come later is announced too.
         still: shape (n,), whether sequences are all of one length.
         length: shape (n, w), factor on the profiled sequence length.
         longest: shape (n, w), the same of the window's longest batch.
@@ -99,6 +105,7 @@ class Course:
     job: Indices
     budget: Floats
     told: Floats
+    announced: Flags
     still: Flags
     length: Floats
     longest: Floats
@@ -145,7 +152,13 @@ def draw_course(
     length += own(strengths.curriculum) * np.linspace(-0.5, 0.5, windows)
     jitter = np.where(still, 0.0, own(strengths.jitter) * np.abs(generator.standard_normal((n, windows))))
     length = np.where(still, 0.0, length)
-    event = _events(generator, np.round(own(strengths.event_every)).astype(np.int64), windows)
+    event, begins = _events(
+        generator,
+        np.round(own(strengths.event_every)).astype(np.int64),
+        generator.integers(1, strengths.event_windows + 1, (n, 1)),
+        windows,
+    )
+    left = np.exp(own(np.log(strengths.event_share)))
     drift = own(strengths.drift)[:, :, None] * _wandering(generator, (n, precisions, windows), strengths.drift_windows)
     common, alone = generator.standard_normal((n, 1, precisions)), generator.standard_normal((n, units, precisions))
     cost = np.sqrt(strengths.common_share) * common + np.sqrt(1 - strengths.common_share) * alone
@@ -153,8 +166,9 @@ def draw_course(
     announced = generator.random((n, 1)) < strengths.event_told
     return Course(
         job=job,
-        budget=budget_bytes[:, None] * np.where(event, strengths.event_share, 1.0),
-        told=budget_bytes[:, None] * np.where(event & announced, strengths.event_share, 1.0),
+        budget=budget_bytes[:, None] * np.where(event, left, 1.0),
+        told=budget_bytes[:, None] * np.where(event & (announced | ~begins), left, 1.0),
+        announced=announced[:, 0],
         still=still[:, 0],
         length=np.exp(length),
         longest=np.exp(length + jitter),
@@ -167,11 +181,19 @@ def draw_course(
     )
 
 
-def _events(generator: np.random.Generator, every: Indices, windows: int) -> Flags:
-    """Return which windows are events, shape (n, windows); ``every``, shape (n, 1), is 0 for none."""
-    phase = generator.integers(0, np.maximum(every, 1))
+def _events(generator: np.random.Generator, every: Indices, lasts: Indices, windows: int) -> tuple[Flags, Flags]:
+    """Return which windows are events, and which of them are the first of one, shape (n, windows).
+
+    Args:
+        generator: of the first event's place.
+        every: shape (n, 1), windows from one to the next; 0 for none.
+        lasts: shape (n, 1), windows that each takes, at most all but one until the next.
+        windows: how many.
+    """
     period = np.maximum(every, 1)
-    return np.asarray((every > 0) & ((np.arange(windows) + phase) % period == period - 1))
+    place = (np.arange(windows) + generator.integers(0, period)) % period
+    lasts = np.minimum(lasts, np.maximum(every - 1, 1))
+    return np.asarray((every > 0) & (place < lasts)), np.asarray((every > 0) & (place == 0))
 
 
 def _wandering(generator: np.random.Generator, shape: tuple[int, ...], memory: float) -> Floats:
@@ -276,8 +298,9 @@ class MovingRuns:
         """Return what is known before the next window."""
         course, window = self._course(), self.window
         ahead = np.minimum(np.arange(window, window + LOOK_AHEAD), self.windows - 1)
+        told = course.told[:, ahead]
         return Situation(
-            budget=course.told[:, ahead],
+            budget=np.where(course.announced[:, None], told, told[:, :1]),
             progress=np.full(len(course.job), window / self.windows),
             windows_left=np.full(len(course.job), float(self.windows - window)),
             noise_scale=self.known_noise_scale(),

@@ -32,14 +32,17 @@ class PoolSettings:
         budgets: budgets per world, from the leanest plan's peak to the baseline's.
         cost_error: standard deviation of the logarithm of an imagined cost over the profile's.
         rounds: times that single units of the plans found are changed.
+        changes: such changes tried in a round at most, drawn at random where there are more; deep models have many,
+            and need them least: one unit of theirs is a small part.
         seed: of the imagined worlds.
     """
 
     size: int = 256
     worlds: int = 8
-    budgets: int = 24
+    budgets: int = 48
     cost_error: float = 0.3
     rounds: int = 2
+    changes: int = 8192
     seed: int = 0
 
 
@@ -186,7 +189,7 @@ def _job_pool(
     found = _unique(np.concatenate([fixed, _solved(arrays, solver, job, worlds, settings)]))
     for _ in range(settings.rounds):
         chosen = found[_best(arrays, job, found, worlds, settings)]
-        found = _unique(np.concatenate([fixed, chosen, _neighbours(arrays, job, chosen)]))
+        found = _unique(np.concatenate([fixed, chosen, _neighbours(arrays, job, chosen, settings.changes, generator)]))
     kept = found[_best(arrays, job, found, worlds, settings)]
     pool = _unique(np.concatenate([fixed, kept[: settings.size - len(fixed)]]))
     return pool[:, 0], pool[:, 1:]
@@ -223,7 +226,7 @@ def _peaks(arrays: CostArrays, job: int, rows: Indices) -> Floats:
 
 
 def _bounds(arrays: CostArrays, job: int, budgets: int) -> Floats:
-    """Return budgets from the smallest lean plan's peak to the baseline's, and none."""
+    """Return budgets from the smallest lean plan's peak to the baseline's, each by one factor larger, and none."""
     rows = _known(arrays, job, ())
     peaks = _peaks(arrays, job, rows)
     least = float(peaks[1:].min(initial=_NEVER))
@@ -234,7 +237,8 @@ def _bounds(arrays: CostArrays, job: int, budgets: int) -> Floats:
         rows = np.stack([_profiled(arrays, job, k, save, kept[k]) for k in range(int(arrays.num_k[job]))])
         peaks = np.append(peaks[1:], _peaks(arrays, job, rows))
     most = float(peaks[peaks < _NEVER].max(initial=least))
-    return np.append(np.linspace(least, max(most, 1.01 * least), budgets - 1), np.inf)
+    # Where memory is scarce each byte buys most, and the best plans lie closest together.
+    return np.append(np.geomspace(least, max(most, 1.01 * least), budgets - 1), np.inf)
 
 
 def _solved(arrays: CostArrays, solver: PriceSolver, job: int, worlds: Floats, settings: PoolSettings) -> Indices:
@@ -254,16 +258,19 @@ def _solved(arrays: CostArrays, solver: PriceSolver, job: int, worlds: Floats, s
     return np.concatenate([plans.k[:, None], plans.choices], axis=1)
 
 
-def _neighbours(arrays: CostArrays, job: int, rows: Indices) -> Indices:
-    """Return all plans that differ in one unit."""
-    units, choices = int(arrays.num_units[job]), 2 * int(arrays.num_precisions[job])
-    parts = []
-    for unit in range(units):
-        for choice in range(choices) if arrays.recomputable[job, unit] else range(0, choices, 2):
-            other = rows.copy()
-            other[:, 1 + unit] = choice
-            parts.append(other)
-    return np.concatenate(parts)
+def _neighbours(arrays: CostArrays, job: int, rows: Indices, most: int, generator: np.random.Generator) -> Indices:
+    """Return plans that differ in one unit: all of them, or so many drawn at random."""
+    choices = 2 * int(arrays.num_precisions[job])
+    unit, choice = np.nonzero(
+        (np.arange(arrays.max_units)[:, None] < arrays.num_units[job])
+        & (arrays.recomputable[job][:, None] | (np.arange(choices) % 2 == 0))
+    )
+    changes = len(rows) * len(unit)
+    drawn = np.arange(changes) if changes <= most else generator.choice(changes, most, replace=False)
+    row, move = np.divmod(drawn, len(unit))
+    other = rows[row]
+    other[np.arange(len(other)), 1 + unit[move]] = choice[move]
+    return other
 
 
 def _best(arrays: CostArrays, job: int, rows: Indices, worlds: Floats, settings: PoolSettings) -> Indices:
@@ -289,5 +296,7 @@ def _best(arrays: CostArrays, job: int, rows: Indices, worlds: Floats, settings:
 
 def _unique(rows: Indices) -> Indices:
     """Return rows without repetitions, in the order of their first appearance."""
-    _, first = np.unique(rows, axis=0, return_index=True)
-    return rows[np.sort(first)]
+    # Rows are told apart by one random product each: sorting them whole takes most of the time that a pool takes.
+    product = rows @ np.random.default_rng(0).integers(-(2**62), 2**62, rows.shape[1])
+    _, first = np.unique(product, return_index=True)
+    return np.asarray(rows[np.sort(first)])

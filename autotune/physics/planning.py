@@ -338,7 +338,8 @@ class Planner:
         room = pool.longest(budget) / self.length[:, None]
         chance = self.rises.exceed(np.log(room), levers.caution)
         lean = np.take_along_axis(time, pool.leanest[:, None], axis=1)
-        lost = self.settings.retry * time + lean
+        # What is lost, and the leanest plan's repetition, take the place of the window's own time.
+        lost = (self.settings.retry - 1) * time + lean
         if window_s is not None:
             running = np.take_along_axis(time, self.plan[:, None], axis=1)
             lost = lost + 2 * switch_s[:, None] / np.maximum(window_s, 1e-12)[:, None] * running
