@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune.agents.planner import PLANNERS, planned
 from autotune.budget import MemoryBudget, format_bytes
@@ -33,6 +33,9 @@ from autotune.physics.solver import Goal, require_feasible, solve, with_shadow_p
 from autotune.physics.time_model import seconds_per_step
 from autotune.plan import Plan
 from autotune.report.figures import draw_comparison
+
+if TYPE_CHECKING:
+    from autotune.agents.recipe import Recipe
 
 FIGURE = "comparison.png"
 
@@ -275,7 +278,8 @@ def tune(
 
     Args:
         job: the job, or its reference.
-        method: ``exact``, ``greedy``, ``ppo``, ``random``, ``optuna``, ``optuna-prices`` or ``ppo-scratch``.
+        method: ``exact``, ``greedy``, ``planner``, ``ppo``, ``random``, ``optuna``, ``optuna-prices`` or
+            ``ppo-scratch``.
         memory_budget: a size (``20GiB``) or a share of the FP32 baseline's peak (``75%``); ``None`` for no budget.
         steps: real optimizer steps that may be spent.
         trials: plans that may be measured; ``None`` for as many as the steps allow.
@@ -358,25 +362,96 @@ def train(
     Raises:
         InputError: for wrong input, before anything is written.
     """
-    from autotune.agents.recipe import Recipe, read_recipe, recipe_of
     from autotune.campaign import training
 
     if resume is not None:
-        if recipe is not None:
-            raise InputError("both --recipe and --resume are given", where="train", allowed="one of them")
-        run = RunDirectory.open(Path(resume))
-        begun = run.read("config.json").get("recipe")
-        if not isinstance(begun, dict):
-            raise InputError("holds no training", where=str(resume), allowed="the run directory of a training")
-        found = recipe_of(begun, where=str(run.path / "config.json"))
+        found, run, config = _taken_up(recipe, resume)
+        if "search" in config:
+            raise InputError(
+                "holds a search", where=str(resume), allowed="a training, or --search N beside --resume to take it up"
+            )
     else:
-        found = Recipe() if recipe is None else read_recipe(Path(recipe))
+        found = _recipe(recipe)
         require_writable(Path(runs_dir))
         run = RunDirectory.create(Path(runs_dir), "train", "simulated", {"recipe": found.to_json()})
     tracker = Tracker(run.path.parent, run.path, "train")
     document = training.train(found, run, tracker, reporter or Silent(), processes=processes)
     tracker.close()
     return document
+
+
+def search_recipe(
+    recipe: str | Path | None = None,
+    *,
+    trials: int = 20,
+    decisions: int | None = None,
+    resume: str | Path | None = None,
+    processes: int | None = None,
+    runs_dir: str | Path = "runs",
+    reporter: Reporter | None = None,
+) -> dict[str, Any]:
+    """Search for the PPO settings that a recipe trains best with, by Optuna over short trainings.
+
+    Args:
+        recipe: a recipe file, whose own values are tried first; ``None`` for the defaults, or for what ``resume`` was
+            begun with.
+        trials: short trainings, those that ``resume`` holds included.
+        decisions: that each trains on; ``None`` for a fifth of the recipe's, or for what ``resume`` was begun with.
+        resume: the run directory of an interrupted search.
+        processes: trials trained at once; ``None`` for one per core.
+        runs_dir: where the run directory is made.
+        reporter: shows progress; ``None`` shows nothing.
+
+    Returns:
+        The document that ``autotune train --search --json`` prints.
+
+    Raises:
+        InputError: for wrong input, before anything is written.
+        AutotuneError: if a trial was killed, or every trial failed.
+    """
+    from autotune.agents.recipe_space import space_around
+    from autotune.campaign import recipe_search
+
+    if resume is not None:
+        found, run, config = _taken_up(recipe, resume)
+        begun = recipe_search.begun_search(config, where=run.path)
+        if decisions not in (None, begun):
+            raise InputError(f"is {decisions}", where="--search-decisions", allowed=f"{begun}, as the search was begun")
+        settings = recipe_search.SearchSettings(trials=trials, decisions=begun)
+    else:
+        found = _recipe(recipe)
+        each = recipe_search.share_of(found) if decisions is None else decisions
+        settings = recipe_search.SearchSettings(trials=trials, decisions=each)
+        space_around(found.ppo)
+        require_writable(Path(runs_dir))
+        config = {"recipe": found.to_json(), "search": {"trials": trials, "decisions": each}}
+        run = RunDirectory.create(Path(runs_dir), "train", "search", config)
+    with recipe_search.opened(found, settings, run) as search:
+        send_pending(run.path.parent)
+        tracker = Tracker(run.path.parent, run.path, "train search")
+        document = recipe_search.run_search(search, tracker, reporter or Silent(), processes=processes)
+        tracker.close()
+    return document
+
+
+def _recipe(path: str | Path | None) -> Recipe:
+    from autotune.agents.recipe import Recipe, read_recipe
+
+    return Recipe() if path is None else read_recipe(Path(path))
+
+
+def _taken_up(recipe: str | Path | None, resume: str | Path) -> tuple[Recipe, RunDirectory, dict[str, Any]]:
+    """Return the recipe, the run and the configuration of an interrupted training."""
+    from autotune.agents.recipe import recipe_of
+
+    if recipe is not None:
+        raise InputError("both --recipe and --resume are given", where="train", allowed="one of them")
+    run = RunDirectory.open(Path(resume))
+    config = run.read("config.json")
+    begun = config.get("recipe")
+    if not isinstance(begun, dict):
+        raise InputError("holds no training", where=str(resume), allowed="the run directory of a training")
+    return recipe_of(begun, where=str(run.path / "config.json")), run, config
 
 
 def fine_tune(

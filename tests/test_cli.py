@@ -135,6 +135,16 @@ def test_json_is_one_document_on_stdout_and_everything_else_on_stderr(tmp_path: 
     assert "Traceback" not in answer.stderr
 
 
+def test_what_a_job_or_c_code_prints_does_not_reach_the_documents_stream(tmp_path: Path) -> None:
+    loud = tmp_path / "loud_job.py"
+    loud.write_text(JOB.read_text() + '\nimport os\nprint("a job prints")\nos.write(1, b"C code prints\\n")\n')
+    command = [sys.executable, "-m", "autotune.cli.main", "explain", "sqrt", "--job", str(loud), "--json"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert set(json.loads(answer.stdout)) >= {"plan", "rows"}
+    assert "a job prints" in answer.stderr
+    assert "C code prints" in answer.stderr
+
+
 def test_doctor_says_what_the_device_does_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

@@ -13,13 +13,13 @@ import tiny_job
 import torch
 
 from autotune import GradientStatistics, InputError, Measurement, Plan, Precision, TorchEngine
-from autotune.agents.lever_network import LeverNetwork
+from autotune.agents.lever_network import BareNetwork, LeverNetwork
 from autotune.agents.planner_policy import PlannerPolicy, Ranges
 from autotune.agents.policy import Policy
 from autotune.engines.engine import Engine
 from autotune.engines.profiler import ProfilerOptions, profile
 from autotune.engines.simulated_engine import SimulatedEngine
-from autotune.gym.levers import RUN_FEATURES, SIZES, Actions, Features, Watch, neutral_actions
+from autotune.gym.levers import RUN_FEATURES, SIZES, UNIT_FEATURES, Actions, Features, Watch, neutral_actions
 from autotune.gym.observation import Observation
 from autotune.measurement import Failure
 from autotune.physics.memory_model import peak_bytes
@@ -349,6 +349,57 @@ def test_with_an_untrained_network_it_decides_as_the_planner_alone() -> None:
             plans.append([plan for plan, _ in leader.run(10)])
             assert leader.policy.alone_because is None
         assert plans[0] == plans[1]
+
+
+def test_the_bare_network_chooses_as_the_modules_do() -> None:
+    torch.manual_seed(1)
+    network = LeverNetwork(32)
+    torch.nn.init.normal_(network.levers.weight, std=0.5)
+    bare, generator = BareNetwork(network), np.random.default_rng(0)
+    for units in (1, 7, 200):
+        run = generator.uniform(-5, 5, (64, len(RUN_FEATURES))).astype(np.float32)
+        rows = generator.uniform(-5, 5, (64, units, len(UNIT_FEATURES))).astype(np.float32)
+        rows[:, :, UNIT_FEATURES.index("present")] = np.arange(units) <= generator.integers(0, units, (64, 1))
+        rows *= rows[:, :, UNIT_FEATURES.index("present")][:, :, None] > 0
+        with torch.inference_mode():
+            logits, _ = network(torch.from_numpy(run), torch.from_numpy(rows))
+        np.testing.assert_allclose(bare.logits((run, rows)), logits.numpy(), atol=1e-4)
+        np.testing.assert_array_equal(bare.most_likely((run, rows)), network.most_likely((run, rows)))
+
+
+class Broken:
+    """Fail as a network may."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def most_likely(self, features: tuple[Features, Features]) -> Actions:
+        if self.how == "raises":
+            raise RuntimeError("no weights")
+        if self.how == "has another shape":
+            return np.zeros((3, 2), dtype=np.int64)
+        return np.full((1, len(SIZES)), 99)
+
+
+@pytest.mark.parametrize("how", ["raises", "has another shape", "chooses what is not there", "is not finite"])
+def test_where_a_network_fails_the_planner_goes_on_alone(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    (job,) = drawn_jobs(1, seed=5)
+    budget = a_budget(job.profile, 0.4)
+    network: Broken | LeverNetwork = Broken(how)
+    if how == "is not finite":
+        network = LeverNetwork(16)
+        torch.nn.init.constant_(network.levers.bias, float("nan"))
+
+    def lead(used: Broken | LeverNetwork | None) -> tuple[list[Plan], PlannerPolicy]:
+        policy = PlannerPolicy(settings=LEANING, network=used)
+        leader = Leader(SimulatedEngine(job, world=MOVING, seed=1), policy, job.profile, budget)
+        return [plan for plan, _ in leader.run(6)], policy
+
+    alone, _ = lead(None)
+    plans, policy = lead(network)
+    assert plans == alone
+    assert policy.alone_because is not None
+    assert any("the network failed" in line for line in caplog.messages)
 
 
 def test_a_feature_out_of_the_range_of_training_leaves_the_planner_alone_and_is_named(

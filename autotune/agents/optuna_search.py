@@ -1,4 +1,4 @@
-"""Search with Optuna's TPE: ask and tell, memory as a constraint, every told trial on disk."""
+"""Search with Optuna's TPE: ask and tell, every told trial on disk; over plans, memory is a constraint."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import optuna
 
 from autotune.agents.priced_plans import PRICES, SHARES, PricedPlans
+from autotune.agents.recipe_space import Choice, Range, Space
+from autotune.errors import RunDirectoryError
 from autotune.gym.observation import Observation
 from autotune.gym.reward import overshoot
 from autotune.measurement import Failure
@@ -35,15 +39,7 @@ class _StudySearch:
     """
 
     def __init__(self, folder: Path, seed: int, first: Sequence[dict[str, object]] = ()) -> None:
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._storage = optuna.storages.RDBStorage(f"sqlite:///{folder / STORAGE_FILE}")
-        self.study = optuna.create_study(
-            study_name="tune",
-            storage=self._storage,
-            sampler=_sampler(seed),
-            direction="minimize",
-            load_if_exists=True,
-        )
+        self._storage, self.study = _opened(folder, "tune", seed, "minimize")
         for stale in self.study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
             self.study.tell(stale.number, state=optuna.trial.TrialState.FAIL)
         if not self.study.trials:
@@ -78,8 +74,7 @@ class _StudySearch:
         if self._trial is not None:
             with contextlib.suppress(Exception):
                 self.study.tell(self._trial, state=optuna.trial.TrialState.FAIL)
-        self._storage.remove_session()
-        self._storage.engine.dispose()
+        _close(self._storage)
 
 
 class OptunaSearch(_StudySearch):
@@ -147,6 +142,137 @@ class OptunaPriceSearch(_StudySearch):
             trial.suggest_float("share", *SHARES),
             trial.suggest_float("price_16_bit", *PRICES),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """Hold values that are to be tried.
+
+    Attributes:
+        number: of the trial, from 0.
+        own: whether these are the values that the study was begun with.
+        values: by name.
+    """
+
+    number: int
+    own: bool
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Hold what came of a proposal.
+
+    Attributes:
+        proposal: what was tried.
+        gain: the larger the better; ``None`` if it failed.
+    """
+
+    proposal: Proposal
+    gain: float | None
+
+
+class RecipeStudy:
+    """Ask TPE for a recipe's values and tell it what they gain; nothing that was proposed is lost in a kill.
+
+    The sampler is seeded anew for every trial: a study that is taken up, with one trial at a time, proposes what one
+    that was not interrupted would have proposed.
+
+    Args:
+        space: what is searched.
+        folder: where the study is stored; an existing study is continued.
+        seed: of the sampler.
+        own: values that are proposed first.
+
+    Raises:
+        RunDirectoryError: if what is stored in the folder is no study.
+    """
+
+    def __init__(self, space: Space, folder: Path, seed: int, own: dict[str, float]) -> None:
+        self._seed = seed
+        self._distributions = {name: _distribution(place) for name, place in space.items()}
+        self._storage, self._study = _opened(folder, "recipe", seed, "maximize")
+        states = optuna.trial.TrialState
+        for trial in self._study.get_trials(states=(states.RUNNING,)):
+            if trial.params.keys() != self._distributions.keys():
+                # Killed while it was being proposed.
+                self._study.tell(trial.number, state=states.FAIL)
+        waiting = self._study.get_trials(states=(states.WAITING,))
+        if not waiting and not any(proposal.own for proposal in self.proposals()):
+            self._study.enqueue_trial(own, user_attrs={"own": True})
+
+    def ask(self) -> Proposal:
+        """Return the next proposal."""
+        number = len(self._study.get_trials(deepcopy=False))
+        self._study.sampler = _sampler((self._seed + number) % 2**32)
+        trial = self._study.ask(fixed_distributions=self._distributions)
+        return Proposal(number=trial.number, own="own" in trial.user_attrs, values=trial.params)
+
+    def tell(self, proposal: Proposal, gain: float | None) -> None:
+        """Tell what a proposal gained; ``None`` if it failed."""
+        failed = optuna.trial.TrialState.FAIL if gain is None else None
+        self._study.tell(proposal.number, gain, state=failed)
+
+    def proposals(self) -> list[Proposal]:
+        """Return all that was proposed."""
+        return [_proposal(trial) for trial in self._whole()]
+
+    def untold(self) -> list[Proposal]:
+        """Return what was proposed and not told of yet."""
+        return [_proposal(trial) for trial in self._whole() if not trial.state.is_finished()]
+
+    def outcomes(self) -> list[Outcome]:
+        """Return what was told of."""
+        return [
+            Outcome(proposal=_proposal(trial), gain=trial.value) for trial in self._whole() if trial.state.is_finished()
+        ]
+
+    def close(self) -> None:
+        """Close the database."""
+        _close(self._storage)
+
+    def _whole(self) -> list[optuna.trial.FrozenTrial]:
+        trials = self._study.get_trials(deepcopy=False)
+        return [trial for trial in trials if trial.params.keys() == self._distributions.keys()]
+
+
+def _proposal(trial: optuna.trial.FrozenTrial) -> Proposal:
+    return Proposal(number=trial.number, own="own" in trial.user_attrs, values=dict(trial.params))
+
+
+def _distribution(place: Range | Choice) -> optuna.distributions.BaseDistribution:
+    if isinstance(place, Choice):
+        return optuna.distributions.CategoricalDistribution(place.options)
+    if place.whole:
+        return optuna.distributions.IntDistribution(int(place.low), int(place.high), log=place.log)
+    return optuna.distributions.FloatDistribution(place.low, place.high, log=place.log)
+
+
+def _opened(
+    folder: Path, name: str, seed: int, direction: Literal["minimize", "maximize"]
+) -> tuple[optuna.storages.RDBStorage, optuna.Study]:
+    """Return a folder's study, a new one where there is none.
+
+    Raises:
+        RunDirectoryError: if what is stored there is no study.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    path = folder / STORAGE_FILE
+    try:
+        storage = optuna.storages.RDBStorage(f"sqlite:///{path}")
+        study = optuna.create_study(
+            study_name=name, storage=storage, sampler=_sampler(seed), direction=direction, load_if_exists=True
+        )
+    except Exception as error:  # the database's driver is Optuna's business, and so are its exceptions
+        raise RunDirectoryError(
+            f"is no Optuna study ({type(error).__name__})", where=str(path), allowed="what a search stored"
+        ) from error
+    return storage, study
+
+
+def _close(storage: optuna.storages.RDBStorage) -> None:
+    storage.remove_session()
+    storage.engine.dispose()
 
 
 def _sampler(seed: int) -> optuna.samplers.BaseSampler:

@@ -10,7 +10,7 @@ from autotune.physics.solver import SAFETY_MARGIN, Goal, samples_of_progress, sm
 from autotune.physics.time_model import seconds_per_step
 from autotune.plan import Plan, Storage
 
-PLANNERS = ("greedy", "exact", "ppo")
+PLANNERS = ("greedy", "exact", "planner", "ppo")
 # About the time model's error on a quiet machine; a profile that was noisier than this tells plans apart less well.
 _CLOSE_FRAC = 0.05
 
@@ -35,9 +35,12 @@ def planned(method: str, profile: Profile, budget_bytes: int | None, goal: Goal)
     if method == "exact":
         return close
     from autotune.agents.bundle import shipped_policy
+    from autotune.agents.planner_policy import PlannerPolicy
 
+    shipped = shipped_policy()
+    policy = shipped if method == "ppo" else PlannerPolicy("planner", shipped.settings)
     # What the policy would launch with; the solver's plans that the predictions cannot tell from the best follow.
-    first = shipped_policy().begin(profile, budget_bytes)
+    first = policy.begin(profile, budget_bytes)
     return [first, *(plan for plan in close if plan != first)]
 
 

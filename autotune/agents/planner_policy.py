@@ -12,8 +12,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.agents.lever_network import BareNetwork, LeverNetwork
 from autotune.errors import InputError
-from autotune.gym.levers import NEUTRAL, RUN_FEATURES, Actions, Features, levers_of
+from autotune.gym.levers import NEUTRAL, RUN_FEATURES, SIZES, Actions, Features, levers_of
 from autotune.gym.observation import Observation
 from autotune.gym.planned_run import PlannedRun
 from autotune.physics.planning import PlannerSettings, Situation
@@ -66,7 +67,7 @@ class PlannerPolicy:
         settings: how the planner plans.
         network: leans on the planner; ``None`` if nothing does.
         ranges: what its features came to in training.
-        alone_because: the feature for which the planner last acted alone; ``None`` if it did not.
+        alone_because: why the planner last acted alone, a feature's name or an error; ``None`` if it did not.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class PlannerPolicy:
         self.alone_because: str | None = None
         self.network = network
         self.ranges = ranges
+        self._chooser = BareNetwork(network) if isinstance(network, LeverNetwork) else network
         self._profile: Profile | None = None
         self._budget: int | None = None
         self._run: PlannedRun | None = None
@@ -130,11 +132,23 @@ class PlannerPolicy:
 
     def _choose(self, run: PlannedRun, situation: Situation) -> NDArray[np.int64]:
         actions = np.array([NEUTRAL], dtype=np.int64)
-        if self.network is not None:
+        if self._chooser is not None:
             features = run.watch.features(situation)
             self.alone_because = None if self.ranges is None else self.ranges.outside(features[0])
             if self.alone_because is None:
-                actions = self.network.most_likely(features)
+                actions = self._asked(self._chooser, features)
             else:
                 logger.info("the planner acts alone: %s lies outside what was trained on", self.alone_because)
         return run.planner.decide(situation, levers_of(actions))
+
+    def _asked(self, chooser: LeverChooser, features: tuple[Features, Features]) -> Actions:
+        """Return what a network chooses; whatever goes wrong in it, the planner goes on alone."""
+        try:
+            actions = np.asarray(chooser.most_likely(features))
+            if actions.shape != (1, len(SIZES)) or not ((actions >= 0) & (actions < np.array(SIZES))).all():
+                raise ValueError(f"actions are {actions.tolist()}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, the run must go on
+            self.alone_because = f"{type(error).__name__}: {error}"
+            logger.warning("the planner acts alone: the network failed (%s)", self.alone_because)
+            return np.array([NEUTRAL], dtype=np.int64)
+        return actions.astype(np.int64)

@@ -129,6 +129,14 @@ class Recipe:
         """Return the recipe as a JSON object."""
         return {"version": RECIPE_VERSION, **asdict(self), "seeds": list(self.seeds)}
 
+    def to_toml(self) -> str:
+        """Return the recipe in full as the text of a recipe file."""
+        lines = [f"version = {RECIPE_VERSION}", f"seeds = {list(self.seeds)}"]
+        for name, part in asdict(self).items():
+            if name != "seeds":
+                lines += ["", f"[{name}]", *(f"{key} = {value!r}" for key, value in part.items())]
+        return "\n".join(lines) + "\n"
+
     @property
     def strengths_sha256(self) -> str:
         """Return a SHA-256 of the strengths, which are fixed before training begins."""

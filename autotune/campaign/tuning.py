@@ -62,12 +62,14 @@ class TuningSettings:
     Attributes:
         steps: real optimizer steps, those of the references and of the finals included.
         trials: plans that may be measured; ``None`` for as many as the steps allow.
+        warm_start: whether Optuna measures the hand-made rules before it proposes plans of its own.
         seed: of the search and of the engine.
         objective: what is minimised.
     """
 
     steps: int = 120
     trials: int | None = None
+    warm_start: bool = True
     seed: int = 0
     objective: Objective = field(default_factory=Objective)
 
@@ -108,6 +110,8 @@ class Trial:
         measurement: its window.
         cost: its cost against the baseline; lower is better.
         final: whether the window belongs to the finals.
+        tuning_steps: real steps that the method had spent after it, references and profile included.
+        tuning_s: the seconds of the same.
     """
 
     number: int
@@ -115,6 +119,8 @@ class Trial:
     measurement: Measurement
     cost: float
     final: bool
+    tuning_steps: int
+    tuning_s: float
 
     def to_json(self) -> dict[str, Any]:
         """Return the trial as a JSON object."""
@@ -124,6 +130,8 @@ class Trial:
             "measurement": self.measurement.to_json(),
             "cost": self.cost,
             "final": self.final,
+            "tuning_steps": self.tuning_steps,
+            "tuning_s": self.tuning_s,
         }
 
 
@@ -279,11 +287,7 @@ class _Tuning:
             else:
                 self._search(env)
             plan, measurement, cost = self._finals(self._best_known(favourite))
-        seconds = time.perf_counter() - self._began + self._references.seconds
-        steps = self._metered.steps_spent + self._references.steps
-        if self._method in PROFILED and self._profile is not None:
-            # A planner pays for the profile, also where it was there already.
-            seconds, steps = seconds + self._profile.seconds, steps + self._profile.steps
+        steps, seconds = self._spent()
         return TuningResult(
             method=self._method,
             plan=plan,
@@ -294,6 +298,15 @@ class _Tuning:
             tuning_steps=steps,
             trials=tuple(self._trials),
         )
+
+    def _spent(self) -> tuple[int, float]:
+        """Return real steps and seconds so far."""
+        steps = self._metered.steps_spent + self._references.steps
+        seconds = time.perf_counter() - self._began + self._references.seconds
+        if self._method in PROFILED and self._profile is not None:
+            # A planner pays for the profile, also where it was there already.
+            return steps + self._profile.steps, seconds + self._profile.seconds
+        return steps, seconds
 
     def _environment(self) -> TuningEnv:
         budget = self._references.memory_budget_bytes
@@ -331,7 +344,8 @@ class _Tuning:
             assert self._profile is not None
             priced = PricedPlans(self._profile, self._references.memory_budget_bytes)
             return OptunaPriceSearch(priced, env.plan_space, self._run.path, self._settings.seed)
-        first = [env.plan_space.baseline(), env.plan_space.leanest(), *_first_plans(env)]
+        rules = [env.plan_space.baseline(), env.plan_space.leanest(), *_first_plans(env)]
+        first = rules if self._settings.warm_start else []
         return OptunaSearch(env.plan_space, self._run.path, self._settings.seed, first)
 
     def _train(self, env: TuningEnv) -> Plan:
@@ -423,7 +437,7 @@ class _Tuning:
                 self._metered.memory_budget_bytes = within
                 self._metered.apply(plan)
                 windows[plan].append(self._metered.measure(_FINAL_STEPS))
-        merged = {plan: _merge(seen) for plan, seen in windows.items()}
+        merged = {plan: merge_windows(seen) for plan, seen in windows.items()}
         if merged[baseline].failure is None:
             self._reference = merged[baseline]
         if baseline in finalists:
@@ -451,12 +465,15 @@ class _Tuning:
         )
 
     def _note(self, plan: Plan, window: Measurement) -> None:
+        steps, seconds = self._spent()
         trial = Trial(
             number=len(self._trials),
             plan=plan,
             measurement=window,
             cost=self._cost(plan, window),
             final=self._final,
+            tuning_steps=steps,
+            tuning_s=seconds,
         )
         self._trials.append(trial)
         self._run.append("trials.jsonl", {"method": self._method, **trial.to_json()})
@@ -485,7 +502,7 @@ def _held_to(window: Measurement, budget: int | None) -> Measurement:
     return replace(window, memory_budget_bytes=budget)
 
 
-def _merge(windows: Sequence[Measurement]) -> Measurement:
+def merge_windows(windows: Sequence[Measurement]) -> Measurement:
     """Return several windows of one plan as one: all timed steps together; a failed window stays the answer."""
     failed = [window for window in windows if window.failure is not None]
     if failed:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from autotune.cli import console as shared
-from autotune.cli.console import JsonOption, RunsOption, SeedOption
+from autotune.cli.console import JsonOption, RunsOption, SeedOption, StepsOption
 
 app = typer.Typer(help="Benchmarks; results are written to runs/benchmarks/.", no_args_is_help=True)
 
@@ -115,7 +116,8 @@ def policy(
 ) -> None:
     """Judge the policy on jobs that it was not trained on, against planner, solvers, searches and a clairvoyant."""
     from autotune.agents.recipe import read_recipe
-    from autotune.campaign.bench_policy import BenchSettings, bench_policy, load_judged
+    from autotune.campaign.bench_policy import bench_policy
+    from autotune.campaign.policy_judging import BenchSettings, load_judged
     from autotune.campaign.runs import require_writable
     from autotune.catalog import content_folder
 
@@ -131,9 +133,84 @@ def policy(
     line = (
         f"moving jobs: {won['won_percent']:+.2f} % of time against the planner (95 % interval {low:+.2f} to "
         f"{high:+.2f}), of {everything['headroom_percent']:.1f} % that a clairvoyant would win; standing still: "
-        f"{document['methods']['ppo_static']['regret_p95']:.2f} % off the exact optimum (p95)"
+        f"{document['methods']['ppo']['regret_p95']:.2f} % off the exact optimum (p95)"
     )
     _finish(document, "policy", line, runs_dir, as_json)
+
+
+@app.command("search")
+def search(
+    job: Annotated[str, typer.Argument(help="The job to find plans for.")] = "charlm",
+    memory_budget: Annotated[
+        str, typer.Option("--memory-budget", help="A size (20GiB) or a share of the FP32 baseline's peak (40%).")
+    ] = "40%",
+    methods: Annotated[
+        str | None, typer.Option("--methods", help="Some methods only, separated by commas; all if left out.")
+    ] = None,
+    steps: StepsOption = 240,
+    repetitions: Annotated[int, typer.Option("--repetitions", help="How often every method is run.")] = 3,
+    rounds: Annotated[int, typer.Option("--rounds", help="Windows in which each plan is measured again.")] = 6,
+    profile_seconds: Annotated[
+        float, typer.Option("--profile-seconds", min=0.1, help="About how long a profile may take.")
+    ] = 50.0,
+    seed: SeedOption = 0,
+    runs_dir: RunsOption = shared.RUNS,
+    as_json: JsonOption = False,
+) -> None:
+    """Count the real steps and seconds that each method spends until its plan is nearly the best one known."""
+    from autotune.budget import MemoryBudget
+    from autotune.campaign.bench_search import METHODS, SearchBenchSettings, bench_search
+    from autotune.campaign.runs import require_writable
+    from autotune.campaign.search_judging import verdict
+    from autotune.catalog import load_job
+    from autotune.engines.profiler import ProfilerOptions
+    from autotune.report.figures import draw_search
+
+    require_writable(runs_dir)
+    found, budget = load_job(job), MemoryBudget.parse(memory_budget)
+    settings = SearchBenchSettings(
+        methods=tuple(METHODS) if methods is None else tuple(methods.split(",")),
+        steps=steps,
+        repetitions=repetitions,
+        rounds=rounds,
+        seed=seed,
+        profiler=ProfilerOptions(seconds=profile_seconds),
+    )
+    output = shared.console(as_json=as_json)
+    with shared.Bars(output) as bars:
+        document = bench_search(found, budget, runs_dir, settings, reporter=bars)
+    output.print(_search_table(document))
+    _finish(document, f"search-{found.name}", verdict(document), runs_dir, as_json)
+    draw_search(document, Path(runs_dir) / "benchmarks" / f"search-{found.name}.png")
+
+
+def _search_table(document: dict[str, Any]) -> Table:
+    """Return a row per method: what it spent until it had arrived, and how good its answer is."""
+    from autotune.campaign.search_judging import shown
+
+    table = Table(
+        title=f"{document['job']} within {document['memory_budget']}: until the best plan so far is within "
+        f"{document['within_frac']:.0%} of the best plan known; medians of {len(document['seeds'])}, each in brackets",
+        title_justify="left",
+    )
+    for name in ("method", "real steps", "seconds", "answer slower than the best by"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for name, method in document["methods"].items():
+        cells = []
+        for unit in ("steps", "seconds"):
+            single = [
+                f"> {limit:,.0f}" if value is None else f"{value:,.0f}"
+                for value, limit in zip(method[unit]["values"], method[unit]["limits"], strict=True)
+            ]
+            cells.append(f"{shown(method[unit])} ({', '.join(single)})")
+        regrets = [method["regret_frac"]["median"], *method["regret_frac"]["values"]]
+        first, *others = ["no plan" if regret is None else f"{regret:.1%}" for regret in regrets]
+        table.add_row(name, *cells, f"{first} ({', '.join(others)})")
+    table.caption = (
+        f"{len(document['plans'])} plans measured again; two halves of the rounds differ by "
+        f"{document['repeat_difference_frac']:.1%} (median)"
+    )
+    return table
 
 
 def _finish(document: dict[str, Any], name: str, line: str, runs_dir: Path, as_json: bool) -> None:

@@ -6,10 +6,11 @@ Under ``--json`` stdout carries one document and nothing else; bars appear only 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -32,9 +33,20 @@ def console(*, as_json: bool) -> Console:
     return Console(file=sys.stderr if as_json else sys.stdout, highlight=False)
 
 
+_document_stream: TextIO | None = None
+
+
+def keep_stdout_for_json() -> None:
+    """Send all that this process prints to stderr from now on, libraries in C and jobs too, but for the document."""
+    global _document_stream
+    sys.stdout.flush()
+    _document_stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+
 def print_json(document: Any) -> None:
     """Print one JSON document on stdout."""
-    print(json.dumps(document, indent=2, allow_nan=False))
+    print(json.dumps(document, indent=2, allow_nan=False), file=_document_stream or sys.stdout, flush=True)
 
 
 class Bars:

@@ -14,6 +14,7 @@ import typer
 
 from autotune import __version__
 from autotune.cli import bench, compare, demo, doctor, explain, plan, profile, train, tune
+from autotune.cli.console import keep_stdout_for_json
 from autotune.errors import AutotuneError, InputError
 
 app = typer.Typer(
@@ -50,6 +51,8 @@ def main() -> None:
     # Jobs named pkg.module:attribute are looked for from the working directory, as other such tools do.
     if os.getcwd() not in sys.path:  # noqa: PTH109 - a string is what sys.path holds
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
+    if "--json" in sys.argv:
+        keep_stdout_for_json()
     sys.exit(run(sys.argv[1:]))
 
 

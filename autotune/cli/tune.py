@@ -15,7 +15,7 @@ from autotune.cli.console import BudgetOption, JsonOption, RunsOption, SeedOptio
 def command(
     job: Annotated[str, typer.Argument(help="A catalog name, package.module:attribute, or file.py:attribute.")],
     method: Annotated[
-        str, typer.Option("--method", help="ppo, exact, greedy, random, optuna, optuna-prices or ppo-scratch.")
+        str, typer.Option("--method", help="ppo, planner, exact, greedy, random, optuna, optuna-prices or ppo-scratch.")
     ] = "ppo",
     memory_budget: BudgetOption = None,
     steps: StepsOption = 120,

@@ -13,7 +13,7 @@ from autotune.gym.levers import Watch
 from autotune.gym.observation import Observation
 from autotune.measurement import Failure
 from autotune.physics.cost_arrays import CostArrays, Plans
-from autotune.physics.plan_pool import make_pool
+from autotune.physics.plan_pool import PlanPool, make_pool
 from autotune.physics.planning import LOOK_AHEAD, Lanes, Planner, PlannerSettings, Seen, Situation
 from autotune.physics.profile import Profile
 from autotune.physics.solver import SAFETY_MARGIN, Goal, solve_each
@@ -39,7 +39,7 @@ class PlannedRun:
     def __init__(self, profile: Profile, budget_bytes: int | None, settings: PlannerSettings) -> None:
         self._profile = profile
         self._arrays = CostArrays([profile])
-        pool = make_pool(self._arrays, also=self._solved(budget_bytes))
+        pool = launch_pool(profile, self._arrays, budget_bytes)
         self.planner = Planner(
             Lanes.of(pool, self._arrays, np.zeros(1, dtype=np.int64), np.array([profile.length_spread == 0])), settings
         )
@@ -119,14 +119,22 @@ class PlannedRun:
             return None
         return self._numbers.get((k, *choices.tolist()))
 
-    def _solved(self, budget_bytes: int | None) -> list[Plans]:
-        """Return the exact solver's plans for the budget that the run begins with."""
-        try:
-            solutions = solve_each(self._profile, budget_bytes, Goal())
-        except BudgetError:
-            return []
-        encoded = [self._arrays.encode(0, solution.plan) for solution in solutions]
-        return [Plans(np.zeros(1, dtype=np.int64), np.array([k]), choices[None]) for k, choices in encoded]
+
+def launch_pool(profile: Profile, arrays: CostArrays, budget_bytes: int | None) -> PlanPool:
+    """Return a run's plans: those worth considering, and the exact solver's for the budget that it begins with.
+
+    Args:
+        profile: what the job costs.
+        arrays: the same, of this one job.
+        budget_bytes: the budget; ``None`` for none.
+    """
+    try:
+        solutions = solve_each(profile, budget_bytes, Goal())
+    except BudgetError:
+        return make_pool(arrays)
+    encoded = [arrays.encode(0, solution.plan) for solution in solutions]
+    zero = np.zeros(1, dtype=np.int64)
+    return make_pool(arrays, also=[Plans(zero, np.array([k]), choices[None]) for k, choices in encoded])
 
 
 def _usable(budget_bytes: int | None) -> float:

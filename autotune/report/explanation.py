@@ -20,6 +20,7 @@ _RIDGE = 1.0
 _PLANNED = {
     "greedy": "lowest precision; recomputed only where that saves most bytes per second, until the plan fits",
     "exact": "part of the fastest plan that the measured profile predicts to fit",
+    "planner": "part of the plan that the planner launches with, from the measured profile",
     "ppo": "part of the plan that the shipped policy and its planner launch with, from the measured profile",
 }
 

@@ -1,4 +1,4 @@
-"""Draw what a comparison found."""
+"""Draw what a comparison found, and what searches cost."""
 
 from __future__ import annotations
 
@@ -47,6 +47,45 @@ def draw_comparison(comparison: Mapping[str, Any], path: Path) -> Path:
         )
         figure.savefig(path, dpi=150)
         plt.close(figure)
+    return path
+
+
+def draw_search(document: Mapping[str, Any], path: Path) -> Path:
+    """Draw how far each method's best plan so far is from the best plan known, against real steps spent.
+
+    Args:
+        document: what ``autotune bench search`` found.
+        path: the PNG to write.
+
+    Returns:
+        The path.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    regrets = [plan["regret_frac"] for plan in document["plans"]]
+    for (name, method), colour in zip(document["methods"].items(), _COLOURS, strict=False):
+        for number, curve in enumerate(method["curves"]):
+            points = [(p["steps"], 100 * regrets[p["plan"]]) for p in curve if regrets[p["plan"]] is not None]
+            steps, slower = [steps for steps, _ in points], [regret for _, regret in points]
+            label = name if number == 0 else None
+            axes.step(steps, slower, where="post", marker=".", color=colour, linewidth=1.4, label=label)
+    axes.axhline(100 * document["within_frac"], color=_FAINT, linestyle=":", linewidth=1.4)
+    axes.set_yscale("symlog", linthresh=100 * document["within_frac"])
+    axes.set_ylim(bottom=-0.1)
+    axes.set(
+        xscale="log",
+        xlabel="real optimizer steps spent, profile included",
+        ylabel="slower than the best plan known, %",
+        title=f"{document['job']} within {document['memory_budget']}: every repetition, plans measured again",
+    )
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=9, frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
     return path
 
 

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from autotune.budget import format_bytes
@@ -115,3 +116,42 @@ def _memory(peak: int | None, baseline: int | None) -> str:
 def _metric(arm: Mapping[str, Any]) -> str:
     values = [run["final_metric"] for run in arm["runs"] if run["final_metric"] is not None]
     return f"{statistics.fmean(values):.4g}" if values else "?"
+
+
+def search_table(document: Mapping[str, Any]) -> Table:
+    """Return one row per trial of a ``train --search`` document, the best first, narrow enough for 80 columns."""
+    title = f"{len(document['trials'])} trials of {document['decisions']:,} decisions"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("trial", no_wrap=True)
+    table.add_column("gain", justify="right", no_wrap=True)
+    for name in document["trials"][0]["values"]:
+        table.add_column(name.replace("_", "\n"), justify="right", no_wrap=True)
+    for row in document["trials"]:
+        gain = "failed" if row["gain_percent"] is None else f"{row['gain_percent']:+.2f} %"
+        values = [f"{value:.3g}" if isinstance(value, float) else str(value) for value in row["values"].values()]
+        table.add_row(f"{row['number']}{' own' if row['own'] else ''}", gain, *values)
+    return table
+
+
+def search_verdict(document: Mapping[str, Any]) -> str:
+    """Say in a sentence or two what a search found.
+
+    Args:
+        document: what ``train --search --json`` prints.
+    """
+    count, path, ahead = len(document["trials"]), document["recipe"], document["ahead_of_own"]
+    gain = f"{document['gain_percent']:+.2f} % of time against the planner alone"
+    if document["own_remains_best"]:
+        return f"No other of {count} trials gained more: the recipe's own values remain the best ({gain}); {path}"
+    train = f"Train it in full before you rely on it: autotune train --recipe {path}"
+    if ahead is None:
+        return (
+            f"Trial {document['best']} is the best of {count} ({gain}); with the recipe's own, training failed. {train}"
+        )
+    low, high = ahead["percent_ci95"]
+    shown = "" if low > 0 else " No difference from the recipe's own values is shown."
+    return (
+        f"Trial {document['best']} is the best of {count} ({gain}): {ahead['percent']:+.2f} % ahead of the recipe's "
+        f"own values (95 % interval over jobs {low:+.2f} to {high:+.2f}), on one seed; the best of many looks better "
+        f"than it is.{shown} {train}"
+    )

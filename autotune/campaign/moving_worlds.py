@@ -1,0 +1,333 @@
+"""Judge a policy where conditions move: against the planner that it leans on, rules, and a clairvoyant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from scipy.special import ndtr, owens_t
+
+from autotune.agents.recipe import Recipe
+from autotune.campaign.policy_judging import (
+    FACTORS,
+    MECHANISMS,
+    MOVING_SEED,
+    BenchSettings,
+    Choose,
+    Guarded,
+    Judged,
+    Share,
+    untrained_network,
+)
+from autotune.campaign.training import interval_over_jobs_and_seeds
+from autotune.gym.levers import (
+    BRACES,
+    NEUTRAL,
+    RUN_FEATURES,
+    Actions,
+    Features,
+    Watch,
+    levers_of,
+    neutral_actions,
+)
+from autotune.gym.moving_env import MovingEnv, planner_reserve
+from autotune.physics.clairvoyant import best_static, clairvoyant
+from autotune.physics.cost_arrays import Floats
+from autotune.physics.moving import Course, MovingRuns, Strengths
+from autotune.physics.planning import Planner, PlannerSettings, Rises
+from autotune.physics.synthetic import draw_job
+
+_SIZES = ("noise_error", "cost_error", "time_noise", "drift", "length", "curriculum", "jitter", "switch_windows")
+# Prefixes of the run features that an ablation hides together.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "noise": ("noise",),
+    "lengths": ("length", "rise"),
+    "memory": ("pressure", "ran_out", "budget"),
+    "announcements": ("until_",),
+    "dips": ("dip",),
+    "costs": ("surprise", "unsure"),
+    "time": ("progress", "windows"),
+    "units": (),
+}
+# Where less can be won, the share of it that was won is noise.
+_LEAST_HEADROOM = 2.0
+# Wider than what is searched by default: a baseline must not lose for want of range.
+_RESERVES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Hold what a method came to on n lanes; arrays of shape (n,).
+
+    Attributes:
+        seconds: what each run took.
+        ran_out: how many of its windows ran out of memory.
+    """
+
+    seconds: Floats
+    ran_out: Floats
+
+
+def drive(
+    runs: MovingRuns,
+    course: Course,
+    settings: PlannerSettings,
+    choose: Choose | None = None,
+    prepare: Callable[[Planner], None] | None = None,
+) -> Outcome:
+    """Run a course under a planner.
+
+    Args:
+        runs: the runs.
+        course: what happens to them.
+        settings: of the planner.
+        choose: leans on it; ``None`` leaves it alone.
+        prepare: is given the planner before the first window.
+    """
+    runs.begin(course)
+    planner = Planner(runs.lanes, settings)
+    watch = Watch(planner)
+    if prepare is not None:
+        prepare(planner)
+    situation, ran_out = runs.situation(), np.zeros(len(course.job))
+    for _ in range(runs.windows):
+        levers = None if choose is None else levers_of(choose(watch.features(situation)))
+        seen = runs.run(planner.decide(situation, levers))
+        situation = runs.situation()
+        watch.observe(seen, situation.noise_scale)
+        ran_out += seen.ran_out
+    return Outcome(seconds=runs.seconds, ran_out=ran_out)
+
+
+def period_rule(run: Features) -> Actions:
+    """Return the actions of a hand-made rule: brace when a dip is due, else be one step less cautious.
+
+    Args:
+        run: shape (n, len(RUN_FEATURES)).
+    """
+    actions = neutral_actions(len(run))
+    due = run[:, list(RUN_FEATURES).index("dip_due")] == 0
+    actions[:, 0] = np.where(due, BRACES.index(1.0), NEUTRAL[0])
+    actions[:, 1] = np.where(due, NEUTRAL[1], NEUTRAL[1] - 1)
+    return actions
+
+
+def strengths_of(world: str, strengths: Strengths) -> Strengths:
+    """Return how strongly conditions move in one of the worlds.
+
+    Half and double scale what moves and what a switch costs; events come half and twice as often.
+    """
+    if world in MECHANISMS:
+        return strengths.only(*MECHANISMS[world])
+    factor = FACTORS[world]
+    sizes = {name: factor * getattr(strengths, name) for name in _SIZES}
+    return replace(strengths, **sizes, event_every=round(strengths.event_every / factor))
+
+
+def without(choose: Choose, group: str) -> Choose:
+    """Return a chooser that sees zeros in place of a group of features; see ``GROUPS``."""
+    hidden = [number for number, name in enumerate(RUN_FEATURES) if name.startswith(GROUPS[group])]
+
+    def blind(features: tuple[Features, Features]) -> Actions:
+        run, units = features
+        run = run.copy()
+        run[:, hidden] = 0.0
+        return choose((run, np.zeros_like(units) if group == "units" else units))
+
+    return blind
+
+
+class ToldRises(Rises):
+    """Know the law of lengths instead of learning it: what nobody can know better beforehand.
+
+    Lengths are first-order autoregressive, the longest batch lies a half-normal deviation above. A lane's own two
+    deviations are those that its course shows in hindsight.
+
+    Args:
+        planner: whose rises these are.
+        course: what happens to it.
+        memory: windows after which a length is forgotten.
+        exactly: whether chances are exact; else they are the planner's own, of the true mean and deviation.
+    """
+
+    def __init__(self, planner: Planner, course: Course, memory: float, *, exactly: bool) -> None:
+        super().__init__(np.zeros(len(planner.lanes)))
+        self._planner, self._exactly = planner, exactly
+        self._keep = math.exp(-1 / memory)
+        lengths = np.log(course.length)
+        innovation = np.sqrt(np.square(lengths[:, 1:] - self._keep * lengths[:, :-1]).mean(axis=1))
+        self._innovation = np.maximum(innovation, 1e-9)
+        self._jitter = np.sqrt(np.square(np.log(course.longest) - lengths).mean(axis=1))
+
+    def learn(self, rise: Floats) -> None:
+        """Do nothing: all is known."""
+
+    def exceed(self, rise: Floats, caution: Floats) -> Floats:
+        """Return the chance that the next rise exceeds another, shape (lanes, plans)."""
+        begun = self._planner.seen is not None
+        middle = (self._keep - 1) * np.log(self._planner.length) if begun else np.zeros(len(self._jitter))
+        spread = self._innovation if begun else self._innovation / math.sqrt(1 - self._keep**2)
+        self.mean = middle + math.sqrt(2 / math.pi) * self._jitter
+        self._square = spread**2 + (1 - 2 / math.pi) * self._jitter**2
+        if not self._exactly:
+            return super().exceed(rise, caution)
+        # A normal plus a half-normal is skew-normal.
+        place = (rise - middle[:, None]) / np.hypot(spread, self._jitter)[:, None]
+        return np.asarray(ndtr(-place) + 2 * owens_t(place, (self._jitter / spread)[:, None]))
+
+
+def moving_tables(
+    judged: Judged, recipe: Recipe, settings: BenchSettings, tell: Share
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the table of moving worlds and, if all that moves is among them, that of the ablation."""
+    generator = np.random.default_rng(settings.seed + MOVING_SEED)
+    depth = (recipe.jobs.shallowest, recipe.jobs.deepest)
+    env = MovingEnv(
+        [draw_job(generator, depth=depth) for _ in range(settings.jobs)],
+        recipe.strengths,
+        max(settings.jobs, settings.lanes),
+        windows=recipe.jobs.windows,
+        settings=recipe.planner,
+    )
+    parts = len(settings.mechanisms) + len(GROUPS) * ("all" in settings.mechanisms)
+    table: dict[str, Any] = {}
+    ablation: dict[str, Any] = {}
+    for name in settings.mechanisms:
+        tell((len(table) + len(ablation)) / parts, f"moving jobs, {name}")
+        world = World(env, recipe, name, settings.seed + MOVING_SEED)
+        table[name] = world.table(judged)
+        if name == "all":
+            for group in GROUPS:
+                tell((len(table) + len(ablation)) / parts, f"moving jobs, all, without {group}")
+                ablation[group] = world.entry(world.learned(judged, group))
+    return table, ablation
+
+
+class World:
+    """Hold one world's courses and what the planner comes to on them; all worlds share jobs and budgets.
+
+    Args:
+        env: whose runs they are; its strengths are set to the world's.
+        recipe: how strongly conditions move, and how the planner plans.
+        name: a mechanism's.
+        seed: of the courses.
+    """
+
+    def __init__(self, env: MovingEnv, recipe: Recipe, name: str, seed: int) -> None:
+        self._env, self._runs, self._name, self._settings = env, env.runs, name, recipe.planner
+        self._runs.strengths = strengths_of(name, recipe.strengths)
+        env.generator_state = dict(np.random.default_rng([seed, 1]).bit_generator.state)
+        self._course = env.draw()
+        self._planner = self._drive(recipe.planner)
+
+    def table(self, judged: Judged) -> dict[str, Any]:
+        """Return the world's table: what can be won over the planner, and what each method wins."""
+        best = clairvoyant(self._runs, self._course)
+        still = best_static(self._runs, self._course)
+        headroom = self._won([best])
+        guarded = Guarded(judged)
+        shipped = self._drive(judged.settings, guarded)
+        ppo = self.learned(judged)
+        rule = self._drive(self._settings, lambda features: period_rule(features[0]))
+        unknown = np.full(len(best), np.nan)
+        methods = {
+            "best_static": self.entry([Outcome(seconds=still, ran_out=unknown)], headroom),
+            "planner": self.entry([self._planner], headroom),
+            **self._reserve(headroom),
+            "untrained": self.entry(
+                [self._drive(judged.settings, untrained_network(judged.shipped.width).most_likely)], headroom
+            ),
+            "period": self.entry([rule], headroom),
+            "ppo": self.entry(ppo, headroom) | self._over(rule, ppo) | {"seeds": self._seeds(judged, ppo)},
+            "shipped": self.entry([shipped], headroom)
+            | self._over(rule, [shipped])
+            | {"alone_share": guarded.alone / guarded.decisions},
+        }
+        if self._name == "pressure":
+            for name, exactly in (("informed", False), ("informed_exactly", True)):
+                methods[name] = self.entry([self._informed(exactly=exactly)], headroom)
+        return {
+            "strengths": asdict(self._runs.strengths),
+            "jobs": len(np.unique(self._course.job)),
+            "lanes": len(self._course.job),
+            "windows": self._runs.windows,
+            "headroom_percent": float(headroom.mean()),
+            "headroom_ci95": self._interval(headroom),
+            "methods": methods,
+        }
+
+    def learned(self, judged: Judged, hidden: str | None = None) -> list[Outcome]:
+        """Return what each network comes to; without a group of features, if one is named."""
+        choosers: list[Choose] = [network.most_likely for network in judged.networks.values()]
+        if hidden is not None:
+            choosers = [without(choose, hidden) for choose in choosers]
+        return [self._drive(judged.settings, choose) for choose in choosers]
+
+    def entry(self, outcomes: Sequence[Outcome], headroom: Floats | None = None) -> dict[str, Any]:
+        """Return a method's figures.
+
+        Args:
+            outcomes: of each training seed, or of the one method.
+            headroom: shape (1, lanes), what can be won, in percent; ``None`` leaves out the share that was won.
+        """
+        won = self._won([outcome.seconds for outcome in outcomes])
+        ran_out = float(np.mean([outcome.ran_out for outcome in outcomes]))
+        entry = {
+            "won_percent": float(won.mean()),
+            "won_ci95": self._interval(won),
+            "p5": float(np.quantile(won, 0.05)),
+            "out_of_memory_per_run": None if math.isnan(ran_out) else ran_out,
+        }
+        if headroom is not None:
+            most = float(headroom.mean())
+            entry["captured"] = float(won.mean()) / most if most >= _LEAST_HEADROOM else None
+        return entry
+
+    def _drive(
+        self,
+        settings: PlannerSettings,
+        choose: Choose | None = None,
+        prepare: Callable[[Planner], None] | None = None,
+    ) -> Outcome:
+        return drive(self._runs, self._course, settings, choose, prepare)
+
+    def _won(self, seconds: Sequence[Floats]) -> Floats:
+        """Return the time won over the planner in percent of its own, shape (methods, lanes)."""
+        alone = self._planner.seconds
+        return np.stack([100 * (alone - one) / alone for one in seconds])
+
+    def _interval(self, won: Floats) -> list[float]:
+        return list(interval_over_jobs_and_seeds(won, self._course.job))
+
+    def _seeds(self, judged: Judged, outcomes: Sequence[Outcome]) -> dict[str, float]:
+        won = self._won([outcome.seconds for outcome in outcomes]).mean(axis=1)
+        return {name: float(value) for name, value in zip(judged.networks, won, strict=True)}
+
+    def _over(self, rule: Outcome, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+        """Return what is won beyond a rule, in percent of the planner's time, paired."""
+        beyond = self._won([outcome.seconds for outcome in outcomes]) - self._won([rule.seconds])
+        return {"over_period_percent": float(beyond.mean()), "over_period_ci95": self._interval(beyond)}
+
+    def _reserve(self, headroom: Floats) -> dict[str, Any]:
+        """Return the planner that weighs no risk, bare and with the reserve that is best on other courses."""
+        bare = replace(self._settings, rise=0.0)
+        self._env.settings = bare
+        reserve = planner_reserve(self._env, _RESERVES)
+        self._env.settings = self._settings
+        return {
+            "planner_no_risk": self.entry([self._drive(bare)], headroom),
+            "planner_reserve": self.entry([self._drive(replace(bare, reserve=reserve))], headroom)
+            | {"reserve": reserve},
+        }
+
+    def _informed(self, *, exactly: bool) -> Outcome:
+        """Return what the planner comes to that is told the true law of lengths."""
+        memory = self._runs.strengths.length_windows
+
+        def prepare(planner: Planner) -> None:
+            planner.rises = ToldRises(planner, self._course, memory, exactly=exactly)
+
+        return self._drive(self._settings, None, prepare)

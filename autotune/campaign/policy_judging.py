@@ -1,0 +1,176 @@
+"""Say what a policy is judged by, and hold the policy that is judged: its folder, and all networks of its training."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+
+from autotune.agents.bundle import MANIFEST, WEIGHTS, load_policy
+from autotune.agents.lever_network import LeverNetwork
+from autotune.agents.planner_policy import PlannerPolicy, Ranges
+from autotune.errors import PolicyFileError, RunDirectoryError
+from autotune.files import read_json
+from autotune.gym.levers import (
+    NEUTRAL,
+    Actions,
+    Features,
+)
+from autotune.physics.planning import PlannerSettings
+
+# Which strengths are on in each world; "all_half" and "all_double" are those that nothing was fitted to.
+MECHANISMS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "noise_scale": ("noise_error",),
+    "costs": ("cost_error", "drift", "time_noise"),
+    "pressure": ("length", "jitter"),
+    "curriculum": ("curriculum",),
+    "events": ("event_every",),
+    "switching": ("switch_windows", "event_every"),
+}
+# By how much all strengths are larger than fitted in the worlds in which everything moves.
+FACTORS = {"all": 1.0, "all_half": 0.5, "all_double": 2.0}
+VARIANTS = ("depth48", "shifted", "misjudged")
+
+# Moving jobs are drawn this far from the given seed, static ones by the seed itself.
+MOVING_SEED = 10_000
+
+Choose = Callable[[tuple[Features, Features]], Actions]
+Share = Callable[[float, str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchSettings:
+    """Say what is measured.
+
+    Attributes:
+        jobs: held-out jobs in each table.
+        seed: of their draw.
+        depth: recomputable units of the static jobs, from and to.
+        variants: the static tables besides the first; any of ``VARIANTS``.
+        mechanisms: the moving worlds; keys of ``MECHANISMS``, "all", "all_half" and "all_double".
+        lanes: moving runs at once, at least.
+        evaluations: plans that each search may measure.
+        optuna_jobs: static jobs that Optuna, which is slow, is run on at most.
+        units: of the job on which decisions are timed.
+    """
+
+    jobs: int = 200
+    seed: int = 0
+    depth: tuple[int, int] = (2, 48)
+    variants: tuple[str, ...] = VARIANTS
+    mechanisms: tuple[str, ...] = (*MECHANISMS, *FACTORS)
+    lanes: int = 128
+    evaluations: int = 50
+    optuna_jobs: int = 16
+    units: int = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """Hold a policy folder's parts, and the networks of all its training's seeds.
+
+    Attributes:
+        folder: the policy folder.
+        settings: of the planner that it leans on.
+        ranges: what features came to in training.
+        shipped: the folder's own network.
+        networks: the networks to judge, by name; the shipped one alone, if no training run is given.
+        hashes: what the document says of where these came from.
+    """
+
+    folder: Path
+    settings: PlannerSettings
+    ranges: Ranges
+    shipped: LeverNetwork
+    networks: Mapping[str, LeverNetwork]
+    hashes: Mapping[str, Any]
+
+
+def load_judged(policy: Path, train_run: Path | None = None) -> Judged:
+    """Load what is judged.
+
+    Args:
+        policy: a policy folder that ``train`` wrote.
+        train_run: a training's run directory, all networks of which are judged; ``None`` judges the policy alone.
+
+    Raises:
+        PolicyFileError: if the folder holds no such policy, or a network's file is damaged.
+        RunDirectoryError: if the run directory holds no networks.
+    """
+    loaded = load_policy(policy)
+    if not isinstance(loaded, PlannerPolicy):
+        raise PolicyFileError("chooses plans by itself", where=str(policy), allowed="a policy that leans on a planner")
+    # Loading has checked both files already.
+    manifest, shipped = read_json(policy / MANIFEST), _network(policy / WEIGHTS)
+    files = {"policy": policy / WEIGHTS}
+    if train_run is not None:
+        files = {path.stem: path for path in sorted(train_run.glob("seed-*.safetensors"))}
+        if not files:
+            raise RunDirectoryError(
+                "holds no seed-*.safetensors", where=str(train_run), allowed="the run directory of a training"
+            )
+    return Judged(
+        folder=policy,
+        settings=loaded.settings,
+        ranges=Ranges(np.array(manifest["lowest"]), np.array(manifest["highest"])),
+        shipped=shipped,
+        networks={name: _network(path) for name, path in files.items()},
+        hashes={
+            "weights_sha256": manifest["weights_sha256"],
+            "recipe_sha256": manifest["training"]["recipe_sha256"],
+            "strengths_sha256": manifest["training"]["strengths_sha256"],
+            "planner": asdict(loaded.settings),
+            "networks_sha256": {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()},
+        },
+    )
+
+
+def _network(path: Path) -> LeverNetwork:
+    try:
+        tensors = load_tensors(path.read_bytes())
+        network = LeverNetwork(tensors["value.weight"].shape[1])
+        network.load_state_dict(tensors)
+    except (OSError, SafetensorError, KeyError, RuntimeError, ValueError) as error:
+        first = str(error).partition("\n")[0]
+        raise PolicyFileError(
+            f"is not a network's weights ({first})", where=str(path), allowed="safetensors"
+        ) from error
+    return network
+
+
+def untrained_network(width: int) -> LeverNetwork:
+    """Return a network as training begins with."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LeverNetwork(width)
+
+
+class Guarded:
+    """Be a policy as it leads real runs: where a feature lies outside what was trained on, the planner acts alone.
+
+    Args:
+        judged: the policy.
+
+    Attributes:
+        decisions: how many were made.
+        alone: how many of them the planner made alone.
+    """
+
+    def __init__(self, judged: Judged) -> None:
+        self._judged = judged
+        self.decisions = self.alone = 0
+
+    def __call__(self, features: tuple[Features, Features]) -> Actions:
+        """Return each lane's actions, shape (n, levers)."""
+        outside = np.array([self._judged.ranges.outside(row[None]) is not None for row in features[0]])
+        self.decisions += len(outside)
+        self.alone += int(outside.sum())
+        return np.where(outside[:, None], np.array([NEUTRAL]), self._judged.shipped.most_likely(features))
