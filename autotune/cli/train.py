@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from autotune.cli import console as shared
 from autotune.cli.console import BudgetOption, JsonOption, RunsOption, SeedOption
@@ -19,26 +21,39 @@ def command(
     memory_budget: BudgetOption = None,
     seed: SeedOption = 0,
     recipe: Annotated[Path | None, typer.Option("--recipe", help="A recipe (.toml); see policies/ppo.toml.")] = None,
-    resume: Annotated[
-        Path | None, typer.Option("--resume", help="The run directory of an interrupted training.")
+    search: Annotated[
+        int | None, typer.Option("--search", help="Search for better PPO settings: so many short trainings.")
     ] = None,
-    processes: Annotated[int | None, typer.Option("--processes", min=1, help="Seeds trained at once.")] = None,
+    search_decisions: Annotated[
+        int | None,
+        typer.Option(
+            "--search-decisions", help="Decisions of each short training; by default a fifth of the recipe's."
+        ),
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="The run directory of an interrupted training or search.")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option("--processes", min=1, help="Seeds or trials trained at once.")
+    ] = None,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
 ) -> None:
     """Train a policy by PPO: on simulated jobs whose conditions move, or on with one real job.
 
-    The policy's folder is left in the run directory.
+    The policy's folder is left in the run directory. With --search, a recipe is searched for instead.
     """
     from autotune import api
     from autotune.errors import InputError
 
     if engine != "torch":
         raise InputError(f"engine is {engine!r}", where="--engine", allowed="torch")
+    if search_decisions is not None and search is None:
+        raise InputError("--search-decisions is given without --search", where="train", allowed="--search N beside it")
     output = shared.console(as_json=as_json)
     if job is not None:
-        if recipe is not None or resume is not None:
-            raise InputError("a job is given", where="train", allowed="no --recipe and no --resume beside it")
+        if recipe is not None or resume is not None or search is not None:
+            raise InputError("a job is given", where="train", allowed="no --recipe, --search and --resume beside it")
         with shared.Bars(output) as bars:
             document = api.fine_tune(
                 job,
@@ -49,22 +64,44 @@ def command(
                 runs_dir=runs_dir,
                 reporter=bars,
             )
-        if as_json:
-            shared.print_json(document)
-            return
-        output.print(
-            f"Mean cost on held-out windows: {document['cost_before']:.4f} before, {document['cost_after']:.4f} after; "
-            f"kept: {document['kept']}. The policy is {document['policy']}",
-            soft_wrap=True,
-        )
+        _show(document, output, _print_fine_tuned, as_json=as_json)
         return
     if start is not None:
         raise InputError("--from is given without a job", where="train", allowed="autotune train JOB --from POLICY")
     with shared.Bars(output) as bars:
-        document = api.train(recipe, resume=resume, processes=processes, runs_dir=runs_dir, reporter=bars)
+        if search is not None:
+            document = api.search_recipe(
+                recipe,
+                trials=search,
+                decisions=search_decisions,
+                resume=resume,
+                processes=processes,
+                runs_dir=runs_dir,
+                reporter=bars,
+            )
+        else:
+            document = api.train(recipe, resume=resume, processes=processes, runs_dir=runs_dir, reporter=bars)
+    _show(document, output, _print_trained if search is None else _print_searched, as_json=as_json)
+
+
+def _show(
+    document: dict[str, Any], output: Console, show: Callable[[dict[str, Any], Console], None], *, as_json: bool
+) -> None:
     if as_json:
         shared.print_json(document)
-        return
+    else:
+        show(document, output)
+
+
+def _print_fine_tuned(document: dict[str, Any], output: Console) -> None:
+    output.print(
+        f"Mean cost on held-out windows: {document['cost_before']:.4f} before, {document['cost_after']:.4f} after; "
+        f"kept: {document['kept']}. The policy is {document['policy']}",
+        soft_wrap=True,
+    )
+
+
+def _print_trained(document: dict[str, Any], output: Console) -> None:
     low, high = document["won_percent_ci95"]
     output.print(
         f"{document['decisions']:,} decisions in {document['training_s'] / 60:.0f} min; against the planner alone "
@@ -72,3 +109,10 @@ def command(
         f"trained on. The policy is {document['policy']}: autotune compare JOB --arms planner,{document['policy']}",
         soft_wrap=True,
     )
+
+
+def _print_searched(document: dict[str, Any], output: Console) -> None:
+    from autotune.report.tables import search_table, search_verdict
+
+    output.print(search_table(document))
+    output.print(search_verdict(document), soft_wrap=True)
