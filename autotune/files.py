@@ -53,8 +53,12 @@ def write_json(path: Path, document: object) -> None:
 
 def append_json_line(path: Path, document: object) -> None:
     """Append one record to a JSON-lines file and force it to the disk before returning."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(document, allow_nan=False) + "\n")
+    line = json.dumps(document, allow_nan=False) + "\n"
+    with path.open("a+b") as file:
+        # A kill may have cut off the last line; the next record must not be lost with it.
+        if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+            line = "\n" + line
+        file.write(line.encode())
         file.flush()
         os.fsync(file.fileno())
 

@@ -3,6 +3,8 @@
 import json
 import logging
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -119,6 +121,32 @@ def test_a_server_that_does_not_answer_costs_one_warning_and_everything_is_sent_
     assert {run.info.run_name for run in runs_in(tracking_uri(tmp_path))} == {"parent", "trial 0"}
     assert json.loads((folder / CURSOR).read_text())["sent"] == count
     assert send_pending(tmp_path) == 0
+
+
+def test_what_a_killed_command_left_open_is_ended_once_it_is_taken_up_and_nothing_is_there_twice(tmp_path: Path) -> None:
+    folder = tmp_path / "r"
+    folder.mkdir()
+    code = f"""
+import os
+from pathlib import Path
+from autotune.campaign.tracking import Tracker
+tracker = Tracker(Path({str(tmp_path)!r}), Path({str(folder)!r}), "first")
+key = tracker.begin("seed 0")
+tracker.metrics({{"won": 1.0}}, step=1, run=key)
+tracker.settle(60.0)
+with open({str(folder / SPOOL)!r}, "a") as file:
+    file.write('{{"kind": "met')
+    file.flush()
+    os._exit(9)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    send_pending(tmp_path)
+    tracker = Tracker(tmp_path, folder, "second")
+    log_something(tracker, folder)
+    tracker.close()
+    assert send_pending(tmp_path) == 0
+    found = sorted((run.info.run_name, run.info.status) for run in runs_in(tracking_uri(tmp_path)))
+    assert found == [("first", "KILLED"), ("second", "FINISHED"), ("seed 0", "KILLED"), ("trial 0", "FAILED")]
 
 
 def test_a_command_goes_on_without_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

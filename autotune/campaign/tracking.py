@@ -48,7 +48,10 @@ class Tracker:
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._sender = _Sender(tracking_uri(runs), runs, folder)
         self._thread = threading.Thread(target=self._work, name="autotune-tracking", daemon=True)
-        self._count = 0
+        self._count, left = _begun(folder / SPOOL)
+        for key in left:
+            # A command that is taken up again was killed: what it left open is over.
+            self._put("end", key, {"status": "KILLED"})
         self.parent = self._begin(name, None)
         self._thread.start()
 
@@ -106,7 +109,7 @@ class Tracker:
         return key
 
     def _put(self, kind: Kind, run: str | None, values: Mapping[str, Any], *, step: int = 0) -> None:
-        record = {"kind": kind, "run": run or self.parent, "values": dict(values), "step": step}
+        record = {"kind": kind, "run": self.parent if run is None else run, "values": dict(values), "step": step}
         try:
             append_json_line(self._folder / SPOOL, record)
         except (OSError, ValueError) as error:
@@ -120,7 +123,30 @@ class Tracker:
                 record["event"].set()
             else:
                 self._sender.send(record)
+                if self._queue.empty():
+                    self._sender.finish()
         self._sender.finish()
+
+
+def _begun(spool: Path) -> tuple[int, list[str]]:
+    """Return how many runs an earlier command began in a run directory, and the keys of those that it left open."""
+    rows = [row for row in _rows(spool) if row is not None]
+    begun = [row["run"] for row in rows if row["kind"] == "begin"]
+    ended = {row["run"] for row in rows if row["kind"] == "end"}
+    return len(begun), [key for key in reversed(begun) if key not in ended]
+
+
+def _rows(spool: Path) -> list[dict[str, Any] | None]:
+    """Return the records of a spool; ``None`` for a line that a kill cut off."""
+    if not spool.is_file():
+        return []
+    rows: list[dict[str, Any] | None] = []
+    for line in spool.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            rows.append(None)
+    return rows
 
 
 def send_pending(runs: Path) -> int:
@@ -130,13 +156,13 @@ def send_pending(runs: Path) -> int:
     """
     sent = 0
     for spool in sorted(runs.glob(f"*/{SPOOL}")):
-        rows = [row for row in spool.read_text(encoding="utf-8").splitlines(keepends=True) if row.endswith("\n")]
+        rows = _rows(spool)
         sender = _Sender(tracking_uri(runs), runs, spool.parent)
         if sender.sent >= len(rows):
             continue
         before = sender.sent
         for row in rows[before:]:
-            sender.send(json.loads(row))
+            sender.send(row)
         sender.finish()
         sent += sender.sent - before
         if sender.broken:
@@ -159,8 +185,11 @@ class _Sender:
         self.sent: int = state["sent"]
         self._ids: dict[str, str] = state["ids"]
 
-    def send(self, record: Mapping[str, Any]) -> None:
+    def send(self, record: Mapping[str, Any] | None) -> None:
         if self.broken:
+            return
+        if record is None:
+            self.sent += 1
             return
         try:
             if self._client is None:
@@ -171,6 +200,9 @@ class _Sender:
             self.finish()
             return
         self.sent += 1
+        if record["kind"] == "begin":
+            # Whatever else is sent twice is the same; a run that is begun twice is two.
+            self.finish()
 
     def finish(self) -> None:
         """Remember how far the server has got."""
