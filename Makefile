@@ -28,7 +28,7 @@ demo: $(STAMP)
 	$(BIN)/autotune demo
 
 test: $(DEV)
-	$(BIN)/python -m pytest -q -n 2 -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow"
 
 test-slow: $(DEV)
 	$(BIN)/python -m pytest -q -m slow
