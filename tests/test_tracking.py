@@ -123,7 +123,9 @@ def test_a_server_that_does_not_answer_costs_one_warning_and_everything_is_sent_
     assert send_pending(tmp_path) == 0
 
 
-def test_what_a_killed_command_left_open_is_ended_once_it_is_taken_up_and_nothing_is_there_twice(tmp_path: Path) -> None:
+def test_what_a_killed_command_left_open_is_ended_once_it_is_taken_up_and_nothing_is_there_twice(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "r"
     folder.mkdir()
     code = f"""

@@ -1,14 +1,16 @@
 """Store and load a policy as a folder that cannot run code: ``manifest.json``, ``policy.safetensors``, ``README.md``.
 
-Loading checks everything before it is used: a closed schema, the feature version, the size, the SHA-256 of the weights,
-every tensor's name, shape, dtype and finiteness, and at last that the network answers a stored probe as it did when it
-was saved.
+Loading checks everything before it is used: a closed schema, the feature version, the SHA-256 of the manifest itself,
+the size and the SHA-256 of the weights, every tensor's name, shape, dtype and finiteness, and at last that the network
+answers a stored probe as it did when it was saved.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import stat
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -99,6 +101,7 @@ class _Manifest(_Closed):
     weights_sha256: Annotated[str, Field(pattern=_SHA256)]
     weights_bytes: Annotated[int, Field(ge=1, le=_LARGEST_BYTES)]
     probe_action: Annotated[list[int], Field(max_length=64)]
+    manifest_sha256: Annotated[str, Field(pattern=_SHA256)] = "0" * 64
 
 
 class _PlanManifest(_Manifest):
@@ -213,7 +216,14 @@ def _save(folder: Path, network: nn.Module, manifest: _Manifest, card: str) -> N
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / WEIGHTS, _weights(network))
     write_atomic(folder / CARD, card)
-    write_json(folder / MANIFEST, manifest.model_dump())
+    document = manifest.model_dump()
+    write_json(folder / MANIFEST, document | {"manifest_sha256": manifest_sha256(document)})
+
+
+def manifest_sha256(document: Mapping[str, Any]) -> str:
+    """Return a SHA-256 of all that a manifest says but for this hash: it tells damage, not an author."""
+    said = {key: value for key, value in document.items() if key != "manifest_sha256"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def _read_manifest(path: Path) -> _PlanManifest | _LeverManifest:
@@ -233,6 +243,8 @@ def _read_manifest(path: Path) -> _PlanManifest | _LeverManifest:
         raise
     except InputError as error:
         raise PolicyFileError(error.problem, where=str(path), allowed=error.allowed) from error
+    if manifest.manifest_sha256 != manifest_sha256(document):
+        raise PolicyFileError("its SHA-256 is not the one it names", where=str(path), allowed="what was saved")
     expected = _SCHEMAS[manifest.kind]
     found = (manifest.feature_version, manifest.global_features, manifest.unit_features)
     if found != expected:
