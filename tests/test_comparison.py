@@ -22,7 +22,7 @@ from autotune.campaign.comparison import (
     sign_flip,
     upper_bound,
 )
-from autotune.report.tables import comparison_table, plan_lines, verdict_line
+from autotune.report.tables import alone_lines, comparison_table, plan_lines, verdict_line
 
 PROTOCOL = Protocol(
     job="j", arms=("baseline", "a"), seeds=tuple(range(10)), horizon_samples=100, memory_budget_bytes=None
@@ -231,3 +231,14 @@ def test_a_plan_file_is_an_arm_and_a_live_arm_lists_its_plans(tmp_path: Path) ->
         assert {run["samples"] for run in arm["runs"]} == {found["horizon_samples"]}
         for run in arm["runs"]:
             assert ("plans" in run) == ("plan" not in arm)
+
+
+def test_an_arm_whose_network_stood_back_says_in_how_many_windows_and_why() -> None:
+    def arm(name: str, *alone: dict[str, int]) -> dict:
+        return {"name": name, "runs": [{"alone": reasons} for reasons in alone]}
+
+    lines = alone_lines(
+        {"arms": [arm("exact", {}, {}), arm("ppo", {"once": 5, "dip": 1}, {"once": 4}), {"name": "old", "runs": [{}]}]}
+    )
+    assert len(lines) == 1
+    assert lines[0].startswith("ppo: the planner decided alone in 5 windows a run, most often for once")

@@ -238,6 +238,32 @@ def with_batches(found: Profile, batch_bytes: int = 1024) -> Profile:
     return replace(found, tables=tuple(replace(table, batch_bytes=batch_bytes) for table in found.tables))
 
 
+def test_a_profile_from_a_busy_machine_says_nothing_of_one_plan_against_another() -> None:
+    (job,) = drawn_jobs(1, seed=8)
+    budget = a_budget(job.profile, 0.5)
+
+    def lead(slower: float) -> tuple[list[Plan], Features]:
+        levers = Always(neutral_actions(1))
+        policy = PlannerPolicy(settings=LEANING, network=levers)
+        leader = Leader(SimulatedEngine(job), policy, job.profile, budget)
+        for _ in range(6):
+            plan, window = leader.engine.plan, leader.engine.run(4)
+            # The run is so many times as fast as the profile says.
+            assert window.seconds_per_step is not None
+            window = replace(window, seconds_per_step=window.seconds_per_step / slower)
+            leader.windows.append((plan, window))
+            leader.engine.apply(leader.decide(plan, window))
+        return [plan for plan, _ in leader.windows], np.concatenate([run for run, _ in levers.seen])
+
+    plans, features = lead(1.0)
+    for slower in (4.0, 0.2):
+        others, seen = lead(slower)
+        assert others == plans
+        for name in ("once", "surprise", "surprise_deviation"):
+            place = list(RUN_FEATURES).index(name)
+            np.testing.assert_allclose(seen[:, place], features[:, place], atol=0.05)
+
+
 @pytest.mark.parametrize("what", WINDOWS)
 @pytest.mark.parametrize("network", [False, True])
 def test_whatever_a_window_saw_the_next_one_is_planned(what: str, network: bool) -> None:

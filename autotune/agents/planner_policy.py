@@ -6,6 +6,7 @@ The planner, its features and its levers are those of the simulator.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,6 +69,7 @@ class PlannerPolicy:
         network: leans on the planner; ``None`` if nothing does.
         ranges: what its features came to in training.
         alone_because: why the planner last acted alone, a feature's name or an error; ``None`` if it did not.
+        alone: how many windows of the run the planner decided alone, by reason.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class PlannerPolicy:
         self.name = name
         self.settings = settings or PlannerSettings()
         self.alone_because: str | None = None
+        self.alone: Counter[str] = Counter()
         self.network = network
         self.ranges = ranges
         self._chooser = BareNetwork(network) if isinstance(network, LeverNetwork) else network
@@ -121,6 +124,7 @@ class PlannerPolicy:
     def reset(self) -> None:
         """Forget the run; the profile stays."""
         self._run = None
+        self.alone = Counter()
 
     def _started(self) -> PlannedRun:
         if self._run is None:
@@ -139,6 +143,8 @@ class PlannerPolicy:
                 actions = self._asked(self._chooser, features)
             else:
                 logger.info("the planner acts alone: %s lies outside what was trained on", self.alone_because)
+            if self.alone_because is not None:
+                self.alone[self.alone_because] += 1
         return run.planner.decide(situation, levers_of(actions))
 
     def _asked(self, chooser: LeverChooser, features: tuple[Features, Features]) -> Actions:

@@ -145,6 +145,8 @@ class RunRecord:
     peak_bytes: int | None = None
     within_budget: bool = True
     out_of_memory: int = 0
+    # Windows in which a policy's planner acted without its network, by reason; empty for other arms.
+    alone: dict[str, int] = field(default_factory=dict)
     energy_j: float | None = None
     energy_source: str = "absent"
     failure: str | None = None
@@ -337,6 +339,7 @@ class _Run:
             self._apply(self._policy.decide(observation, engine.plan))
             # What a policy thinks, and a switch takes, is the run's time too.
             self._trained_s += time.perf_counter() - began
+        record.alone = dict(getattr(self._policy, "alone", {}))
         record.steps, record.samples = engine.progress.steps, engine.progress.samples
         if self._step_s:
             record.throughput = statistics.fmean(self._samples_per_step) / statistics.median(self._step_s)

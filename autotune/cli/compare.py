@@ -50,10 +50,10 @@ def command(
 
 def show(document: dict[str, Any], output: Console, *, as_json: bool) -> None:
     """Print a comparison: a table, one sentence, and where the files are; or the document itself."""
-    from autotune.report.tables import comparison_table, plan_lines, verdict_line
+    from autotune.report.tables import alone_lines, comparison_table, plan_lines, verdict_line
 
     output.print(comparison_table(document))
-    for line in plan_lines(document):
+    for line in [*plan_lines(document), *alone_lines(document)]:
         output.print(line, soft_wrap=True)
     output.print(verdict_line(document))
     output.print(f"Written: {document['run']}/ (comparison.json, plan.json, comparison.png)", soft_wrap=True)

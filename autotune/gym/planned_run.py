@@ -5,6 +5,10 @@ This file only turns observations into situations and windows, and numbers of pl
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections import deque
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,6 +23,9 @@ from autotune.physics.profile import Profile
 from autotune.physics.solver import SAFETY_MARGIN, Goal, solve_each
 from autotune.plan import Plan
 
+# Windows by which the machine's speed is told, and the deviations of costs beyond which it is the machine's.
+_SPEED_WINDOWS = 8
+_SPEED_DEVIATIONS = 3
 _OUT_OF_MEMORY = (Failure.OUT_OF_MEMORY, Failure.OVER_BUDGET)
 
 
@@ -49,6 +56,7 @@ class PlannedRun:
         rows = [(int(k), *choices.tolist()) for k, choices, there in pairs if there]
         self._numbers = {row: number for number, row in reversed(list(enumerate(rows)))}
         self._noise_scale = float("nan")
+        self._speeds: deque[float] = deque(maxlen=_SPEED_WINDOWS)
         self._told = _usable(budget_bytes)
 
     def opening(self) -> Situation:
@@ -70,9 +78,9 @@ class PlannedRun:
         if noise is not None and 0 < noise < np.inf:
             self._noise_scale = noise
         number = self._number(observation.plan)
-        measured = window.seconds_per_step if number is not None else None
         actual = max(_usable(window.memory_budget_bytes), 1.0)
         mean, longest = self._lengths(observation)
+        measured = float("nan") if number is None else self._at_profiled_speed(window.seconds_per_step, number, mean)
         former = self.planner.seen
         # A window that ran out of memory took what was lost, and the leanest plan's repetition, besides.
         working = window.total_s if window.failure is None or former is None else float(former.window_s[0])
@@ -81,12 +89,27 @@ class PlannedRun:
             length=np.array([mean]),
             longest=np.array([longest]),
             dip=np.array([max(float(np.log(self._told / actual)), 0.0) if np.isfinite(actual) else 0.0]),
-            step_s=np.array([float("nan") if measured is None else measured]),
+            step_s=np.array([measured]),
             window_s=np.array([working]),
             total_s=np.array([window.total_s]),
             ran_out=np.array([window.failure in _OUT_OF_MEMORY]),
         )
         self.watch.observe(seen, np.array([self._noise_scale]))
+
+    def _at_profiled_speed(self, step_s: float | None, number: int, length: float) -> float:
+        """Return what a step would have taken if the machine were as fast as it was while the profile was taken.
+
+        A busy machine makes all of a profile slower, which says nothing of one plan against another. What single units'
+        costs explain is left to the planner.
+        """
+        if step_s is None or not 0 < step_s < np.inf:
+            return float("nan")
+        pool = self.planner.lanes.pool
+        told = pool.seconds_of(np.array([number]), np.ones_like(self.planner.belief.mean), np.array([length]))
+        self._speeds.append(float(told[0]) / step_s)
+        speed = statistics.median(self._speeds)
+        far = abs(math.log(speed)) > _SPEED_DEVIATIONS * self.planner.settings.cost_error
+        return step_s * speed if far else step_s
 
     def plan_of(self, number: NDArray[np.int64]) -> Plan:
         """Return the plan of a number, shape (1,)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,6 +88,23 @@ def _all_fit(comparison: Mapping[str, Any], name: str) -> bool:
 def _ran_out(arm: Mapping[str, Any]) -> str:
     times = statistics.fmean(run.get("out_of_memory", 0) for run in arm["runs"])
     return f", ran out of memory {times:.1f} times a run" if times else ""
+
+
+def alone_lines(comparison: Mapping[str, Any]) -> list[str]:
+    """Return a line for each arm whose network stood back in some windows, and left them to the planner."""
+    lines = []
+    for arm in comparison["arms"]:
+        alone: Counter[str] = Counter()
+        for run in arm["runs"]:
+            alone.update(run.get("alone", {}))
+        if alone:
+            reason, _ = alone.most_common(1)[0]
+            windows = alone.total() / len(arm["runs"])
+            lines.append(
+                f"{arm['name']}: the planner decided alone in {windows:.0f} windows a run, most often for {reason}: "
+                "outside what the network was trained on, or an error in it"
+            )
+    return lines
 
 
 def _peak(arm: Mapping[str, Any]) -> int | None:
