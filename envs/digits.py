@@ -7,6 +7,7 @@ BatchNorm would make the gradient depend on k.
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -102,3 +103,6 @@ job = Job(
     evaluate_every=5,
     data_sources=data_sources,
 )
+
+# The same run in shorter windows: for what happens between evaluations, such as memory that dips.
+watched = replace(job, name="digits_watched", evaluate_every=2)

@@ -19,7 +19,7 @@ from autotune.campaign.moving_worlds import GROUPS, ToldRises, drive, period_rul
 from autotune.campaign.policy_judging import BenchSettings, load_judged
 from autotune.cli.main import run
 from autotune.errors import InputError, PolicyFileError, RunDirectoryError
-from autotune.gym.levers import CAUTIONS, NEUTRAL, RUN_FEATURES, levers_of
+from autotune.gym.levers import RUN_FEATURES, levers_of
 from autotune.gym.moving_env import MovingEnv
 from autotune.physics.moving import Strengths
 from autotune.physics.planning import Planner, PlannerSettings
@@ -189,12 +189,12 @@ def test_driving_is_what_the_environment_that_trains_does(env: MovingEnv) -> Non
     np.testing.assert_allclose(100 * (1 - driven.seconds / alone.seconds), won, atol=1e-3)
 
 
-def test_the_hand_made_rule_braces_when_a_dip_is_due_and_else_dares_more() -> None:
+def test_the_hand_made_rule_braces_when_a_dip_is_due_and_does_nothing_else() -> None:
     run_features = np.ones((2, len(RUN_FEATURES)), dtype=np.float32)
     run_features[1, list(RUN_FEATURES).index("dip_due")] = 0.0
     levers = levers_of(period_rule(run_features))
     assert levers.brace.tolist() == [0.0, 1.0]
-    assert levers.caution.tolist() == [CAUTIONS[NEUTRAL[1] - 1], 0.0]
+    assert levers.caution.tolist() == [0.0, 0.0]
     assert levers.stickiness.tolist() == [1.0, 1.0]
 
 

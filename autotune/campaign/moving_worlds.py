@@ -103,7 +103,7 @@ def drive(
 
 
 def period_rule(run: Features) -> Actions:
-    """Return the actions of a hand-made rule: brace when a dip is due, else be one step less cautious.
+    """Return the actions of a hand-made rule: brace when a dip is due, and leave the planner alone otherwise.
 
     Args:
         run: shape (n, len(RUN_FEATURES)).
@@ -111,7 +111,6 @@ def period_rule(run: Features) -> Actions:
     actions = neutral_actions(len(run))
     due = run[:, list(RUN_FEATURES).index("dip_due")] == 0
     actions[:, 0] = np.where(due, BRACES.index(1.0), NEUTRAL[0])
-    actions[:, 1] = np.where(due, NEUTRAL[1], NEUTRAL[1] - 1)
     return actions
 
 

@@ -11,7 +11,7 @@ from autotune.cli import console as shared
 from autotune.cli.compare import show
 from autotune.cli.console import JsonOption, RunsOption, SeedOption, StepsOption
 
-_ARMS = ("baseline", "uniform-bf16", "recompute-all", "sqrt", "paper", "greedy", "exact", "random", "optuna", "ppo")
+_ARMS = ("baseline", "uniform-bf16", "recompute-all", "paper", "exact", "random", "optuna", "planner", "ppo")
 
 
 def command(
@@ -28,9 +28,9 @@ def command(
 
     output = shared.console(as_json=as_json)
     output.print(
-        f"Training {job} for real inside {memory_budget} of the FP32 baseline's peak memory: a profile, two plans from "
-        f"it, two searches of {steps} real steps each, then {len(_ARMS)} arms on {seeds} fresh seeds, one of them led "
-        f"by the shipped policy while it trains."
+        f"Training {job} for real inside {memory_budget} of the FP32 baseline's peak memory: a profile and the exact "
+        f"plan from it, two searches of {steps} real steps each, then {len(_ARMS)} arms on {seeds} fresh seeds, two of "
+        f"them led while they train, by the planner and by the shipped policy."
     )
     began = time.perf_counter()
     with shared.Bars(output) as bars:
