@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.catalog import load_job
 from autotune.errors import (
+    AttachError,
     AutotuneError,
     BudgetError,
     EngineError,
@@ -26,12 +27,17 @@ from autotune.plan import Launch, Plan, PlanSpace, Precision, Storage
 from autotune.units import Unit, find_units, name_units
 
 if TYPE_CHECKING:
-    from autotune.api import compare, tune
+    from autotune.api import compare, resume, tune
+    from autotune.engines.isolated_engine import IsolatedEngine
     from autotune.engines.torch_engine import EngineOptions, TorchEngine
+    from autotune.live.attach import attach
+    from autotune.live.limits import Limits
+    from autotune.live.tuner import LiveTuner
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttachError",
     "AutotuneError",
     "BudgetError",
     "DataSource",
@@ -40,9 +46,12 @@ __all__ = [
     "Failure",
     "GradientStatistics",
     "InputError",
+    "IsolatedEngine",
     "Job",
     "JobError",
     "Launch",
+    "Limits",
+    "LiveTuner",
     "Measurement",
     "Plan",
     "PlanError",
@@ -56,10 +65,12 @@ __all__ = [
     "UnitGradient",
     "WarmupCosine",
     "__version__",
+    "attach",
     "compare",
     "find_units",
     "load_job",
     "name_units",
+    "resume",
     "tune",
 ]
 
@@ -67,9 +78,14 @@ register_environments()
 
 # Names that need torch: loaded when first used.
 _LAZY = {
+    "Limits": "autotune.live.limits",
+    "LiveTuner": "autotune.live.tuner",
+    "attach": "autotune.live.attach",
+    "IsolatedEngine": "autotune.engines.isolated_engine",
     "EngineOptions": "autotune.engines.torch_engine",
     "TorchEngine": "autotune.engines.torch_engine",
     "compare": "autotune.api",
+    "resume": "autotune.api",
     "tune": "autotune.api",
 }
 

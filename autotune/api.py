@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,15 @@ from autotune.campaign.arms import (
     refuse_broken_policies,
     static_arm,
 )
+from autotune.campaign.journal import Journal, JournaledEngine
 from autotune.campaign.profiling import cached_profile, find_profile
 from autotune.campaign.progress import Reporter, Silent
 from autotune.campaign.runs import RunDirectory, device_name, require_writable
 from autotune.campaign.tracking import Tracker, send_pending
 from autotune.catalog import content_folder, load_job
-from autotune.engines.torch_engine import TorchEngine
-from autotune.errors import InputError
+from autotune.engines.engine import Engine
+from autotune.engines.profiler import ProfilerOptions
+from autotune.errors import InputError, JobError, RunDirectoryError
 from autotune.job import Job
 from autotune.physics.memory_model import peak_bytes
 from autotune.physics.profile import Profile
@@ -52,6 +54,11 @@ class Session:
         reporter: shows progress.
         dips: how the budget dips in compared runs; ``None`` if it stays. Static plans are searched for within what a
             dip leaves.
+        profiler: what a profile may cost, where there is none yet.
+        isolate: the job's reference, if its windows shall run in a process of their own; ``None`` for this one.
+        asked: the arguments of the command, to take it up with.
+        journal: what the campaign did so far.
+        run: the run directory of a campaign that is taken up; ``None`` makes one.
     """
 
     job: Job
@@ -60,6 +67,11 @@ class Session:
     settings: tuning.TuningSettings
     reporter: Reporter
     dips: comparison.Dips | None = None
+    profiler: ProfilerOptions = field(default_factory=ProfilerOptions)
+    isolate: str | None = None
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    journal: Journal = field(default_factory=Journal)
+    run: RunDirectory | None = None
 
     def tune(self, method: str) -> dict[str, Any]:
         """Find a plan with one method and return ``tune --json``'s document.
@@ -181,6 +193,7 @@ class Session:
             protocol,
             device=device_name(),
             tracker=tracker,
+            journal=self.journal,
             on_progress=on_progress,
         )
         document = {**document, "run": str(run.path)}
@@ -199,9 +212,13 @@ class Session:
 
     def _horizon(self) -> int:
         self.reporter.stage("pilot run of the baseline, to fix the length of all runs", 1)
-        return comparison.find_horizon(
-            self.job, on_pilot=lambda number, share: self.reporter.advance(share, f"pilot {number + 1}")
-        )
+
+        def find() -> int:
+            return comparison.find_horizon(
+                self.job, on_pilot=lambda number, share: self.reporter.advance(share, f"pilot {number + 1}")
+            )
+
+        return int(self.journal.once({"horizon": self.job.name}, find))
 
     def _refuse_budget_early(self) -> None:
         """Refuse a budget that a profile in the cache shows to be too small, before anything runs."""
@@ -209,10 +226,12 @@ class Session:
         if profile is not None and self.budget is not None:
             require_feasible(profile, self.budget.resolve(peak_bytes(profile, profile.space.baseline())))
 
-    def _references(self, *, require_leanest: bool = True) -> tuple[TorchEngine, tuning.References]:
+    def _references(self, *, require_leanest: bool = True) -> tuple[Engine, tuning.References]:
         self.reporter.stage("measure the baseline and the leanest plan", 1)
-        engine = tuning.make_engine(self.job, self.settings.seed)
-        references = tuning.measure_references(engine, self.budget, require_leanest=require_leanest)
+        engine = JournaledEngine(tuning.make_engine(self.job, self.settings.seed, isolate=self.isolate), self.journal)
+        references = tuning.measure_references(
+            engine, self.budget, require_leanest=require_leanest, clock=self.journal.clock
+        )
         size = references.memory_budget_bytes
         self.reporter.advance(1, "" if size is None else f"budget {format_bytes(size)}")
         return engine, references
@@ -222,13 +241,13 @@ class Session:
         if not set(names) & set(tuning.PROFILED) and not any(needs_profile(name) for name in names):
             return None
         self.reporter.stage("profile the units, once", 1)
-        profile, _, _ = cached_profile(self.job, self.runs, on_progress=self.reporter.advance)
+        profile, _, _ = cached_profile(self.job, self.runs, options=self.profiler, on_progress=self.reporter.advance)
         return profile
 
     def _search(
         self,
         method: str,
-        engine: TorchEngine,
+        engine: Engine,
         references: tuning.References,
         profile: Profile | None,
         run: RunDirectory,
@@ -247,9 +266,12 @@ class Session:
             tracker=tracker,
             profile=profile,
             on_progress=lambda done, _total: self.reporter.advance(done),
+            clock=self.journal.clock,
         )
 
     def _create(self, verb: str, config: dict[str, Any]) -> RunDirectory:
+        if self.run is not None:
+            return self.run
         budget = None
         if self.budget is not None:
             budget = {"size_bytes": self.budget.size_bytes, "share": self.budget.share}
@@ -257,8 +279,15 @@ class Session:
             self.runs,
             verb,
             self.job,
-            {**config, "memory_budget": budget, "steps": self.settings.steps, "seed": self.settings.seed},
+            {
+                **config,
+                "memory_budget": budget,
+                "steps": self.settings.steps,
+                "seed": self.settings.seed,
+                "asked": {**self.asked, **config},
+            },
         )
+        self.journal.keep_in(run.path)
         send_pending(self.runs)
         return run
 
@@ -271,6 +300,8 @@ def tune(
     steps: int = 120,
     trials: int | None = None,
     seed: int = 0,
+    lean: bool = False,
+    isolate: bool = False,
     runs_dir: str | Path = "runs",
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
@@ -284,6 +315,9 @@ def tune(
         steps: real optimizer steps that may be spent.
         trials: plans that may be measured; ``None`` for as many as the steps allow.
         seed: of the search and of the engine.
+        lean: whether a profile, where there is none yet, may be one in half the steps.
+        isolate: whether windows run in a process of their own, so that what kills or hangs it is a failed window. The
+            job is then given by its reference.
         runs_dir: where the run directory is made.
         reporter: shows progress; ``None`` shows nothing.
 
@@ -293,7 +327,57 @@ def tune(
     Raises:
         InputError: for wrong input, before anything is written.
     """
-    return _session(job, memory_budget, steps, trials, seed, runs_dir, reporter).tune(method)
+    session = _session(job, memory_budget, steps, trials, seed, runs_dir, reporter, lean=lean, isolate=isolate)
+    return session.tune(method)
+
+
+def resume(run: str | Path, *, job: Job | None = None, reporter: Reporter | None = None) -> dict[str, Any]:
+    """Take up a tuning or a comparison that was interrupted at any instant, and finish it.
+
+    What was measured stays; the model begins anew, so that windows after the interruption see an earlier stage of
+    training than they would have. Of a campaign that was finished, the document is returned as it is.
+
+    Args:
+        run: its run directory.
+        job: the job, if it was handed over as an object.
+        reporter: shows progress; ``None`` shows nothing.
+
+    Returns:
+        The document that the command would have returned.
+
+    Raises:
+        InputError: if the folder holds no such run, or a damaged one.
+    """
+    folder = RunDirectory.open(Path(run))
+    config = folder.read("config.json")
+    asked = config.get("asked")
+    if not isinstance(asked, dict) or not {"method", "arms"} & set(asked):
+        raise RunDirectoryError("holds no tuning and no comparison", where=str(run), allowed="the run of one")
+    finished = "tuned.json" if "method" in asked else "comparison.json"
+    if (folder.path / finished).is_file():
+        return folder.read(finished)
+    if asked["job"] is None and job is None:
+        raise RunDirectoryError("its job was an object", where=str(run), allowed="autotune.resume(run, job=...)")
+    session = replace(
+        _session(
+            job or asked["job"],
+            asked["memory_budget"],
+            asked["steps"],
+            asked["trials"],
+            asked["seed"],
+            folder.path.parent,
+            reporter,
+            lean=asked["lean"],
+            isolate=asked["isolate"],
+        ),
+        journal=Journal.opened(folder.path),
+        run=folder,
+    )
+    if "method" in asked:
+        return session.tune(asked["method"])
+    dips = asked["dips"]
+    session = replace(session, dips=None if dips is None else comparison.Dips.parse(dips))
+    return session.compare(asked["arms"], tuple(asked["seeds"]), verb=config["verb"])
 
 
 def compare(
@@ -306,6 +390,7 @@ def compare(
     trials: int | None = None,
     seed: int = 0,
     dips: str | None = None,
+    lean: bool = False,
     runs_dir: str | Path = "runs",
     reporter: Reporter | None = None,
     verb: str = "compare",
@@ -321,6 +406,7 @@ def compare(
         trials: as for :func:`tune`, for each search.
         seed: of the searches and of the tuning engine.
         dips: how the budget dips in compared runs, ``EVERY:SHARE`` as in ``5:70%``; ``None`` if it stays.
+        lean: as for :func:`tune`.
         runs_dir: where the run directory is made.
         reporter: shows progress; ``None`` shows nothing.
         verb: what the run directory is called after.
@@ -335,8 +421,9 @@ def compare(
     moves = None if dips is None else comparison.Dips.parse(dips)
     if moves is not None and memory_budget is None:
         raise InputError("dips are given without a memory budget", where="--dips", allowed="--memory-budget beside it")
-    session = _session(job, memory_budget, steps, trials, seed, runs_dir, reporter)
-    return replace(session, dips=moves).compare(names, drawn, verb=verb)
+    session = _session(job, memory_budget, steps, trials, seed, runs_dir, reporter, lean=lean)
+    session = replace(session, dips=moves, asked={**session.asked, "dips": dips})
+    return session.compare(names, drawn, verb=verb)
 
 
 def train(
@@ -509,12 +596,35 @@ def _session(
     seed: int,
     runs_dir: str | Path,
     reporter: Reporter | None,
+    *,
+    lean: bool = False,
+    isolate: bool = False,
 ) -> Session:
+    if isolate and not isinstance(job, str):
+        raise JobError(
+            f"is {type(job).__name__}", where="isolate", allowed="a job's name, since it crosses a process border"
+        )
+    asked = {
+        "job": job if isinstance(job, str) else None,
+        "memory_budget": memory_budget,
+        "steps": steps,
+        "trials": trials,
+        "seed": seed,
+        "lean": lean,
+        "isolate": isolate,
+    }
     budget = None if memory_budget is None else MemoryBudget.parse(memory_budget)
     settings = tuning.TuningSettings(steps=steps, trials=trials, seed=seed)
-    return Session(
-        job=load_job(job), runs=Path(runs_dir), budget=budget, settings=settings, reporter=reporter or Silent()
+    session = Session(
+        job=load_job(job),
+        runs=Path(runs_dir),
+        budget=budget,
+        settings=settings,
+        reporter=reporter or Silent(),
+        isolate=job if isolate and isinstance(job, str) else None,
+        asked=asked,
     )
+    return replace(session, profiler=ProfilerOptions.lean()) if lean else session
 
 
 def predicted(profile: Profile, plan: Plan, budget_bytes: int | None = None) -> dict[str, float]:

@@ -7,6 +7,7 @@
     │   ├── BudgetError         a memory budget: not a size or share, or below what any plan needs
     │   ├── ProfileError        a profile: damaged, outdated, of another job or device
     │   ├── PolicyFileError     a policy folder: missing, foreign schema, wrong hash or shapes
+    │   ├── AttachError         what was attached to, or a call out of its order
     │   └── RunDirectoryError   a run directory: cannot be written, or holds no such document
     └── EngineError             an engine was used in a way its protocol forbids
 
@@ -59,6 +60,10 @@ class ProfileError(InputError):
 
 class PolicyFileError(InputError):
     """A policy folder that is missing, foreign or damaged."""
+
+
+class AttachError(InputError):
+    """A model, an optimizer or an option that cannot be attached to, or a call of a live tuner out of its order."""
 
 
 class RunDirectoryError(InputError):

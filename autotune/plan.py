@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import chain
 from types import MappingProxyType
@@ -204,6 +204,21 @@ class PlanSpace:
     accumulation_choices: tuple[int, ...]
     precisions: tuple[Precision, ...]
     k_splits: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the space as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> PlanSpace:
+        """Read what :meth:`to_json` returned."""
+        units = ({**unit, "parameter_names": tuple(unit["parameter_names"])} for unit in document["units"])
+        return cls(
+            units=tuple(Unit(**unit) for unit in units),
+            accumulation_choices=tuple(document["accumulation_choices"]),
+            precisions=tuple(Precision(name) for name in document["precisions"]),
+            k_splits=document["k_splits"],
+        )
 
     @property
     def recomputable(self) -> tuple[str, ...]:

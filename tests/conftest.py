@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from hypothesis import settings
@@ -18,3 +20,5 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+    # Whatever a test interrupted, nothing of ours may leave the collector off.
+    assert gc.isenabled()

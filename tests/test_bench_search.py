@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import math
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -229,6 +230,19 @@ def test_a_plan_is_known_by_its_first_window() -> None:
     windows = [(plan_of(k), window_of(s), steps, 1.0) for k, s, steps in ((1, 3.0, 3), (2, 2.0, 6), (1, 1.0, 9))]
     points = judging.improvements(windows, lambda _plan, window: window.seconds_per_step or math.inf)
     assert [(point.plan, point.steps) for point in points] == [(plan_of(1), 3), (plan_of(2), 6)]
+
+
+def test_a_machine_that_drifts_does_not_change_which_plan_is_faster() -> None:
+    """Rounds at a half and at twice the speed; the slower plan misses the slow ones, the last does not fit."""
+    fast, slow, large = (Plan(accumulation_steps=k) for k in (1, 2, 4))
+    speeds = [1.0, 2.0, 0.5, 1.0, 2.0]
+    rounds = [{fast: 1.0 * speed, slow: 1.1 * speed, large: math.inf} for speed in speeds]
+    rounds += [{fast: 4.0}, {fast: 4.0}, {fast: 4.0}]
+    steady = judging.steadied(rounds)
+    for number in range(5):
+        assert steady[slow][number] / steady[fast][number] == pytest.approx(1.1)
+    assert statistics.median(steady[fast]) < statistics.median(steady[slow])
+    assert all(math.isinf(seconds) for seconds in steady[large])
 
 
 def test_no_method_keeps_its_place_in_the_order() -> None:

@@ -12,7 +12,20 @@ import pytest
 from autotune.cli.main import run
 
 JOB = Path(__file__).parent / "tiny_job.py"
-VERBS = ["bench", "compare", "demo", "doctor", "explain", "plan", "profile", "train", "tune"]
+VERBS = [
+    "bench",
+    "compare",
+    "demo",
+    "doctor",
+    "explain",
+    "plan",
+    "profile",
+    "replay",
+    "report",
+    "resume",
+    "train",
+    "tune",
+]
 
 
 def plan_file(folder: Path, **changes: object) -> str:

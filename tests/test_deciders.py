@@ -177,27 +177,28 @@ def test_optuna_begins_with_the_plans_it_is_given_and_learns_from_the_rest(tmp_p
     first = [SPACE.baseline(), SPACE.leanest()]
     search = OptunaSearch(SPACE, tmp_path, 0, first)
     costs = []
-    for _ in range(60):
+    # TPE begins to tell plans apart after a hundred of them.
+    for _ in range(200):
         plan = search.ask()
         costs.append(known_cost(plan))
         if len(costs) <= 2:
             assert plan == first[len(costs) - 1]
         search.tell(plan, observe(plan, plain_window(plan, 3)), costs[-1])
     search.close()
-    assert np.mean(costs[-15:]) < np.mean(costs[2:17])
+    assert np.mean(costs[-60:]) < np.mean(costs[2:62])
 
 
 def test_optuna_told_of_the_budget_as_a_constraint_stays_within_it_more_and_more(tmp_path: Path) -> None:
     search = OptunaSearch(SPACE, tmp_path, 0)
     over = []
-    for _ in range(60):
+    for _ in range(200):
         plan = search.ask()
         window = known_window(300)(plan, 3)
         over.append(window.failure is not None)
         search.tell(plan, observe(plan, window, budget=300), 4.0 if over[-1] else known_cost(plan))
     search.close()
-    assert sum(over[:20]) > 0
-    assert sum(over[-20:]) < sum(over[:20])
+    assert sum(over[:60]) > 20
+    assert sum(over[-60:]) < 0.8 * sum(over[:60])
 
 
 _ENDLESS = """

@@ -19,6 +19,9 @@ HEAVY = {
     "deepspeed": set(),
     "ray": set(),
     "matplotlib": {"report/figures.py"},
+    "transformers": {"live/integrations/transformers.py"},
+    "lightning": {"live/integrations/lightning.py"},
+    "accelerate": set(),
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "_envs" not in path.parts and "_policies" not in path.parts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -51,6 +52,26 @@ def test_tensors_that_live_one_after_another_do_not_add_up():
             block(kib)
 
     assert peak_of(body) == 96 * KIB
+
+
+def test_garbage_of_an_earlier_step_is_not_taken_off_a_later_one() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.me, self.held = self, block(512)
+
+    def later() -> None:
+        first = block(64)
+        # Enough to set off a collection of every generation, were there any.
+        for _ in range(200_000):
+            _ = Cycle.__new__(Cycle)
+            _.me = _  # type: ignore[attr-defined]
+        assert first is not None
+        block(64)
+
+    gc.collect()
+    peak_of(Cycle)
+    assert peak_of(later) == 128 * KIB
+    assert gc.isenabled()
 
 
 def test_the_peak_is_the_largest_sum_on_the_way():

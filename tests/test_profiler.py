@@ -12,7 +12,7 @@ from small_jobs import convolution_job, gpt_job, perceptron_job
 from torch import nn
 
 from autotune import Job, TorchEngine
-from autotune.campaign.profiling import cached_profile, read_profile, validate
+from autotune.campaign.profiling import cached_profile, find_profile, read_profile, validate
 from autotune.engines.profiler import ProfilerOptions, fixed_shape, profile, profile_key
 from autotune.engines.torch_engine import EngineOptions
 from autotune.errors import ProfileError
@@ -188,6 +188,23 @@ def test_a_profile_is_measured_once_and_again_when_the_job_changes(tmp_path: Pat
     path.write_text("{")
     _, _, cached = cached_profile(job, tmp_path, options=QUICK)
     assert not cached
+
+
+def test_a_lean_profile_takes_fewer_steps_and_never_stands_in_for_a_full_one(tmp_path: Path):
+    job = perceptron_job()
+    lean, path, _ = cached_profile(job, tmp_path, options=ProfilerOptions.lean())
+    full, elsewhere, cached = cached_profile(job, tmp_path, options=ProfilerOptions(seconds=0.1))
+    assert not cached
+    assert elsewhere != path
+    assert lean.steps < 0.6 * full.steps
+    # Memory is traced in either, and the same.
+    for plan in (lean.space.baseline(), lean.space.leanest()):
+        assert peak_bytes(lean, plan) == peak_bytes(full, plan)
+    # Once there is a full one it serves both.
+    assert cached_profile(job, tmp_path, options=ProfilerOptions.lean()) == (full, elsewhere, True)
+    elsewhere.unlink()
+    assert cached_profile(job, tmp_path, options=ProfilerOptions.lean()) == (lean, path, True)
+    assert find_profile(job, tmp_path) == lean
 
 
 def test_a_profile_of_another_version_says_whose_it_is(tmp_path: Path):

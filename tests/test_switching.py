@@ -53,12 +53,12 @@ def switched_and_plain(job: Job, precision: Precision) -> None:
     assert sum(plain.recomputations().values()) == 0
 
 
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize("precision", [Precision.FP32, pytest.param(Precision.BF16, marks=pytest.mark.slow)])
 def test_1000_storage_switches_with_dropout_and_adamw_change_nothing(precision):
     switched_and_plain(gpt_job(), precision)
 
 
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize("precision", [pytest.param(Precision.FP32, marks=pytest.mark.slow), Precision.BF16])
 def test_1000_storage_switches_with_batch_norm_change_nothing(precision):
     switched_and_plain(convolution_job(), precision)
 
@@ -83,6 +83,7 @@ def counting_job(calls: list[int], **changes: Any) -> Job:
     return perceptron_job(loss=loss, **changes)
 
 
+@pytest.mark.slow
 def test_micro_batch_counts_are_exact_over_10000_random_switches_of_k():
     calls: list[int] = []
     engine = TorchEngine(counting_job(calls), options=UNMETERED)

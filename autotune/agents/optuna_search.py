@@ -39,16 +39,25 @@ class _StudySearch:
     """
 
     def __init__(self, folder: Path, seed: int, first: Sequence[dict[str, object]] = ()) -> None:
+        self._seed, self._first = seed, list(first)
         self._storage, self.study = _opened(folder, "tune", seed, "minimize")
         for stale in self.study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
             self.study.tell(stale.number, state=optuna.trial.TrialState.FAIL)
-        if not self.study.trials:
-            for parameters in first:
-                self.study.enqueue_trial(parameters)
         self._trial: optuna.Trial | None = None
+        # What an earlier process was told, which is proposed again.
+        self._stored = self.study.get_trials(states=(optuna.trial.TrialState.COMPLETE,))
+        self._asked = 0
 
     def ask(self) -> Plan:
-        """Return the next proposal."""
+        """Return the next proposal; of a study that is continued, first those that it has been told of."""
+        number, self._asked = self._asked, self._asked + 1
+        if number < len(self._stored):
+            return Plan.from_json(self._stored[number].user_attrs["plan"])
+        # Seeded anew, so that what is proposed depends on what was told alone, and on no interruption.
+        self.study.sampler = _sampler((self._seed + number) % 2**32)
+        waiting = self.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.WAITING,))
+        if number < len(self._first) and not waiting:
+            self.study.enqueue_trial(self._first[number])
         self._trial = self.study.ask()
         return self._propose(self._trial)
 

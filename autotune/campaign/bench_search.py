@@ -8,6 +8,7 @@ plan flatters it.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,16 @@ import torch
 from autotune.budget import MemoryBudget, format_bytes
 from autotune.campaign.progress import Reporter, Silent
 from autotune.campaign.runs import RunDirectory, device_name
-from autotune.campaign.search_judging import CLOSE_FRAC, COMPARED, Course, Point, Worth, improvements, judge
+from autotune.campaign.search_judging import (
+    CLOSE_FRAC,
+    COMPARED,
+    Course,
+    Point,
+    Worth,
+    improvements,
+    judge,
+    steadied,
+)
 from autotune.campaign.tuning import (
     PROFILED,
     SEARCHES,
@@ -260,30 +270,38 @@ def _measure_again(
     engine = make_engine(job, settings.seed + settings.repetitions)
     engine.run(2)
     engine.memory_budget_bytes = ruler.budget_bytes
-    windows: dict[Plan, list[Measurement]] = {plan: [] for plan in plans}
+    seen: list[dict[Plan, Measurement]] = []
 
-    def rounds(some: Sequence[Plan], count: int) -> None:
+    def rounds(some: Sequence[Plan], count: int) -> dict[Plan, Worth]:
         reporter.stage(f"measure {len(some)} plans again, side by side", count)
         for number in range(count):
+            seen.append({})
             for plan in some if number % 2 == 0 else reversed(some):
                 engine.apply(plan)
-                windows[plan].append(engine.run(_WINDOW_STEPS))
+                seen[-1][plan] = engine.run(_WINDOW_STEPS)
             reporter.advance(number + 1)
+        return _worths(seen, ruler)
 
-    rounds(plans, settings.rounds)
-    worths = {plan: _worth(plan, seen, ruler) for plan, seen in windows.items()}
+    worths = rounds(plans, settings.rounds)
     limit = min(worth.seconds_per_sample for worth in worths.values()) * (1 + CLOSE_FRAC)
-    rounds([plan for plan in plans if worths[plan].seconds_per_sample <= limit], settings.rounds * _MORE_ROUNDS)
+    close = [plan for plan in plans if worths[plan].seconds_per_sample <= limit]
+    worths = rounds(close, settings.rounds * _MORE_ROUNDS)
     engine.close()
-    return {plan: _worth(plan, seen, ruler) for plan, seen in windows.items()}
+    return worths
 
 
-def _worth(plan: Plan, windows: Sequence[Measurement], ruler: _Ruler) -> Worth:
-    def seconds(some: Sequence[Measurement]) -> float:
-        return ruler.seconds(plan, merge_windows(some))
+def _worths(rounds: Sequence[Mapping[Plan, Measurement]], ruler: _Ruler) -> dict[Plan, Worth]:
+    steady = steadied([{plan: ruler.seconds(plan, window) for plan, window in one.items()} for one in rounds])
+    return {
+        plan: Worth(
+            seconds_per_sample=_median(seconds),
+            halves=(_median(seconds[0::2]), _median(seconds[1::2])),
+            window=merge_windows([one[plan] for one in rounds if plan in one]),
+        )
+        for plan, seconds in steady.items()
+    }
 
-    return Worth(
-        seconds_per_sample=seconds(windows),
-        halves=(seconds(windows[0::2]), seconds(windows[1::2])),
-        window=merge_windows(windows),
-    )
+
+def _median(seconds: Sequence[float]) -> float:
+    """Return a plan's median over rounds; infinite if a single one did not fit."""
+    return math.inf if not seconds or math.isinf(max(seconds)) else statistics.median(seconds)

@@ -6,6 +6,7 @@ out) and ends at the target; the final metric is taken at one number of samples 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -21,6 +22,7 @@ from scipy import stats
 
 from autotune.agents.policy import Policy, StaticPolicy
 from autotune.budget import MemoryBudget
+from autotune.campaign.journal import Journal
 from autotune.campaign.tracking import Tracker
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import InputError
@@ -161,6 +163,13 @@ class RunRecord:
         document["plans"] = [{"step": step, "plan": plan} for step, plan in self.plans]
         return document
 
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> RunRecord:
+        """Read what :meth:`to_json` returned."""
+        curve = [(seconds, samples, metric) for seconds, samples, metric in document["curve"]]
+        plans = [(entry["step"], entry["plan"]) for entry in document["plans"]]
+        return cls(**{**document, "curve": curve, "plans": plans})
+
 
 def paired_seeds(count: int) -> tuple[int, ...]:
     """Return fresh seeds for compared runs.
@@ -230,6 +239,7 @@ def compare(
     *,
     device: str,
     tracker: Tracker | None = None,
+    journal: Journal | None = None,
     on_progress: Callable[[str, int, float], None] | None = None,
 ) -> dict[str, Any]:
     """Run every arm on every seed and return ``comparison.json`` as an object.
@@ -240,20 +250,27 @@ def compare(
         protocol: the declared protocol.
         device: what the device is called.
         tracker: where runs are logged.
+        journal: has the runs that were finished before.
         on_progress: is told of the arm, the seed and the share of its run that is done.
     """
     if tracker is not None:
         tracker.tags({"protocol_sha256": protocol.digest, "protocol": json.dumps(asdict(protocol))})
         tracker.settle(10.0)
+    journal = journal or Journal()
     records: dict[str, list[RunRecord]] = {arm.name: [] for arm in arms}
     for index, seed in enumerate(protocol.seeds):
         # A B C then C B A: a drift of the machine's speed meets every arm from both sides.
         for arm in arms if index % 2 == 0 else list(reversed(arms)):
-            record = _run_arm(job, arm, seed, protocol, on_progress)
+            run = functools.partial(_run_arm, job, arm, seed, protocol, on_progress)
+            record = RunRecord.from_json(journal.once({"run": arm.name, "seed": seed}, _as_json(run)))
             records[arm.name].append(record)
-            if tracker is not None:
+            if tracker is not None and not tracker.knows(_called(arm, record)):
                 _track(tracker, arm, record)
     return _document(job, arms, records, protocol, device)
+
+
+def _as_json(run: Callable[[], RunRecord]) -> Callable[[], dict[str, Any]]:
+    return lambda: run().to_json()
 
 
 def _run_arm(
@@ -605,8 +622,12 @@ def _break_even(arm: Arm, runs: Sequence[RunRecord], baseline: Sequence[RunRecor
     return math.ceil(arm.tuning_s / (1 - own / other) / (other / steps)) if arm.tuning_s else 0
 
 
+def _called(arm: Arm, record: RunRecord) -> str:
+    return f"{arm.name} seed {record.seed}"
+
+
 def _track(tracker: Tracker, arm: Arm, record: RunRecord) -> None:
-    key = tracker.begin(f"{arm.name} seed {record.seed}")
+    key = tracker.begin(_called(arm, record))
     tracker.params({"arm": arm.name, "seed": record.seed}, run=key)
     for seconds, samples, metric in record.curve:
         tracker.metrics({"metric": metric, "train_s": seconds}, step=samples, run=key)

@@ -24,6 +24,8 @@ from autotune.physics.profile import Profile
 from autotune.physics.time_model import seconds_per_step
 from autotune.plan import Plan
 
+# What ends the file names of lean profiles in the cache.
+_LEAN = "-lean"
 # Timed steps of one visit to a plan, after one that warms up; every plan is visited twice.
 _TIMED_STEPS = 3
 
@@ -65,6 +67,8 @@ def cached_profile(
 ) -> tuple[Profile, Path, bool]:
     """Return a job's profile on this device: from the cache if nothing that it depends on has changed.
 
+    Where a lean profile is asked for, a full one in the cache does as well.
+
     Args:
         job: the job.
         runs: the folder of runs; profiles are kept in ``profiles`` in it.
@@ -77,10 +81,11 @@ def cached_profile(
     """
     device = device_name()
     key = profile_key(job, device)
-    path = cache_path(job, runs, key)
-    found = None if fresh else find_profile(job, runs)
-    if found is not None:
-        return found, path, True
+    kinds = ("", _LEAN) if options is not None and options.is_lean else ("",)
+    for path in (cache_path(job, runs, key, kind) for kind in kinds):
+        found = None if fresh else _read_cached(path, key)
+        if found is not None:
+            return found, path, True
     measured = profile(job, device_name=device, fingerprint=key, options=options, on_progress=on_progress)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, measured.to_json())
@@ -90,7 +95,10 @@ def cached_profile(
 def find_profile(job: Job, runs: Path) -> Profile | None:
     """Return a job's cached profile on this device, or ``None`` if there is none: nothing is measured."""
     key = profile_key(job, device_name())
-    path = cache_path(job, runs, key)
+    return _read_cached(cache_path(job, runs, key), key) or _read_cached(cache_path(job, runs, key, _LEAN), key)
+
+
+def _read_cached(path: Path, key: str) -> Profile | None:
     if not path.is_file():
         return None
     try:

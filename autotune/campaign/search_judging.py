@@ -101,6 +101,26 @@ def improvements(
     return points
 
 
+def steadied(rounds: Sequence[Mapping[Plan, float]]) -> dict[Plan, list[float]]:
+    """Return each plan's seconds, round by round, as if the machine had been equally fast in all rounds.
+
+    A machine that others use drifts by more than plans differ; within a round all plans meet it alike. A round's speed
+    is the median of what its plans took over what they take in the median of their rounds.
+
+    Args:
+        rounds: by plan, seconds in that round; a plan may miss some, and what did not fit is infinite.
+    """
+    plans = list(dict.fromkeys(plan for one in rounds for plan in one))
+    usual = {plan: statistics.median(one[plan] for one in rounds if plan in one) for plan in plans}
+    found: dict[Plan, list[float]] = {plan: [] for plan in plans}
+    for one in rounds:
+        shares = [seconds / usual[plan] for plan, seconds in one.items() if math.isfinite(max(seconds, usual[plan]))]
+        speed = statistics.median(shares) if shares else 1.0
+        for plan, seconds in one.items():
+            found[plan].append(seconds / speed)
+    return found
+
+
 def judge(courses: Sequence[Course], worths: Mapping[Plan, Worth]) -> dict[str, Any]:
     """Return the document's part that follows from the curves and from what their plans turned out to be worth.
 

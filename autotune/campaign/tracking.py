@@ -48,12 +48,16 @@ class Tracker:
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._sender = _Sender(tracking_uri(runs), runs, folder)
         self._thread = threading.Thread(target=self._work, name="autotune-tracking", daemon=True)
-        self._count, left = _begun(folder / SPOOL)
+        self._names, left = _begun(folder / SPOOL)
         for key in left:
             # A command that is taken up again was killed: what it left open is over.
             self._put("end", key, {"status": "KILLED"})
         self.parent = self._begin(name, None)
         self._thread.start()
+
+    def knows(self, name: str) -> bool:
+        """Tell whether a run of this name was begun, by this command or by one that it takes up."""
+        return name in self._names
 
     def begin(self, name: str) -> str:
         """Begin a nested run and return its key."""
@@ -103,8 +107,8 @@ class Tracker:
             )
 
     def _begin(self, name: str, parent: str | None) -> str:
-        self._count += 1
-        key = f"run-{self._count}"
+        self._names.append(name)
+        key = f"run-{len(self._names)}"
         self._put("begin", key, {"name": name, "parent": parent})
         return key
 
@@ -128,12 +132,13 @@ class Tracker:
         self._sender.finish()
 
 
-def _begun(spool: Path) -> tuple[int, list[str]]:
-    """Return how many runs an earlier command began in a run directory, and the keys of those that it left open."""
+def _begun(spool: Path) -> tuple[list[str], list[str]]:
+    """Return the names of the runs that an earlier command began in a run directory, and keys of those left open."""
     rows = [row for row in _rows(spool) if row is not None]
+    names = [row["values"]["name"] for row in rows if row["kind"] == "begin"]
     begun = [row["run"] for row in rows if row["kind"] == "begin"]
     ended = {row["run"] for row in rows if row["kind"] == "end"}
-    return len(begun), [key for key in reversed(begun) if key not in ended]
+    return names, [key for key in reversed(begun) if key not in ended]
 
 
 def _rows(spool: Path) -> list[dict[str, Any] | None]:

@@ -23,6 +23,7 @@ from autotune.budget import MemoryBudget, format_bytes
 from autotune.campaign.runs import RunDirectory
 from autotune.campaign.tracking import Tracker
 from autotune.engines.engine import Engine
+from autotune.engines.isolated_engine import IsolatedEngine
 from autotune.engines.metered_engine import MeteredEngine, StepsSpentError
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import BudgetError, InputError, JobError
@@ -160,13 +161,27 @@ class TuningResult:
     trials: tuple[Trial, ...]
 
 
-def make_engine(job: Job, seed: int) -> TorchEngine:
-    """Return the engine that tuning measures on."""
+def make_engine(job: Job, seed: int, *, isolate: str | None = None) -> Engine:
+    """Return the engine that tuning measures on.
+
+    Args:
+        job: the job.
+        seed: of weights, batches and everything random.
+        isolate: the job's reference, if it shall train in a process of its own.
+    """
     options = EngineOptions(discard_steps=_DISCARDED, split_to_learn_noise=True)
+    if isolate is not None:
+        return IsolatedEngine(isolate, seed=seed, options=options)
     return TorchEngine(job, seed=seed, options=options)
 
 
-def measure_references(engine: Engine, budget: MemoryBudget | None, *, require_leanest: bool = True) -> References:
+def measure_references(
+    engine: Engine,
+    budget: MemoryBudget | None,
+    *,
+    require_leanest: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
+) -> References:
     """Measure the baseline and the leanest plan, and check that the budget can be met.
 
     Args:
@@ -174,12 +189,13 @@ def measure_references(engine: Engine, budget: MemoryBudget | None, *, require_l
         budget: the memory budget; ``None`` for none.
         require_leanest: whether a budget below what the leanest plan needs is refused; a planner knows by itself
             whether another plan fits, so that for it only less than half of that is.
+        clock: as for :func:`tune`.
 
     Raises:
         JobError: if the baseline cannot run.
         BudgetError: if the leanest plan needs more than the budget; the message says how much.
     """
-    began = time.perf_counter()
+    began = clock()
     engine.memory_budget_bytes = None
     engine.apply(engine.space.baseline())
     # The engine's first step cannot be metered, so that two are not timed.
@@ -202,7 +218,7 @@ def measure_references(engine: Engine, budget: MemoryBudget | None, *, require_l
         leanest=leanest,
         memory_budget_bytes=size,
         steps=baseline.steps + leanest.steps,
-        seconds=time.perf_counter() - began,
+        seconds=clock() - began,
     )
 
 
@@ -217,6 +233,7 @@ def tune(
     tracker: Tracker | None = None,
     profile: Profile | None = None,
     on_progress: Callable[[int, int], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> TuningResult:
     """Find a plan with one method.
 
@@ -230,6 +247,7 @@ def tune(
         tracker: where they are logged.
         profile: what a planner plans from.
         on_progress: is told of steps spent and the budget of steps.
+        clock: a clock's seconds; another one where part of the campaign is not done but remembered.
 
     Raises:
         InputError: if the method is unknown, or no plan that was measured is feasible.
@@ -238,7 +256,7 @@ def tune(
         raise InputError(f"method is {method!r}", where="--method", allowed=METHODS)
     if method in PROFILED and profile is None:
         raise InputError("a planner needs a profile", where=f"method {method}", allowed="profile=")
-    campaign = _Tuning(job, method, engine, references, settings, run, tracker, profile, on_progress)
+    campaign = _Tuning(job, method, engine, references, settings, run, tracker, profile, on_progress, clock)
     return campaign.result()
 
 
@@ -256,6 +274,7 @@ class _Tuning:
         tracker: Tracker | None,
         profile: Profile | None,
         on_progress: Callable[[int, int], None] | None,
+        clock: Callable[[], float],
     ) -> None:
         self._job = job
         self._method = method
@@ -273,8 +292,11 @@ class _Tuning:
         self._metered.known[space.leanest()] = _held_to(references.leanest, references.memory_budget_bytes)
         self._metered.known[space.baseline()] = references.baseline
         self._trials: list[Trial] = []
+        # Of a campaign that is taken up, the first trials are there already.
+        self._recorded = sum(row["method"] == method for row in run.whole_lines("trials.jsonl"))
         self._final = False
-        self._began = time.perf_counter()
+        self._clock = clock
+        self._began = clock()
 
     def result(self) -> TuningResult:
         if self._method in PLANNERS:
@@ -302,7 +324,7 @@ class _Tuning:
     def _spent(self) -> tuple[int, float]:
         """Return real steps and seconds so far."""
         steps = self._metered.steps_spent + self._references.steps
-        seconds = time.perf_counter() - self._began + self._references.seconds
+        seconds = self._clock() - self._began + self._references.seconds
         if self._method in PROFILED and self._profile is not None:
             # A planner pays for the profile, also where it was there already.
             return steps + self._profile.steps, seconds + self._profile.seconds
@@ -476,7 +498,8 @@ class _Tuning:
             tuning_s=seconds,
         )
         self._trials.append(trial)
-        self._run.append("trials.jsonl", {"method": self._method, **trial.to_json()})
+        if trial.number >= self._recorded:
+            self._run.append("trials.jsonl", {"method": self._method, **trial.to_json()})
         if self._tracker is not None:
             _track(self._tracker, self._method, trial)
         if self._on_progress is not None:
@@ -521,7 +544,10 @@ def merge_windows(windows: Sequence[Measurement]) -> Measurement:
 
 def _track(tracker: Tracker, method: str, trial: Trial) -> None:
     window = trial.measurement
-    key = tracker.begin(f"{method} trial {trial.number}")
+    name = f"{method} trial {trial.number}"
+    if tracker.knows(name):
+        return
+    key = tracker.begin(name)
     tracker.params(
         {
             "method": method,

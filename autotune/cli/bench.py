@@ -9,7 +9,8 @@ import typer
 from rich.table import Table
 
 from autotune.cli import console as shared
-from autotune.cli.console import JsonOption, RunsOption, SeedOption, StepsOption
+from autotune.cli.console import JsonOption, LeanOption, RunsOption, SeedOption, StepsOption
+from autotune.errors import InputError
 
 app = typer.Typer(help="Benchmarks; results are written to runs/benchmarks/.", no_args_is_help=True)
 
@@ -153,6 +154,7 @@ def search(
     profile_seconds: Annotated[
         float, typer.Option("--profile-seconds", min=0.1, help="About how long a profile may take.")
     ] = 50.0,
+    lean: LeanOption = False,
     seed: SeedOption = 0,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
@@ -174,7 +176,7 @@ def search(
         repetitions=repetitions,
         rounds=rounds,
         seed=seed,
-        profiler=ProfilerOptions(seconds=profile_seconds),
+        profiler=ProfilerOptions.lean() if lean else ProfilerOptions(seconds=profile_seconds),
     )
     output = shared.console(as_json=as_json)
     with shared.Bars(output) as bars:
@@ -182,6 +184,72 @@ def search(
     output.print(_search_table(document))
     _finish(document, f"search-{found.name}", verdict(document), runs_dir, as_json)
     draw_search(document, Path(runs_dir) / "benchmarks" / f"search-{found.name}.png")
+
+
+@app.command("attach")
+def attach(
+    jobs: Annotated[str, typer.Option("--jobs", help="Jobs whose overhead is measured; none for none.")] = (
+        "charlm,digits_deep"
+    ),
+    situations: Annotated[str, typer.Option("--situations", help="Situations to compare in; none for none.")] = (
+        "mixed lengths,curriculum,moving budget"
+    ),
+    steps: Annotated[int, typer.Option("--steps", min=20, help="Steps of each arm for the overhead.")] = 200,
+    situation_steps: Annotated[int, typer.Option("--situation-steps", min=40, help="Steps of each run.")] = 300,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Paired runs of each situation.")] = 6,
+    policy: Annotated[str, typer.Option("--policy", help="What is attached in the situations.")] = "ppo",
+    seed: SeedOption = 0,
+    runs_dir: RunsOption = shared.RUNS,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure what attaching to a live run costs, and what it wins where no static plan can follow."""
+    from autotune.campaign.bench_attach import bench_attach
+    from autotune.campaign.runs import require_writable
+
+    require_writable(runs_dir)
+
+    def listed(text: str) -> list[str]:
+        return [] if text == "none" else text.split(",")
+
+    if not listed(jobs) and not listed(situations):
+        raise InputError("jobs and situations are both none", where="bench attach", allowed="something to measure")
+
+    with shared.Bars(shared.console(as_json=as_json)) as bars:
+        document = bench_attach(
+            listed(jobs),
+            listed(situations),
+            steps=steps,
+            situation_steps=situation_steps,
+            seeds=seeds,
+            policy=policy,
+            seed=seed,
+            reporter=bars,
+        )
+    output = shared.console(as_json=as_json)
+    for entry in document["overhead"]:
+        for stage in ("observe", "act"):
+            low, high = entry[stage]["ratio_ci95"]
+            output.print(
+                f"{entry['job']}, {stage}: a step takes {entry[stage]['ratio_median']:.4f} [{low:.4f}, {high:.4f}] of "
+                f"an unattached one's time; over 1,000 steps, all included, "
+                f"{entry[stage]['ratio_total_1000_steps']:.4f}",
+                soft_wrap=True,
+            )
+    for entry in document["situations"]:
+        output.print(
+            f"{entry['situation']}: live {_interval(entry['live_over_static'])} and oracle "
+            f"{_interval(entry['oracle_over_static'])} of the best static plan's time: "
+            f"{entry['share_of_ceiling']['mean']:.0%} of the ceiling; {entry['over_budget_steps']} steps over budget",
+            soft_wrap=True,
+        )
+    names = {"overhead": bool(document["overhead"]), "situations": bool(document["situations"])}
+    parts = [name for name, there in names.items() if there]
+    _finish(document, "attach" if len(parts) == 2 else f"attach-{parts[0]}", "done", runs_dir, as_json)
+
+
+def _interval(found: dict[str, Any]) -> str:
+    low, high = found["ci95"]
+    return f"{found['mean']:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def _search_table(document: dict[str, Any]) -> Table:

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from autotune.cli import console as shared
-from autotune.cli.console import BudgetOption, JsonOption, RunsOption, SeedOption, StepsOption, TrialsOption
+from autotune.cli.console import BudgetOption, JsonOption, LeanOption, RunsOption, SeedOption, StepsOption, TrialsOption
 
 
 def command(
@@ -24,6 +24,7 @@ def command(
     ] = None,
     steps: StepsOption = 120,
     trials: TrialsOption = None,
+    lean: LeanOption = False,
     seed: SeedOption = 0,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
@@ -41,6 +42,7 @@ def command(
             dips=dips,
             steps=steps,
             trials=trials,
+            lean=lean,
             seed=seed,
             runs_dir=runs_dir,
             reporter=bars,

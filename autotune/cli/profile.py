@@ -10,7 +10,7 @@ from rich.table import Table
 
 from autotune.budget import format_bytes
 from autotune.cli import console as shared
-from autotune.cli.console import JsonOption, RunsOption
+from autotune.cli.console import JsonOption, LeanOption, RunsOption
 
 if TYPE_CHECKING:
     from autotune.physics.profile import Profile
@@ -24,6 +24,7 @@ def command(
         bool, typer.Option("--convergence", help="Fit how the job converges to a few short real runs as well.")
     ] = False,
     seconds: Annotated[float, typer.Option("--seconds", min=5, help="About how long profiling may take.")] = 50.0,
+    lean: LeanOption = False,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of weights, batches and calibration plans.")] = 0,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
@@ -44,7 +45,7 @@ def command(
 
     require_writable(runs_dir)
     found = load_job(job)
-    options = ProfilerOptions(seconds=seconds, seed=seed)
+    options = ProfilerOptions.lean(seed) if lean else ProfilerOptions(seconds=seconds, seed=seed)
     more: dict[str, Any] = {}
     with shared.Bars(shared.console(as_json=as_json)) as bars:
         bars.stage(f"profile {found.name}", 1)

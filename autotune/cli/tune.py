@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from autotune.budget import format_bytes
 from autotune.cli import console as shared
-from autotune.cli.console import BudgetOption, JsonOption, RunsOption, SeedOption, StepsOption, TrialsOption
+from autotune.cli.console import BudgetOption, JsonOption, LeanOption, RunsOption, SeedOption, StepsOption, TrialsOption
 
 
 def command(
@@ -20,13 +21,16 @@ def command(
     memory_budget: BudgetOption = None,
     steps: StepsOption = 120,
     trials: TrialsOption = None,
+    lean: LeanOption = False,
+    isolate: Annotated[
+        bool, typer.Option("--isolate", help="Train in a process of its own: what kills or hangs it is a failed trial.")
+    ] = False,
     seed: SeedOption = 0,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
 ) -> None:
     """Find the fastest plan within a memory budget by measuring plans on the real job."""
     from autotune import api
-    from autotune.plan import Plan
 
     output = shared.console(as_json=as_json)
     with shared.Bars(output) as bars:
@@ -37,12 +41,21 @@ def command(
             steps=steps,
             trials=trials,
             seed=seed,
+            lean=lean,
+            isolate=isolate,
             runs_dir=runs_dir,
             reporter=bars,
         )
+    show(document, job, method, output, as_json=as_json)
+
+
+def show(document: dict[str, Any], job: str, method: str, output: Console, *, as_json: bool) -> None:
+    """Print what a tuning found: one document for programs, or a table for people."""
     if as_json:
         shared.print_json(document)
         return
+    from autotune.plan import Plan
+
     measured = document["measured"]
     table = Table(title=f"{job}: {method}", title_justify="left")
     for name in ("", "plan", "step", "peak"):

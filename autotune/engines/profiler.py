@@ -30,7 +30,7 @@ from autotune.errors import JobError
 from autotune.job import Job
 from autotune.measurement import Failure, Measurement
 from autotune.mechanics import controls
-from autotune.mechanics.memory_meter import resident_tensors, tensor_bytes
+from autotune.mechanics.memory_meter import collection_paused, resident_tensors, tensor_bytes
 from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch, seconds_by_place, stamp_for
 from autotune.mechanics.trees import map_tensors, tensors
@@ -48,8 +48,6 @@ logger = logging.getLogger(__name__)
 _CANDIDATES = 8
 # Steps of one visit to a plan: the first warms up.
 _VISIT_STEPS = 3
-# Steps that are watched first, for units that are called only sometimes.
-_CALL_CHECKS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,18 +55,40 @@ class ProfilerOptions:
     """Say how much a profile may cost.
 
     Attributes:
-        seconds: about how long profiling may take; at least two rounds of timing are made.
+        seconds: about how long profiling may take, once the least number of rounds of timing is made.
+        min_rounds: rounds of timing that are made however long they take.
         max_rounds: rounds of timing.
+        call_checks: steps that are watched first, for units that are called only sometimes.
         calibration_plans: whole plans that correct the sum of the pieces.
+        calibration_visits: how often each of them is visited.
         max_tables: values of k that are profiled; of more choices the smallest, the largest and some between.
         seed: of weights, batches and calibration plans.
+        is_lean: whether the profile counts as a lean one, which is kept apart from full ones.
     """
 
     seconds: float = 50.0
+    min_rounds: int = 2
     max_rounds: int = 5
+    call_checks: int = 4
     calibration_plans: int = 8
+    calibration_visits: int = 2
     max_tables: int = 4
     seed: int = 0
+    is_lean: bool = False
+
+    @classmethod
+    def lean(cls, seed: int = 0) -> ProfilerOptions:
+        """Return the options of a profile in half the steps: one round, and few plans to correct it with."""
+        return cls(
+            min_rounds=1,
+            max_rounds=1,
+            call_checks=2,
+            calibration_plans=2,
+            calibration_visits=1,
+            max_tables=3,
+            seed=seed,
+            is_lean=True,
+        )
 
 
 def fixed_shape(job: Job, seed: int = 0) -> Job:
@@ -134,7 +154,7 @@ class WatchedEngine(TorchEngine):
             self.batch_bytes = tensor_bytes(tensors(batches))
             self.static_bytes = tensor_bytes(resident_tensors(self.model, self.update.optimizer, []))
             self.watch = self.tracer.watch
-            with self.tracer.tracing():
+            with collection_paused(), self.tracer.tracing():
                 yield True
         elif self.watch is not None:
             with self.watch:
@@ -291,7 +311,7 @@ class _Profiler:
         """Trace and time the homogeneous plans; units that are called only sometimes are left out, with a warning."""
         while True:
             try:
-                for _ in range(_CALL_CHECKS):
+                for _ in range(self._options.call_checks):
                     self._require_steady_calls(self.engine.timed()[2])
                 choices = without_copies(self._trace())
                 self._report(0.25)
@@ -351,7 +371,7 @@ class _Profiler:
                 self._visit(probe, choice)
             spent = time.perf_counter() - began
             self._report(0.25 + 0.5 * min(spent / share, 1.0))
-            if number >= 1 and spent * (number + 2) / (number + 1) > share:
+            if number + 1 >= self._options.min_rounds and spent * (number + 2) / (number + 1) > share:
                 break
 
     def _visit(self, probe: Probe, choice: Choice) -> None:
@@ -387,8 +407,8 @@ class _Profiler:
         space, generator = result.space, np.random.default_rng(self._options.seed)
         plans = [calibration_plan(space, generator, number) for number in range(self._options.calibration_plans)]
         seconds: dict[Plan, list[float]] = {plan: [] for plan in plans}
-        for order in (plans, plans[::-1]):
-            for plan in order:
+        for visit in range(self._options.calibration_visits):
+            for plan in plans if visit % 2 == 0 else reversed(plans):
                 seconds[plan] += self.time_plan(plan)
         self._report(0.95)
         measured = [(plan, statistics.median(values)) for plan, values in seconds.items() if values]

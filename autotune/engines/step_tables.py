@@ -221,13 +221,13 @@ def _segment(index: int, calls: Sequence[str], own: Mapping[str, Choice], recomp
     costs = {name: _cost(index, choice) for name, choice in own.items()}
     gradients = next(known(choice).gradients[index] for choice in own.values())
     if index % 2 == 0:
-        return Segment(unit=None, gradient_bytes=gradients, costs={FIXED: _most(list(costs.values()))})
+        return Segment(unit=None, gradient_bytes=gradients, costs={FIXED: most(list(costs.values()))})
     unit = calls[index // 2]
-    costs = _no_free_recomputation(costs) if unit in recomputable else _without_storage(costs)
+    costs = no_free_recomputation(costs) if unit in recomputable else without_storage(costs)
     return Segment(unit=unit, gradient_bytes=gradients, costs=costs)
 
 
-def _no_free_recomputation(costs: Mapping[str, Cost]) -> dict[str, Cost]:
+def no_free_recomputation(costs: Mapping[str, Cost]) -> dict[str, Cost]:
     """Return the costs with recomputation at least as long as saving: less can only be noise."""
     raised = dict(costs)
     for name, cost in costs.items():
@@ -238,26 +238,27 @@ def _no_free_recomputation(costs: Mapping[str, Cost]) -> dict[str, Cost]:
     return raised
 
 
-def _without_storage(costs: Mapping[str, Cost]) -> dict[str, Cost]:
+def without_storage(costs: Mapping[str, Cost]) -> dict[str, Cost]:
     """Return the costs of a unit that always saves: what was seen in both kinds of plans, as one."""
     by_precision: dict[str, list[Cost]] = {}
     for name, cost in costs.items():
         by_precision.setdefault(name.partition("/")[0], []).append(cost)
-    return {f"{precision}/{Storage.SAVE}": _most(found) for precision, found in by_precision.items()}
+    return {f"{precision}/{Storage.SAVE}": most(found) for precision, found in by_precision.items()}
 
 
-def _most(costs: Sequence[Cost]) -> Cost:
+def most(costs: Sequence[Cost]) -> Cost:
     """Return the cost of a piece that no choice changes: median seconds, largest bytes."""
     return Cost(
         forward_s=statistics.median(cost.forward_s for cost in costs),
         backward_s=statistics.median(cost.backward_s for cost in costs),
         saved_bytes=max(cost.saved_bytes for cost in costs),
-        forward_peak_bytes=_largest([cost.forward_peak_bytes for cost in costs]),
-        backward_peak_bytes=_largest([cost.backward_peak_bytes for cost in costs]),
+        forward_peak_bytes=largest([cost.forward_peak_bytes for cost in costs]),
+        backward_peak_bytes=largest([cost.backward_peak_bytes for cost in costs]),
     )
 
 
-def _largest(pairs: Sequence[tuple[int, int]]) -> tuple[int, int]:
+def largest(pairs: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the largest of each, in first and in later micro-batches."""
     return max(first for first, _ in pairs), max(later for _, later in pairs)
 
 

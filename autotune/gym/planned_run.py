@@ -17,7 +17,7 @@ from autotune.gym.levers import Watch
 from autotune.gym.observation import Observation
 from autotune.measurement import Failure
 from autotune.physics.cost_arrays import CostArrays, Plans
-from autotune.physics.plan_pool import PlanPool, make_pool
+from autotune.physics.plan_pool import PlanPool, PoolSettings, make_pool
 from autotune.physics.planning import LOOK_AHEAD, Lanes, Planner, PlannerSettings, Seen, Situation
 from autotune.physics.profile import Profile
 from autotune.physics.solver import SAFETY_MARGIN, Goal, solve_each
@@ -151,13 +151,16 @@ def launch_pool(profile: Profile, arrays: CostArrays, budget_bytes: int | None) 
         arrays: the same, of this one job.
         budget_bytes: the budget; ``None`` for none.
     """
+    # Where storage alone can be chosen, fewer plans do, and a live run waits for them.
+    fewer = PoolSettings(size=128, worlds=2, budgets=32, rounds=1, changes=1024)
+    settings = fewer if len(profile.precisions) * len(profile.tables) == 1 else PoolSettings()
     try:
         solutions = solve_each(profile, budget_bytes, Goal())
     except BudgetError:
-        return make_pool(arrays)
+        return make_pool(arrays, settings)
     encoded = [arrays.encode(0, solution.plan) for solution in solutions]
     zero = np.zeros(1, dtype=np.int64)
-    return make_pool(arrays, also=[Plans(zero, np.array([k]), choices[None]) for k, choices in encoded])
+    return make_pool(arrays, settings, also=[Plans(zero, np.array([k]), choices[None]) for k, choices in encoded])
 
 
 def _usable(budget_bytes: int | None) -> float:

@@ -30,6 +30,8 @@ class ControlledForward:
         precision: the precision that the next call runs in.
         storage: the storage that the next call uses.
         passes_16_bit: whether 16-bit outputs are handed on as they are.
+        failures: takes in what a call under the plan raises, the unit then being run as the user has it; ``None`` lets
+            exceptions through.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -38,6 +40,7 @@ class ControlledForward:
         self.storage = Storage.SAVE
         self.passes_16_bit = False
         self.suspended = False
+        self.failures: list[Exception] | None = None
         self.recomputation = Recomputation(module)
         # A forward that somebody else put on the instance is called, and put back at the end.
         self._shadowed: Callable[..., Any] | None = module.__dict__.get("forward")
@@ -47,10 +50,17 @@ class ControlledForward:
         """Run the unit's own forward in the plan's precision, keeping or recomputing its activations."""
         if self.suspended:
             return self._original(*args, **kwargs)
-        run = self._bind(self.precision)
-        if self.storage is Storage.RECOMPUTE and torch.is_grad_enabled():
-            return self.recomputation.run(run, args, kwargs)
-        return run(*args, **kwargs)
+        try:
+            run = self._bind(self.precision)
+            if self.storage is Storage.RECOMPUTE and torch.is_grad_enabled():
+                return self.recomputation.run(run, args, kwargs)
+            return run(*args, **kwargs)
+        except Exception as error:
+            if self.failures is None:
+                raise
+            # Without the frames, which hold what they computed.
+            self.failures.append(error.with_traceback(None))
+        return self._original(*args, **kwargs)
 
     def _bind(self, precision: Precision) -> Callable[..., Any]:
         """Return the forward in a precision that later switches cannot change under a living graph."""
@@ -117,6 +127,44 @@ def apply(model: nn.Module, plan: Plan, *, fp32_borders: bool = False) -> None:
     passing = frozenset() if fp32_borders else _passing(model, plan, modules)
     for name in names:
         _set(modules[name], plan.precision_of(name), plan.storage_of(name), passes_16_bit=name in passing)
+
+
+class Switcher:
+    """Apply one plan after another to a model whose modules stay what they are, without looking for them again.
+
+    Units hand on fp32 whatever the plan, so that what one plan shows holds for others.
+
+    Args:
+        model: the model.
+        names: the units that plans may name.
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        self._modules = {name: model.get_submodule(name) for name in names}
+
+    def apply(self, plan: Plan) -> None:
+        """Do what :func:`apply` does; every unit that the plan names must be one of the switcher's."""
+        for name, module in self._modules.items():
+            _set(module, plan.precision_of(name), plan.storage_of(name), passes_16_bit=False)
+
+    @contextmanager
+    def trying(self, plan: Plan) -> Iterator[list[Exception]]:
+        """Run the body under a plan that units may be unable to run under: an operation may know no 16 bits, say.
+
+        Yields:
+            What they raised; a unit that raised is run as the user has it.
+        """
+        self.apply(plan)
+        failures: list[Exception] = []
+        forwards = [module.__dict__.get("forward") for module in self._modules.values()]
+        tried = [forward for forward in forwards if isinstance(forward, ControlledForward)]
+        for forward in tried:
+            forward.failures = failures
+        try:
+            yield failures
+        finally:
+            for forward in tried:
+                forward.failures = None
 
 
 def remove(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ running sum within it. Both count model, optimizer, gradients, activations and w
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -61,6 +62,7 @@ class MemoryMeter:
     def _cpu(self, static: int) -> Iterator[None]:
         with (
             quiet_profiler(),
+            collection_paused(),
             profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace,
             record_function("step"),
         ):
@@ -81,6 +83,18 @@ def quiet_profiler() -> Iterator[None]:
     finally:
         if level is None:
             del os.environ["KINETO_LOG_LEVEL"]
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Leave garbage of earlier steps where it is: what a step frees of it would be taken off the step's own memory."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _largest_running_sum(trace: profile) -> int:

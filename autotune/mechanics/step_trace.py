@@ -10,11 +10,12 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch._C._profiler import _EventType
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
@@ -83,6 +84,7 @@ class StepTrace:
         changes: (time, bytes) of every allocation (> 0) and release (< 0), ascending.
         blocks: blocks allocated during the step, by address, each list ascending in time.
         sightings: storages seen in the first micro-batch.
+        older: bytes of blocks from before the step that were released in it, by address.
     """
 
     calls: tuple[str, ...]
@@ -91,6 +93,7 @@ class StepTrace:
     changes: tuple[tuple[float, int], ...]
     blocks: dict[int, list[Block]]
     sightings: tuple[Sighting, ...]
+    older: dict[int, int] = field(default_factory=dict)
 
     def place_at(self, moment: float) -> Place | None:
         """Return where the step was; ``None`` before its first forward pass."""
@@ -303,12 +306,19 @@ class StepTracer:
         marks: list[float] = []
         changes: list[tuple[float, int, int]] = []
         profiler: Any = profiled.profiler
-        for event in _walk(profiler.kineto_results.experimental_event_tree()):
-            if event.tag.name == "Allocation":
-                if event.extra_fields.device.type == self._device.type:
-                    changes.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr))
-            elif event.name == self._MARK:
+        # There are tens of thousands of events, and each look at one costs microseconds.
+        waiting = list(profiler.kineto_results.experimental_event_tree())
+        while waiting:
+            event = waiting.pop()
+            tag = event.tag
+            if tag == _EventType.Allocation:
+                fields = event.extra_fields
+                if fields.device.type == self._device.type:
+                    changes.append((event.start_time_ns, fields.alloc_size, fields.ptr))
+                continue
+            if tag == _EventType.TorchOp and event.name == self._MARK:
                 marks.append(event.start_time_ns)
+            waiting += event.children
         changes.sort(key=lambda change: change[0])
         marks.sort()
         return self._assemble(marks, changes)
@@ -321,6 +331,7 @@ class StepTracer:
             changes: time, bytes and address of every allocation (> 0) and release (< 0), ascending.
         """
         places = tuple(self.watch.places)
+        blocks, older = _blocks(changes)
         first_backward = next(
             (moment for moment, place in zip(marks, places, strict=True) if place.phase == "backward"), float("inf")
         )
@@ -329,7 +340,8 @@ class StepTracer:
             times=tuple(marks),
             places=places,
             changes=tuple((moment, size) for moment, size, _ in changes),
-            blocks=_blocks(changes),
+            blocks=blocks,
+            older=older,
             # What is saved is alive when backward begins; inputs and outputs are, when they are seen.
             sightings=tuple(
                 Sighting(role, place, first_backward if role == "saved" else _after(marks, mark, role), address)
@@ -343,7 +355,9 @@ def _after(marks: Sequence[float], mark: int, role: str) -> float:
     return marks[mark] if role == "input" else marks[mark + 1]
 
 
-def _blocks(changes: Sequence[tuple[float, int, int]]) -> dict[int, list[Block]]:
+def _blocks(changes: Sequence[tuple[float, int, int]]) -> tuple[dict[int, list[Block]], dict[int, int]]:
+    """Return the blocks that were allocated, and the bytes of older ones that were released, by address."""
+    older: dict[int, int] = {}
     blocks: dict[int, list[Block]] = {}
     alive: dict[int, tuple[float, int]] = {}
     for moment, size, address in changes:
@@ -352,12 +366,8 @@ def _blocks(changes: Sequence[tuple[float, int, int]]) -> dict[int, list[Block]]
         elif address in alive:
             born, known = alive.pop(address)
             blocks.setdefault(address, []).append(Block(known, born, moment))
+        else:
+            older[address] = older.get(address, 0) - size
     for address, (born, size) in alive.items():
         blocks.setdefault(address, []).append(Block(size, born, float("inf")))
-    return blocks
-
-
-def _walk(events: Iterable[Any]) -> Iterator[Any]:
-    for event in events:
-        yield event
-        yield from _walk(event.children)
+    return blocks, older

@@ -7,8 +7,10 @@ or measurements.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -133,6 +135,12 @@ class Update:
         self._accumulating = True
         weighed.backward()
 
+    def average(self, factor: float) -> None:
+        """Multiply the accumulated gradients, where their weights did not sum to 1; before :meth:`unscale`."""
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if factor != 1.0 and gradients:
+            torch._foreach_mul_(gradients, factor)
+
     def unscale(self) -> float:
         """Turn accumulated gradients into true ones and return their 2-norm.
 
@@ -151,8 +159,24 @@ class Update:
         Args:
             norm: what :meth:`unscale` returned; one that is not finite clips nothing.
         """
-        if self.clip_norm is not None and self.clip_norm < norm < math.inf:
-            nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, torch.tensor(norm))
+        # torch divides by the norm plus 1e-6, so that it also scales gradients that are that little below.
+        if self.clip_norm is not None and self.clip_norm < norm + 2e-6 and norm < math.inf:
+            # In the dtype that the norm was computed in: another one would round the factor otherwise.
+            dtypes = {parameter.grad.dtype for parameter in self.parameters if parameter.grad is not None}
+            dtype = functools.reduce(torch.promote_types, dtypes)
+            nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, torch.tensor(norm, dtype=dtype))
+
+    @contextmanager
+    def learning_rate_times(self, factor: float) -> Iterator[None]:
+        """Run the body with every learning rate multiplied, and put back what a schedule set."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        try:
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+            yield
+        finally:
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
 
     def finish(self, norm: float, *, abandon: bool = False) -> bool:
         """Step and clear the gradients; skip the step if the gradient is not finite.

@@ -216,9 +216,8 @@ def _profiled(arrays: CostArrays, job: int, k: int, choices: Indices, liked: Flo
 
 def _lacking(arrays: CostArrays, job: int) -> NDArray[np.bool_]:
     """Return which choices could not be profiled, of units that have others; shape (variants, max_units, choices)."""
-    # What was profiled takes time.
-    told = arrays.unit_seconds[job]
-    return np.asarray((told == 0) & (told > 0).any(axis=2, keepdims=True))
+    missing = arrays.missing[job]
+    return np.asarray(missing & ~missing.all(axis=2, keepdims=True))
 
 
 def _peaks(arrays: CostArrays, job: int, rows: Indices) -> Floats:

@@ -1,0 +1,57 @@
+"""``autotune replay``: lead a run along a decision log, and say where predictions were wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from autotune.budget import format_bytes
+from autotune.cli import console as shared
+from autotune.cli.console import JsonOption, SeedOption
+
+
+def command(
+    log: Annotated[Path, typer.Argument(help="The run directory of an attached run, or its decisions.jsonl.")],
+    job: Annotated[str | None, typer.Option("--job", help="Run this job along it; left out, nothing is run.")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps to run; as recorded, if left out.")] = None,
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Repeat an attached run's schedule without its policy, and compare predictions with measurements."""
+    from autotune.campaign.replaying import replay
+    from autotune.catalog import load_job
+
+    found = None if job is None else load_job(job)
+    with shared.Bars(shared.console(as_json=as_json)) as bars:
+        document = replay(log, found, steps=steps, seed=seed, reporter=bars)
+    if as_json:
+        shared.print_json(document)
+        return
+    output = shared.console(as_json=False)
+    for title in ("recorded", "repeated"):
+        if document[title] is not None:
+            output.print(_table(title, document[title]))
+
+
+def _table(title: str, run: dict[str, Any]) -> Table:
+    table = Table(title=f"{title}: {run['switches']} switches", title_justify="left")
+    for name in ("step", "plan", "predicted", "measured", "off by", "predicted peak", "measured peak"):
+        table.add_column(name, justify="left" if name == "plan" else "right")
+    for row in run["windows"]:
+        table.add_row(
+            str(row["step"]),
+            row["plan"] or "no plan",
+            _seconds(row["predicted_s"]),
+            _seconds(row["measured_s"]),
+            "" if row["time_error_frac"] is None else f"{row['time_error_frac']:+.1%}",
+            "" if row["predicted_bytes"] is None else format_bytes(int(row["predicted_bytes"])),
+            "" if row["measured_bytes"] is None else format_bytes(int(row["measured_bytes"])),
+        )
+    return table
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value * 1e3:.1f} ms"

@@ -1,0 +1,377 @@
+"""Train a job in a process of its own: what kills, hangs or garbles that process is a value of the window.
+
+The child is the leader of its own process group, which is ended as a whole. The next window begins in a fresh child, at
+the last snapshot that was taken or restored, or else where the job begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune.engines.torch_engine import EngineOptions
+from autotune.engines.wire import GarbledError, Wire
+from autotune.errors import EngineError, InputError, JobError
+from autotune.measurement import Failure, Measurement
+from autotune.plan import Plan, PlanSpace
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+# Where the kernel counts the processes that it ended for want of memory.
+_MEMORY_EVENTS = Path("/sys/fs/cgroup/memory.events")
+# Characters of what a child printed last that its failure quotes.
+_QUOTED = 300
+Predict = Callable[[Plan], float | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """Say how long a child may take before it counts as hanging.
+
+    Attributes:
+        opening_s: seconds in which it must have built its model.
+        first_s: seconds for a window of whose plan nothing is known.
+        factor: how many times as long as predicted, or as the slowest window so far, a window may take.
+        grace_s: seconds on top of that.
+    """
+
+    opening_s: float = 300.0
+    first_s: float = 600.0
+    factor: float = 10.0
+    grace_s: float = 30.0
+
+
+@dataclass(slots=True)
+class _Child:
+    """Hold a running child."""
+
+    process: subprocess.Popen[bytes]
+    wire: Wire
+    output: Path
+    killed_before: int | None
+
+
+class IsolatedEngine:
+    """Run a job's windows in a child process that may die.
+
+    Args:
+        job: the job's reference, as :func:`autotune.load_job` takes it; a job itself crosses no process border.
+        seed: of weights, batches and everything random.
+        device: where the model lives.
+        options: how to measure.
+        patience: how long a window may take.
+        predict: returns the seconds of a step under a plan, if it is known.
+        threads: torch's threads in the child; ``None`` for its default.
+
+    Raises:
+        JobError: if the job cannot be used, or takes the child down while it is built.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        *,
+        seed: int = 0,
+        device: str = "cpu",
+        options: EngineOptions | None = None,
+        patience: Patience | None = None,
+        predict: Predict | None = None,
+        threads: int | None = None,
+    ) -> None:
+        if not isinstance(job, str):
+            raise JobError(
+                f"is {type(job).__name__}", where="isolated engine", allowed="a job's name: it crosses a process border"
+            )
+        self.memory_budget_bytes: int | None = None
+        self._job = job
+        self._opening = {
+            "job": job,
+            "seed": seed,
+            "device": str(device),
+            "options": asdict(options or EngineOptions()),
+            "threads": threads,
+            "path": [entry for entry in sys.path if entry],
+        }
+        self._patience = patience or Patience()
+        self._predict = predict
+        self._slowest_s = 0.0
+        self._folder = Path(tempfile.mkdtemp(prefix="autotune-isolated-"))
+        self._snapshots = 0
+        self._latest: Path | None = None
+        self._closed = False
+        self._child: _Child | None = None
+        self.children = 0
+        try:
+            opened = self._open()
+        except BaseException:
+            self.close()
+            raise
+        self._space = PlanSpace.from_json(opened["space"])
+        self.locks: dict[str, str] = opened["locks"]
+        self._plan = self._space.baseline()
+
+    @property
+    def space(self) -> PlanSpace:
+        """Return the plans that this job on this device allows."""
+        return self._space
+
+    @property
+    def plan(self) -> Plan:
+        """Return the plan of the next window."""
+        return self._plan
+
+    def apply(self, plan: Plan) -> None:
+        """Make the next steps run under a plan.
+
+        Raises:
+            PlanError: if the plan lies outside the space; the former plan stays.
+        """
+        self._plan = self._space.check(plan)
+
+    def run(self, steps: int) -> Measurement:
+        """Run a window of optimizer steps; whatever becomes of the child is its failure.
+
+        Raises:
+            EngineError: if the engine was closed.
+        """
+        began = time.perf_counter()
+        request = {"steps": steps, "plan": self._plan.to_json(), "memory_budget_bytes": self.memory_budget_bytes}
+        try:
+            answer = self._ask("run", self._patience_for(steps), **request)
+        except _ChildError as error:
+            return Measurement(
+                steps=0,
+                samples=0,
+                items=0,
+                total_s=time.perf_counter() - began,
+                memory_budget_bytes=self.memory_budget_bytes,
+                failure=error.failure,
+                failure_detail=str(error),
+            )
+        found = Measurement.from_json(answer)
+        if found.steps:
+            self._slowest_s = max(self._slowest_s, found.total_s / found.steps)
+        return found
+
+    def evaluate(self) -> float:
+        """Return the job's metric.
+
+        Raises:
+            EngineError: if the child does not survive it.
+        """
+        return float(self._told("evaluate"))
+
+    def snapshot(self) -> Path:
+        """Return the training state, as a file that lives as long as the engine does.
+
+        Raises:
+            EngineError: if the child does not survive it.
+        """
+        self._snapshots += 1
+        path = self._folder / f"snapshot-{self._snapshots}.pt"
+        self._told("snapshot", path=str(path))
+        self._latest = path
+        return path
+
+    def restore(self, snapshot: Path) -> None:
+        """Return to a snapshot of this engine.
+
+        Raises:
+            EngineError: if the child does not survive it.
+        """
+        self._told("restore", path=str(snapshot))
+        self._latest = snapshot
+
+    def close(self) -> None:
+        """End the child and remove what it wrote."""
+        self._closed = True
+        self._end()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # The child.
+
+    def _told(self, call: str, **request: Any) -> Any:
+        try:
+            return self._ask(call, self._patience.first_s, **request)
+        except _ChildError as error:
+            raise EngineError(f"{call}: {error}") from error
+
+    def _ask(self, call: str, timeout_s: float, **request: Any) -> Any:
+        """Return a child's answer to a call, a fresh child's if there is none."""
+        if self._closed:
+            raise EngineError("the engine is closed; create another one")
+        if self._child is None:
+            self._open()
+            if self._latest is not None and call != "restore":
+                self._answer("restore", self._patience.first_s, path=str(self._latest))
+        return self._answer(call, timeout_s, **request)
+
+    def _answer(self, call: str, timeout_s: float, **request: Any) -> Any:
+        document = self._exchange({"call": call, **request}, timeout_s)
+        if "answer" not in document:
+            # After an exception that the engine does not make a value of, its state is unknown.
+            self._end()
+            raise _ChildError(Failure.CRASHED, str(document.get("raised", "the answer cannot be read")))
+        return document["answer"]
+
+    def _open(self) -> dict[str, Any]:
+        """Start a child and have it build its model."""
+        ours, theirs = socket.socketpair()
+        self.children += 1
+        output = self._folder / f"output-{self.children}.txt"
+        with theirs, output.open("wb") as sink:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "autotune.engines.child", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": _python_path()},
+            )
+        self._child = _Child(process, Wire(ours), output, _kills())
+        try:
+            opened = self._exchange(self._opening, self._patience.opening_s)
+        except _ChildError as error:
+            raise JobError(f"building it ends with {error.failure}: {error}", where=self._job) from error
+        if "space" not in opened:
+            self._end()
+            raise JobError("building it fails: the answer cannot be read", where=self._job)
+        return opened
+
+    def _exchange(self, document: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        child = self._child
+        assert child is not None
+        try:
+            child.wire.send(document)
+            found = child.wire.receive(timeout_s)
+        except TimeoutError:
+            self._end()
+            raise _ChildError(Failure.TIMEOUT, f"no answer within {timeout_s:.0f} s") from None
+        except GarbledError as error:
+            self._end()
+            raise _ChildError(Failure.CRASHED, str(error)) from None
+        except (EOFError, OSError):
+            raise self._died(child) from None
+        if "input_error" in found:
+            self._end()
+            raise _input_error(found["input_error"])
+        return found
+
+    def _died(self, child: _Child) -> _ChildError:
+        """Return what a child died of, and forget it."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            # It closed its end: its exit status follows, or it is ended.
+            child.process.wait(5.0)
+        code = child.process.poll()
+        self._end()
+        killed = _kills()
+        if code == -signal.SIGKILL and None not in (killed, child.killed_before) and killed != child.killed_before:
+            return _ChildError(Failure.OUT_OF_MEMORY, "the system ended it for want of memory")
+        said = _last_words(child.output)
+        if code is not None and code < 0:
+            return _ChildError(Failure.CRASHED, f"ended by {_signal_name(-code)}{said}")
+        how = "closed its connection" if code is None else f"ended with exit code {code}"
+        return _ChildError(Failure.CRASHED, f"{how}{said}")
+
+    def _end(self) -> None:
+        """End the child and everything that it started."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        child.wire.close()
+        members = _members(child.process.pid)
+        # The group outlives its leader where the job started processes of its own.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.process.pid, signal.SIGKILL)
+        child.process.wait()
+        _remove_shared_memory(members)
+
+    def _patience_for(self, steps: int) -> float:
+        predicted = None if self._predict is None else self._predict(self._plan)
+        step_s = max(predicted or 0.0, self._slowest_s)
+        if not step_s or not math.isfinite(step_s):
+            return self._patience.first_s
+        return self._patience.grace_s + self._patience.factor * steps * step_s
+
+
+class _ChildError(Exception):
+    """Say what became of a child.
+
+    Args:
+        failure: its class.
+        detail: one line about it.
+    """
+
+    def __init__(self, failure: Failure, detail: str) -> None:
+        super().__init__(" ".join(detail.split()))
+        self.failure = failure
+
+
+def _input_error(found: dict[str, str]) -> InputError:
+    from autotune import errors
+
+    kind: Any = getattr(errors, found["kind"], InputError)
+    error: InputError = kind(found["problem"], where=found["where"], allowed=found["allowed"])
+    return error
+
+
+def _python_path() -> str:
+    """Return a search path on which the child finds this package, also where it runs from a checkout."""
+    return os.pathsep.join(filter(None, [str(_PACKAGE), os.environ.get("PYTHONPATH", "")]))
+
+
+def _kills() -> int | None:
+    """Return how many processes the kernel ended for want of memory; ``None`` where it does not say."""
+    try:
+        rows = dict(row.split() for row in _MEMORY_EVENTS.read_text().splitlines())
+        return int(rows["oom_kill"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _last_words(output: Path) -> str:
+    """Return the last line that a child printed, to follow a colon."""
+    try:
+        lines: Sequence[str] = output.read_text(errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    return f": {lines[-1][-_QUOTED:]}" if lines else ""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _members(group: int) -> set[int]:
+    """Return the processes of a group, its leader included, where the system tells."""
+    found = {group}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # After the name, which is in parentheses: state, parent, group.
+            if int((entry / "stat").read_text().rpartition(")")[2].split()[2]) == group:
+                found.add(int(entry.name))
+    return found
+
+
+def _remove_shared_memory(processes: set[int]) -> None:
+    """Remove what killed processes left in shared memory: torch names its files by process."""
+    folder = Path("/dev/shm")  # noqa: S108 - where torch puts them
+    if folder.is_dir():
+        for path in folder.glob("torch_*"):
+            if path.name.split("_")[1] in map(str, processes):
+                path.unlink(missing_ok=True)

@@ -1,0 +1,373 @@
+"""Attach to a run: check what is handed over, say in one line what is wrong with it, and make the tuner."""
+
+from __future__ import annotations
+
+import os
+import platform
+import weakref
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from autotune.budget import MemoryBudget
+from autotune.errors import AttachError, InputError
+from autotune.live.attached import Attached, Budget, LearningRateRule
+from autotune.live.deciding import find_policy
+from autotune.live.decision_log import LOG_NAME, LOG_VERSION, DecisionLog, make_run_folder
+from autotune.live.follower import follow
+from autotune.live.limits import Limits, Mode, Stage
+from autotune.live.pilot import Pilot
+from autotune.live.ranks import Ranks
+from autotune.live.screen import screen_of
+from autotune.live.tuner import LiveTuner
+from autotune.mechanics import controls, randomness
+from autotune.mechanics.precision import useful_precisions
+from autotune.mechanics.stepping import Update
+from autotune.plan import PlanSpace, Precision
+from autotune.units import Unit, find_units, name_units
+
+# Set to anything but "" or 0, nothing is attached: the loop runs as if the tuner were not there.
+KILL_VARIABLE = "AUTOTUNE_DISABLE"
+_STOP_FILE = "STOP"
+
+_attached: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+@randomness.isolated()
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    policy: object = "ppo",
+    *,
+    mode: str = "exact",
+    stage: str = "act",
+    batching: str = "fixed",
+    lr_rule: LearningRateRule = "none",
+    memory_budget_bytes: Budget | str = None,
+    clip_norm: float | None = None,
+    total_steps: int | None = None,
+    accumulation_steps: int = 1,
+    accumulation_choices: Sequence[int] = (1, 2, 4, 8),
+    units: Sequence[str] | None = None,
+    limits: Limits | None = None,
+    runs_dir: str | Path | None = "runs",
+    name: str | None = None,
+    show: bool = False,
+    mlflow: bool = False,
+) -> LiveTuner:
+    """Attach a policy to a training run in the caller's own loop.
+
+    Args:
+        model: the model as the loop calls it, on its device; also in ``DistributedDataParallel``.
+        optimizer: its optimizer.
+        policy: ``ppo`` (the shipped policy), ``planner``, ``exact``, ``greedy``, a policy folder, a plan file, a
+            decision log to repeat, or an object with ``decide(observation, plan)``.
+        mode: ``exact`` changes storage alone, so that training stays bit-identical; ``rounding`` also k at a fixed
+            batch, if cutting one in two was seen to keep its gradient; ``tolerant`` also the precision of units.
+        stage: ``observe`` changes nothing and scores its own advice; ``act`` switches.
+        batching: ``fixed``: k cuts each batch. ``adaptive``, in mode ``tolerant``: a step consumes k batches, as the
+            gradient's noise warrants, and ``step()`` returns ``False`` until it has them.
+        lr_rule: under adaptive batching, ``linear`` or ``sqrt`` multiply the learning rate of a step by its samples
+            over a batch's; ``none`` leaves it.
+        memory_budget_bytes: bytes, a size (``"20GiB"``), or a function that returns bytes and is asked before every
+            step; ``None`` for what the device has.
+        clip_norm: largest 2-norm of the gradient, if ``step()`` shall clip; ``None`` never clips.
+        total_steps: length of the run in optimizer steps, if it is known.
+        accumulation_steps: batches that the loop itself accumulates before each update. It stays, and memory is
+            predicted for it.
+        accumulation_choices: the k that plans may choose from, where the mode leaves them the choice; ``(1,)`` for a
+            loss that you know to be coupled, as contrastive ones are.
+        units: names of the modules to tune; ``None`` finds them.
+        limits: how far the tuner may go.
+        runs_dir: where a run directory with the decision log is made; ``None`` writes nothing.
+        name: what the run is called; ``None`` for the model's class.
+        show: whether to show how the run stands at the bottom of the terminal, if stderr is one.
+        mlflow: whether a process of its own sends the decision log to MLflow while the run goes on.
+
+    Raises:
+        AttachError: naming what cannot be attached to, and the remedy; the model stays untouched.
+        PolicyFileError: if a policy folder is not a policy.
+    """
+    inner = _inner(model)
+    _check(inner, optimizer)
+    chosen_mode, chosen_stage = _choice(Mode, mode, "mode"), _choice(Stage, stage, "stage")
+    adaptive = _is_adaptive(batching, lr_rule, chosen_mode, accumulation_steps, parallel=model is not inner)
+    if limits is not None and not isinstance(limits, Limits):
+        raise AttachError(f"limits is {limits!r}", where="attach", allowed="autotune.Limits(...)")
+    if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
+        raise AttachError(
+            f"accumulation_steps is {accumulation_steps!r}", where="attach", allowed="a whole number >= 1"
+        )
+    if mlflow and runs_dir is None:
+        raise AttachError("mlflow is set and runs_dir is None", where="attach", allowed="a folder for the run's log")
+    budget = _budget(memory_budget_bytes)
+    if os.environ.get(KILL_VARIABLE, "0") not in ("", "0"):
+        return _inert(inner, model, optimizer, clip_norm)
+    found = find_policy(policy)
+    space, locks = _space(
+        inner, units, chosen_mode, accumulation_steps, _choices_of_k(accumulation_choices), adaptive=adaptive
+    )
+    if not space.units:
+        chosen_stage = Stage.OBSERVE
+        locks["units"] = "the model has no run of like blocks, and no part to tune: observed only"
+    if _is_compiled_whole(model, inner):
+        chosen_stage = Stage.OBSERVE
+        locks["units"] = "the model is compiled as a whole, and a switch would compile it again: observed only"
+    facts = Attached(
+        name=name or type(inner).__name__,
+        model=inner,
+        optimizer=optimizer,
+        device=next(inner.parameters()).device,
+        space=space,
+        locks=locks,
+        mode=chosen_mode,
+        stage=chosen_stage,
+        limits=limits or Limits(),
+        budget=budget,
+        total_steps=total_steps,
+        adaptive=adaptive,
+        lr_rule=lr_rule,
+        bucket_bytes=_bucket_bytes(model),
+        accumulation_steps=accumulation_steps,
+    )
+    config = {
+        "mode": chosen_mode,
+        "stage": chosen_stage,
+        "batching": batching,
+        "policy": getattr(found, "name", type(found).__name__),
+    }
+    ranks = Ranks(model, facts.limits.rank_timeout_s)
+    folder = None
+    if runs_dir is not None and ranks.rank == 0:
+        folder = make_run_folder(Path(runs_dir), facts.name, config)
+    log = DecisionLog(None if folder is None else folder / LOG_NAME)
+    log.write(
+        "attached",
+        0,
+        version=LOG_VERSION,
+        model=facts.name,
+        units=[unit.name for unit in space.units],
+        recomputable=space.recomputable,
+        locks=locks,
+        total_steps=total_steps,
+        environment=_environment(facts.device),
+        baseline=space.baseline(),
+        **config,
+    )
+    _attached[inner] = True
+    if mlflow and folder is not None:
+        follow(folder)
+    return LiveTuner(
+        facts,
+        model,
+        _update(facts.device, optimizer, clip_norm),
+        Pilot(facts, found, log, ranks),
+        stop_file=None if folder is None else folder / _STOP_FILE,
+        folder=folder,
+        on_detach=lambda: _forget(inner),
+        screen=screen_of() if show and ranks.rank == 0 else None,
+    )
+
+
+def _forget(model: nn.Module) -> None:
+    _attached.pop(model, None)
+
+
+def _environment(device: torch.device) -> dict[str, Any]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device.type,
+        "device_name": name,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _inert(inner: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> LiveTuner:
+    """Return a tuner that runs the loop and does nothing else."""
+    facts = Attached(
+        name=type(inner).__name__,
+        model=inner,
+        optimizer=optimizer,
+        device=next(inner.parameters()).device,
+        space=PlanSpace(units=(), accumulation_choices=(1,), precisions=(Precision.INHERIT,)),
+        locks={"units": f"{KILL_VARIABLE} is set"},
+        mode=Mode.EXACT,
+        stage=Stage.OBSERVE,
+        limits=Limits(),
+        budget=None,
+        total_steps=None,
+        accumulation_steps=1,
+    )
+    update = _update(facts.device, optimizer, clip_norm)
+    return LiveTuner(facts, model, update, None, stop_file=None, folder=None, on_detach=lambda: None)
+
+
+def _update(device: torch.device, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> Update:
+    return Update(optimizer, clip_norm=clip_norm, device_type=device.type)
+
+
+def _inner(model: Any) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise AttachError(f"model is a {type(model).__name__}", where="attach", allowed="a torch.nn.Module")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        inner: nn.Module = model.module
+        return inner
+    if isinstance(model, nn.DataParallel):
+        raise AttachError("the model is in DataParallel", where="attach", allowed="DistributedDataParallel")
+    return model
+
+
+def _check(model: nn.Module, optimizer: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        raise AttachError(f"optimizer is a {kind}", where="attach", allowed="a torch.optim.Optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise AttachError(
+            "LBFGS calls the loss by itself", where="attach", allowed="an optimizer whose step() has no closure"
+        )
+    _check_accelerated(optimizer)
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if not trained:
+        raise AttachError("the model has no parameter that requires a gradient", where="attach", allowed="at least one")
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not trained & owned:
+        raise AttachError(
+            "the optimizer owns none of the model's parameters",
+            where="attach",
+            allowed="an optimizer over model.parameters(), made after the model was moved to its device",
+        )
+    if _attached.get(model):
+        raise AttachError(
+            "a tuner is attached to this model already", where="attach", allowed="one at a time; detach() it first"
+        )
+    if any(isinstance(module.__dict__.get("forward"), controls.ControlledForward) for module in model.modules()):
+        raise AttachError(
+            "the model runs under a plan already", where="attach", allowed="a model that no engine holds; close() it"
+        )
+
+
+def _is_adaptive(batching: str, lr_rule: str, mode: Mode, accumulation_steps: int, *, parallel: bool) -> bool:
+    if batching not in ("fixed", "adaptive"):
+        raise AttachError(f"batching is {batching!r}", where="attach", allowed=["fixed", "adaptive"])
+    if lr_rule not in get_args(LearningRateRule):
+        raise AttachError(f"lr_rule is {lr_rule!r}", where="attach", allowed=list(get_args(LearningRateRule)))
+    adaptive = batching == "adaptive"
+    if adaptive and mode is not Mode.TOLERANT:
+        raise AttachError(
+            f"batching is adaptive in mode {mode}", where="attach", allowed="mode tolerant: it changes what is learnt"
+        )
+    if adaptive and parallel:
+        # While ranks profile each on its own, they would not step together.
+        raise AttachError("batching is adaptive, over several ranks", where="attach", allowed="fixed, or one rank")
+    if adaptive and accumulation_steps > 1:
+        raise AttachError(
+            f"batching is adaptive, and the loop accumulates {accumulation_steps} batches by itself",
+            where="attach",
+            allowed="accumulation_steps=1, and step() after each batch",
+        )
+    if lr_rule != "none" and not adaptive:
+        raise AttachError(f"lr_rule is {lr_rule!r}", where="attach", allowed="none, but for adaptive batching")
+    return adaptive
+
+
+def _check_accelerated(optimizer: Any) -> None:
+    """Refuse an Accelerator's optimizer that does more than pass updates on: its step() is then none."""
+    num_batches = getattr(getattr(optimizer, "gradient_state", None), "num_steps", 1)
+    if num_batches > 1:
+        raise AttachError(
+            f"the Accelerator accumulates {num_batches} batches",
+            where="attach",
+            allowed="Accelerator(gradient_accumulation_steps=1), and k batches before each step() of the tuner",
+        )
+    if getattr(optimizer, "scaler", None) is not None:
+        raise AttachError(
+            "the Accelerator's optimizer has a loss scale of its own",
+            where="attach",
+            allowed='Accelerator(mixed_precision="bf16") or "no"',
+        )
+
+
+def _choice(kind: Any, value: object, key: str) -> Any:
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise AttachError(f"{key} is {value!r}", where="attach", allowed=list(kind)) from error
+
+
+def _choices_of_k(value: object) -> tuple[int, ...]:
+    choices = tuple(value) if isinstance(value, Sequence) else ()
+    if not choices or any(type(k) is not int or k < 1 for k in choices) or sorted(set(choices)) != list(choices):
+        raise AttachError(f"accumulation_choices is {value!r}", where="attach", allowed="whole numbers >= 1, ascending")
+    return choices
+
+
+def _budget(value: object) -> Budget:
+    if value is None or callable(value):
+        return value
+    if isinstance(value, str):
+        try:
+            parsed = MemoryBudget.parse(value)
+        except InputError as error:
+            raise AttachError(error.problem, where="memory_budget_bytes", allowed=error.allowed) from error
+        if parsed.size_bytes is None:
+            raise AttachError(
+                f"memory_budget_bytes is {value!r}", where="attach", allowed="bytes, or a size such as 20GiB"
+            )
+        return parsed.size_bytes
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise AttachError(
+            f"memory_budget_bytes is {value!r}",
+            where="attach",
+            allowed="bytes, a size such as 20GiB, a function that returns bytes, or None",
+        )
+    return value
+
+
+def _space(
+    model: nn.Module,
+    units: Sequence[str] | None,
+    mode: Mode,
+    accumulation_steps: int,
+    choices: tuple[int, ...],
+    *,
+    adaptive: bool,
+) -> tuple[PlanSpace, dict[str, str]]:
+    locks: dict[str, str] = {}
+    found: tuple[Unit, ...] = find_units(model) if units is None else name_units(model, units)
+    precisions: tuple[Precision, ...] = (Precision.INHERIT,)
+    if mode is not Mode.TOLERANT:
+        locks["precision"] = f"mode {mode} leaves it as it is"
+    elif controls.has_16_bit_parameters(model):
+        locks["precision"] = "the model keeps 16-bit parameters, so there are no fp32 masters"
+    else:
+        device = next(model.parameters()).device.type
+        precisions = (Precision.INHERIT, *(p for p in useful_precisions(device) if p.is_16_bit))
+    if mode is Mode.EXACT:
+        locks["accumulation_steps"] = "mode exact leaves it as it is"
+        choices = (accumulation_steps,)
+    elif accumulation_steps > 1:
+        locks["accumulation_steps"] = f"the loop accumulates {accumulation_steps} batches by itself"
+        choices = (accumulation_steps,)
+    space = PlanSpace(units=found, accumulation_choices=choices, precisions=precisions, k_splits=not adaptive)
+    return space, locks
+
+
+def _bucket_bytes(model: nn.Module) -> int:
+    """Return what ``DistributedDataParallel`` holds besides the gradients, to reduce them in."""
+    if not isinstance(model, nn.parallel.DistributedDataParallel) or model.gradient_as_bucket_view:
+        return 0
+    return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _is_compiled_whole(model: nn.Module, inner: nn.Module) -> bool:
+    return any(
+        type(one).__name__ == "OptimizedModule" or getattr(one, "_compiled_call_impl", None) is not None
+        for one in (model, inner)
+    )

@@ -1,0 +1,78 @@
+"""Say what a live tuner was attached to, and what a step of it came to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from autotune.live.limits import Limits, Mode, Stage
+from autotune.plan import PlanSpace
+
+LearningRateRule = Literal["linear", "sqrt", "none"]
+Budget = int | None | Callable[[], int | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attached:
+    """Hold what a tuner was attached to, and how.
+
+    Attributes:
+        name: what the run is called.
+        model: the model, without what runs it in parallel.
+        optimizer: its optimizer.
+        device: where it lives.
+        space: the plans that the mode allows.
+        locks: why something is locked, by what.
+        mode: what may change.
+        stage: how far the tuner goes.
+        limits: its limits.
+        budget: the memory budget, or what returns it; ``None`` for what the device has.
+        total_steps: length of the run; ``None`` if it is not known.
+        adaptive: whether a step consumes k batches.
+        lr_rule: how the learning rate follows the samples of a step, where it does.
+        accumulation_steps: micro-batches that the caller accumulates by itself in a step; then it is every plan's k.
+        bucket_bytes: what is held besides for the gradients' reduction over ranks.
+    """
+
+    name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    space: PlanSpace
+    locks: dict[str, str]
+    mode: Mode
+    stage: Stage
+    limits: Limits
+    budget: Budget
+    total_steps: int | None
+    accumulation_steps: int
+    adaptive: bool = False
+    lr_rule: LearningRateRule = "none"
+    bucket_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Hold what one optimizer step of the run came to.
+
+    Attributes:
+        seconds: from its first micro-batch to the end of its update.
+        samples: samples consumed.
+        batch_bytes: bytes of its batch; of the largest, where the caller accumulates several.
+        later_bytes: bytes of the largest batch after the first one; 0 where there was one alone.
+        losses: weighed losses of its micro-batches, still on the device.
+        norm: 2-norm of its gradient.
+        stepped: whether the optimizer stepped.
+    """
+
+    seconds: float
+    samples: int
+    batch_bytes: int
+    later_bytes: int
+    losses: tuple[torch.Tensor, ...]
+    norm: float
+    stepped: bool

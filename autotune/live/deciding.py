@@ -1,0 +1,215 @@
+"""Ask a policy for the next plan without ever waiting for it, and find the policy that a user names."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from autotune.agents.bundle import load_policy, shipped_policy
+from autotune.agents.planner import greedy_plan
+from autotune.agents.planner_policy import PlannerPolicy
+from autotune.agents.policy import StaticPolicy
+from autotune.errors import AttachError, BudgetError
+from autotune.files import read_json
+from autotune.gym.observation import Observation
+from autotune.live.decision_log import read_log, schedule_of
+from autotune.mechanics import randomness
+from autotune.physics.profile import Profile
+from autotune.physics.solver import Goal, smallest, solve
+from autotune.plan import Plan
+
+# Seconds that the end of the process waits for a policy that is still deciding.
+_EXIT_TIMEOUT_S = 5.0
+
+NAMES = ("ppo", "planner", "exact", "greedy")
+
+
+class Decides(Protocol):
+    """Be what a live tuner asks; a user's own object with ``decide`` is enough."""
+
+    def decide(self, observation: Observation, plan: Plan) -> Plan:
+        """Return the plan to run next."""
+        ...
+
+
+class SolvingPolicy:
+    """Solve for the budget of the moment at each decision.
+
+    Args:
+        name: ``exact`` or ``greedy``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._profile: Profile | None = None
+
+    def begin(self, profile: Profile, budget_bytes: int | None) -> Plan:
+        """Take the profile and return the plan to begin with."""
+        self._profile = profile
+        return self._solve(budget_bytes, None)
+
+    def decide(self, observation: Observation, plan: Plan) -> Plan:
+        """Return the best plan for the observation's budget and noise scale."""
+        return self._solve(observation.memory_budget_bytes, observation.gradient.noise_scale)
+
+    def reset(self) -> None:
+        """Do nothing: there is nothing to forget."""
+
+    def _solve(self, budget_bytes: int | None, noise_scale: float | None) -> Plan:
+        if self._profile is None:
+            raise AttachError(f"policy {self.name!r} has no profile", where="policy", allowed="begin(profile, budget)")
+        goal = Goal(noise_scale=noise_scale)
+        try:
+            if self.name == "greedy":
+                return greedy_plan(self._profile, budget_bytes, goal)
+            return solve(self._profile, budget_bytes, goal).plan
+        except BudgetError:
+            # A batch as large as the profiled one does not fit; smaller ones may.
+            return smallest(self._profile).plan
+
+
+class RecordedPolicy:
+    """Repeat the plans of a decision log at the steps at which they were decided.
+
+    Args:
+        schedule: plans by the step from which they hold, ascending.
+    """
+
+    def __init__(self, schedule: Sequence[tuple[int, Plan]]) -> None:
+        self.name = "recorded"
+        self.schedule = tuple(schedule)
+
+    def at(self, step: int) -> Plan | None:
+        """Return the plan that holds at a step; ``None`` before the first."""
+        return next((plan for begins, plan in reversed(self.schedule) if begins <= step), None)
+
+    def decide(self, observation: Observation, plan: Plan) -> Plan:
+        """Return the running plan: a recorded run is led step by step."""
+        return plan
+
+    def reset(self) -> None:
+        """Do nothing: there is nothing to forget."""
+
+
+def find_policy(policy: object) -> Any:
+    """Return the policy that a user named or handed over.
+
+    Args:
+        policy: one of ``NAMES``, a policy folder, a plan file (.json), a decision log (.jsonl), or an object with
+            ``decide``.
+
+    Raises:
+        AttachError: if it is none of them.
+        PolicyFileError: if a folder is not a policy.
+    """
+    if isinstance(policy, str) and policy in NAMES:
+        if policy in ("exact", "greedy"):
+            return SolvingPolicy(policy)
+        shipped = shipped_policy()
+        return shipped if policy == "ppo" else PlannerPolicy("planner", shipped.settings)
+    allowed = (*NAMES, "a policy folder", "a plan file (.json)", "a decision log (.jsonl)", "an object with decide()")
+    if isinstance(policy, str | Path):
+        path = Path(policy)
+        if path.suffix == ".jsonl":
+            return RecordedPolicy(schedule_of(read_log(path), str(path)))
+        if path.suffix == ".json":
+            return StaticPolicy(path.stem, Plan.from_json(read_json(path), where=str(path)))
+        if isinstance(policy, Path) or "/" in policy or path.exists():
+            return load_policy(path)
+        raise AttachError(f"policy is {policy!r}", where="attach", allowed=allowed)
+    if isinstance(policy, Plan):
+        return StaticPolicy("plan", policy)
+    if not callable(getattr(policy, "decide", None)):
+        raise AttachError(f"policy is a {type(policy).__name__} without decide()", where="attach", allowed=allowed)
+    return policy
+
+
+class Decider:
+    """Ask a policy in a thread of its own, so that one that hangs costs a bounded wait once and nothing more.
+
+    Attributes:
+        policy: the policy.
+        late: whether an answer is still awaited; until it is there, nothing is asked.
+
+    Args:
+        policy: the policy.
+        timeout_s: seconds to wait for an answer.
+    """
+
+    def __init__(self, policy: Decides, timeout_s: float) -> None:
+        self.policy = policy
+        self._timeout_s = timeout_s
+        self._questions: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[object, BaseException | None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._ending: Callable[[], None] = lambda: None
+        self.late = False
+
+    def ask(self, question: Callable[[], object], timeout_s: float | None = None) -> object:
+        """Return the answer to a question about the policy.
+
+        Args:
+            question: asks it.
+            timeout_s: seconds to wait; ``None`` for the usual.
+
+        Raises:
+            TimeoutError: if it does not come in time, or a former one is still awaited.
+            Exception: whatever the policy raises.
+        """
+        if self.late:
+            try:
+                self._answers.get_nowait()
+            except queue.Empty:
+                raise TimeoutError("the policy is still busy with a former decision") from None
+            self.late = False
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="autotune-policy", daemon=True)
+            self._thread.start()
+            self._ending = functools.partial(_end, self._thread, self._questions)
+            atexit.register(self._ending)
+        # Generators are the process's, not the thread's: whatever a policy draws is put back.
+        with randomness.isolated():
+            self._questions.put(question)
+            try:
+                answer, error = self._answers.get(timeout=self._timeout_s if timeout_s is None else timeout_s)
+            except queue.Empty:
+                self.late = True
+                raise TimeoutError(f"no answer within {self._timeout_s:g} s") from None
+        if error is not None:
+            raise error
+        return answer
+
+    def close(self) -> None:
+        """Let the thread end."""
+        if self._thread is not None:
+            self._questions.put(None)
+            if not self.late:
+                atexit.unregister(self._ending)
+            self._thread = None
+
+    def _work(self) -> None:
+        """Answer until there is ``None`` to answer."""
+        while (question := self._questions.get()) is not None:
+            try:
+                self._answers.put((question(), None))
+            except BaseException as error:  # noqa: BLE001 - handed to whoever asked
+                self._answers.put((None, error))
+
+
+def _end(thread: threading.Thread, questions: queue.SimpleQueue[Callable[[], object] | None]) -> None:
+    """End a policy's thread before the process does.
+
+    A thread that Python kills on its way out, while C++ of a library is on its stack, takes the process with it: the
+    run would end with an abort instead of its own exit code.
+    """
+    questions.put(None)
+    if thread.ident is not None and thread.is_alive():
+        # Raised as soon as the policy is back in Python; one that sleeps is no danger.
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+        thread.join(_EXIT_TIMEOUT_S)

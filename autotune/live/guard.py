@@ -1,0 +1,228 @@
+"""Hold every proposal to the rules: they sit outside the policy, and no policy can talk them out of anything.
+
+This file only judges; nothing is applied here, and nothing of torch is known.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autotune.errors import PlanError
+from autotune.live.limits import Limits
+from autotune.live.placement import Placements
+from autotune.physics.solver import samples_of_progress
+from autotune.plan import Plan, PlanSpace, Storage
+
+# A pause is so many times as long as the one before.
+_LONGER = 2
+# Steps of a check, half of them under the baseline.
+_CHECKED_STEPS = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Hold what became of a proposal.
+
+    Attributes:
+        plan: the plan to run; the former one where the proposal was refused.
+        rules: what each rule that was asked said: ``ok``, ``repaired`` or the reason for a refusal.
+        illegal: whether no plan of a sane policy could look like this.
+    """
+
+    plan: Plan
+    rules: Mapping[str, str]
+    illegal: bool = False
+
+    @property
+    def refused(self) -> str | None:
+        """Return the rule that refused the proposal; ``None`` if it was accepted."""
+        return next((name for name, said in self.rules.items() if said not in ("ok", "repaired")), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """Hold what the rules look at.
+
+    Attributes:
+        space: the plans that the mode allows.
+        locks: why units' storage is locked, by unit.
+        placements: predicts.
+        usable_bytes: what may be taken now, margin deducted; infinite without a budget.
+        length: size of the largest batch of late, over the profiled one's.
+        current: the plan that was decided on last.
+        since_switch: optimizer steps since then.
+        switches: switches so far.
+        noise_scale: of the gradient, in samples; ``None`` while unknown.
+    """
+
+    space: PlanSpace
+    locks: Mapping[str, str]
+    placements: Placements
+    usable_bytes: float
+    length: float
+    current: Plan
+    since_switch: int
+    switches: int
+    noise_scale: float | None = None
+
+
+def judge(proposal: object, now: Situation, limits: Limits) -> Verdict:
+    """Judge a policy's proposal, whatever it is."""
+    rules: dict[str, str] = {}
+    if not isinstance(proposal, Plan):
+        return _refused(now, rules, "plan", f"a {type(proposal).__name__} is no plan", illegal=True)
+    try:
+        plan = now.space.check(proposal)
+    except PlanError as error:
+        return _refused(now, rules, "space", str(error), illegal=True)
+    rules["space"] = "ok"
+    kept = [name for name in now.locks if plan.storage_of(name) is Storage.RECOMPUTE]
+    if kept:
+        plan = plan.changed(storage={**plan.storage, **dict.fromkeys(kept, Storage.SAVE)})
+    rules["locks"] = "repaired" if kept else "ok"
+    peak = now.placements.peak_bytes(plan, now.length)
+    if peak == float("inf"):
+        return _refused(now, rules, "predictable", "its peak cannot be predicted", illegal=True)
+    rules["predictable"] = rules["budget"] = "ok"
+    if peak > now.usable_bytes:
+        fitting = _fitting(plan, now)
+        if fitting is None:
+            return _refused(now, rules, "budget", f"needs {peak:.0f} bytes of {now.usable_bytes:.0f}")
+        plan, rules["budget"] = fitting, "repaired"
+    if plan == now.current or now.placements.peak_bytes(now.current, now.length) > now.usable_bytes:
+        # Nothing changes; or what runs does not fit, and there is nothing to wait for.
+        return Verdict(plan=plan, rules=rules)
+    return _worth_it(plan, now, limits, rules)
+
+
+def _worth_it(plan: Plan, now: Situation, limits: Limits, rules: dict[str, str]) -> Verdict:
+    """Judge whether a plan that may run is worth a switch now."""
+    wait = max(limits.min_steps_between_switches, limits.canary_steps if now.switches == 1 else 0)
+    if now.since_switch < wait:
+        return _refused(now, rules, "interval", f"{now.since_switch} steps since the last switch, of {wait}")
+    rules["interval"] = "ok"
+    gain = gain_of(plan, now.current, now.placements, now.noise_scale)
+    if gain < limits.gain_frac:
+        return _refused(now, rules, "gain", f"{gain:.1%} of the step, of {limits.gain_frac:.1%}")
+    rules["gain"] = "ok"
+    return Verdict(plan=plan, rules=rules)
+
+
+def _refused(now: Situation, rules: Mapping[str, str], rule: str, reason: str, *, illegal: bool = False) -> Verdict:
+    return Verdict(plan=now.current, rules={**rules, rule: reason}, illegal=illegal)
+
+
+def gain_of(plan: Plan, current: Plan, placements: Placements, noise_scale: float | None = None) -> float:
+    """Return by what share of the running plan's time the other plan is predicted to make the same progress sooner.
+
+    Args:
+        plan: the other plan.
+        current: the running plan.
+        placements: predicts.
+        noise_scale: in samples: what a step of several batches is worth; ``None`` while unknown.
+    """
+
+    def cost(one: Plan) -> float:
+        worth = samples_of_progress(placements.profile, one.accumulation_steps, noise_scale)
+        return placements.seconds_of(one) / worth
+
+    return 1 - cost(plan) / cost(current)
+
+
+def fallback(baseline: Plan, placements: Placements | None, usable_bytes: float, length: float) -> Plan:
+    """Return what runs when nobody is trusted: the user's own baseline, or what fits where that is known not to."""
+    if placements is None or placements.peak_bytes(baseline, length) <= usable_bytes:
+        return baseline
+    rows = placements.group(baseline)
+    fitting = None if rows is None else placements.fastest(usable_bytes, length, rows)
+    return fitting or placements.leanest()
+
+
+def _fitting(plan: Plan, now: Situation) -> Plan | None:
+    rows = now.placements.group(plan)
+    return None if rows is None else now.placements.fastest(now.usable_bytes, now.length, rows)
+
+
+@dataclass(slots=True)
+class Breaker:
+    """Count trips: each pauses acting for longer than the one before, and too many end it for good.
+
+    Attributes:
+        trips: reasons so far, each with its step.
+        paused_until: step until which nothing is tried.
+        open: whether it is over.
+    """
+
+    limits: Limits
+    trips: list[tuple[int, str]]
+    paused_until: int = 0
+    open: bool = False
+
+    @classmethod
+    def closed(cls, limits: Limits) -> Breaker:
+        """Return a breaker that has not tripped."""
+        return cls(limits, [])
+
+    def trip(self, step: int, reason: str) -> None:
+        """Note a trip."""
+        self.trips.append((step, reason))
+        self.paused_until = step + self.limits.pause_steps * _LONGER ** (len(self.trips) - 1)
+        self.open = len(self.trips) >= self.limits.max_trips
+
+    def allows(self, step: int) -> bool:
+        """Tell whether acting is allowed at a step."""
+        return not self.open and step >= self.paused_until
+
+
+class SlowdownCheck:
+    """Find out whether the run is slower than its baseline, by running both, turn by turn.
+
+    A machine that others use is slower at times whatever the plan; so a slow window only raises a suspicion, and the
+    baseline's own steps, between the plan's, decide.
+
+    Attributes:
+        runs_baseline: whether the next step shall run under the baseline.
+    """
+
+    def __init__(self) -> None:
+        self.runs_baseline = False
+        self._slow = 0
+        self._own: list[float] = []
+        self._baseline: list[float] = []
+        self._left = 0
+
+    def begin_if_slow(self, ratio: float | None, limits: Limits, *, possible: bool) -> None:
+        """Begin a check after two slow windows.
+
+        Args:
+            ratio: median of a window's steps over what they should take; ``None`` if it is not known.
+            limits: the limits.
+            possible: whether the baseline fits the budget; where it does not, there is nothing to go back to.
+        """
+        if ratio is None or self._left:
+            return
+        self._slow = self._slow + 1 if ratio > 1 + limits.slowdown_frac else 0
+        if self._slow >= 2 and possible:
+            self._slow, self._left = 0, _CHECKED_STEPS
+            self._own, self._baseline = [], []
+
+    def note(self, seconds: float) -> None:
+        """Note a step's seconds, per byte of its batch, and turn to the other plan."""
+        if not self._left:
+            return
+        (self._baseline if self.runs_baseline else self._own).append(seconds)
+        self._left -= 1
+        # A B B A: a drift of the machine's speed meets both alike. The first step after a switch warms up.
+        self.runs_baseline = self._left > 0 and (self._left // 2) % 2 == 1
+
+    def verdict(self, limits: Limits) -> str | None:
+        """Return a reason if a finished check showed the plan to be slower; ``None`` if not, or if none is finished."""
+        if self._left or not self._baseline or not self._own:
+            return None
+        ratio = statistics.median(self._own) / statistics.median(self._baseline)
+        self._own, self._baseline = [], []
+        if ratio > 1 + limits.slowdown_frac:
+            return f"steps take {ratio:.2f} of what the baseline's take, measured turn by turn"
+        return None

@@ -1,0 +1,123 @@
+"""Tell a live tuner of the micro-batches of a loop that shows neither its batches nor where backward begins.
+
+What the loop does not say, the model's root sees: its inputs are the batch, and backward begins once its forward ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotune.errors import AttachError
+from autotune.live.tuner import LiveTuner
+
+
+class MicroSteps:
+    """Watch a model's forward pass from its root, between the calls that bound a step.
+
+    Args:
+        model: the model.
+        tuner: is told.
+    """
+
+    def __init__(self, model: nn.Module, tuner: LiveTuner) -> None:
+        self._tuner = tuner
+        self._watching = False
+        self._micro_batches = 0
+        self._forwards = 0
+        self._handles = [
+            model.register_forward_pre_hook(Hook(self._before), with_kwargs=True),
+            model.register_forward_hook(Hook(self._after), with_kwargs=True),
+        ]
+
+    def begin(self) -> None:
+        """Be told that an optimizer step begins."""
+        self._watching = True
+        self._micro_batches = self._forwards = 0
+
+    def next(self) -> None:
+        """Be told that a micro-batch's backward pass has ended, and that another micro-batch follows in the step."""
+        self._tuner.tell_phase("update")
+        self._forwards = 0
+
+    def update(self) -> None:
+        """Be told that the last micro-batch's backward pass has ended, and the update follows."""
+        self._watching = False
+        if self._micro_batches:
+            self._tuner.tell_phase("update")
+
+    def end(self, *, stepped: bool) -> None:
+        """Be told that the step has ended, its gradients cleared."""
+        self._watching = False
+        self._tuner.end_step(stepped=stepped)
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._watching or not torch.is_grad_enabled() or not module.training:
+            return
+        self._forwards += 1
+        if self._forwards > 1:
+            if self._tuner.attached:
+                self._tuner.detach("the model is called more than once for a micro-batch")
+            return
+        self._micro_batches += 1
+        if self._micro_batches == 1:
+            self._tuner.begin_step((args, kwargs))
+            self._run_beside(module, (args, kwargs))
+        else:
+            self._tuner.next_micro_batch((args, kwargs))
+        self._tuner.tell_phase("forward")
+
+    def _run_beside(self, module: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        """Run the passes that the tuner wants beside the step, on the loss that the model itself returns."""
+        self._watching = False
+        for args, kwargs in self._tuner.passes_beside(batch):
+            try:
+                self._tuner.backward(_loss_of(module(*args, **kwargs)))
+            except Exception as error:  # noqa: BLE001 - the step's own pass raises it again, if it is the caller's
+                self._tuner.failed_beside(error)
+        self._watching = True
+
+    def _after(self, module: nn.Module, _args: object, _kwargs: object, _output: object) -> None:
+        if self._watching and self._forwards == 1 and torch.is_grad_enabled() and module.training:
+            self._tuner.tell_phase("backward")
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    """Return the loss among a model's outputs, which the Trainer reads from the same places."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, tuple) and output:
+        loss = output[0]
+    if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
+        raise AttachError("the model returns no loss of its own", where="live tuner", allowed="labels among its inputs")
+    return loss
+
+
+class Hook:
+    """Be a hook that stays behind when the model is copied or pickled: the copy has one that does nothing.
+
+    Args:
+        call: what the hook does.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        """Do it."""
+        self._call(*args)
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Any:
+        return contextlib.nullcontext().__exit__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a function of the standard library that takes anything, so that no package of ours is needed."""
+        return getattr, (contextlib.nullcontext(), "__exit__")

@@ -1,0 +1,89 @@
+"""Say how far a live tuner may go."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+from autotune.errors import AttachError
+
+
+class Mode(StrEnum):
+    """Name what a live tuner may change.
+
+    ``exact``: storage alone, so that training stays bit-identical. ``rounding``: also k at a fixed batch, which changes
+    the gradient by rounding. ``tolerant``: also the precision of units.
+    """
+
+    EXACT = "exact"
+    ROUNDING = "rounding"
+    TOLERANT = "tolerant"
+
+
+class Stage(StrEnum):
+    """Name how far a live tuner goes.
+
+    ``observe``: it measures and scores its own advice, and changes nothing. ``act``: it switches plans.
+    """
+
+    OBSERVE = "observe"
+    ACT = "act"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bound what a live tuner does to a run.
+
+    Attributes:
+        decide_every: optimizer steps from one decision to the next.
+        min_steps_between_switches: optimizer steps that a decided plan stays at least. What the memory budget demands
+            is not held up by it.
+        canary_steps: optimizer steps that the first switch is held before another one.
+        gain_frac: predicted gain, as a share of the step, below which a plan is not worth a switch; a negative one lets
+            a policy switch to slower plans as well.
+        follow_batches: whether, between decisions, each batch gets the fastest storage that fits its own size and the
+            budget of the moment. It is what makes varying lengths pay.
+        statistics_every: optimizer steps from one sampled gradient to the next; ``None`` samples none.
+        pressure_frac: share of the budget above which a measured peak trips.
+        slowdown_frac: how much longer than it should take a window's median step may be before it trips.
+        overhead_frac: the tuner's own share of the run's time above which it detaches itself.
+        pause_steps: optimizer steps that the first trip pauses acting for; each further trip doubles them.
+        max_trips: trips after which the tuner detaches for good.
+        decision_timeout_s: seconds after which a decision comes too late and the plan stays.
+        rank_timeout_s: seconds that a rank waits for the others in an agreement before it goes back to the baseline.
+    """
+
+    decide_every: int = 50
+    min_steps_between_switches: int = 50
+    canary_steps: int = 20
+    gain_frac: float = 0.03
+    follow_batches: bool = True
+    statistics_every: int | None = 50
+    pressure_frac: float = 0.92
+    slowdown_frac: float = 0.05
+    overhead_frac: float = 0.03
+    pause_steps: int = 200
+    max_trips: int = 4
+    decision_timeout_s: float = 1.0
+    rank_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        least = {"decide_every": 1, "pause_steps": 1, "max_trips": 1, "statistics_every": 1}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name == "follow_batches":
+                _require(isinstance(value, bool), item.name, value, "true, false")
+            elif item.name.endswith(("_frac", "_s")):
+                good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+                lowest = -math.inf if item.name == "gain_frac" else 0.0
+                _require(good and value >= lowest, item.name, value, "a finite number, not negative")
+            elif item.name != "statistics_every" or value is not None:
+                lowest = least.get(item.name, 0)
+                good = isinstance(value, int) and not isinstance(value, bool) and value >= lowest
+                _require(good, item.name, value, f"a whole number >= {lowest}")
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise AttachError(f"{name} is {value!r}", where="limits", allowed=allowed)

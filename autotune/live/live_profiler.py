@@ -1,0 +1,431 @@
+"""Learn what a live run costs from its own steps: one that probes, a few that are traced, a few that are timed.
+
+Storage changes no bit of training, and k and precisions are tried in passes beside the run first, so all of this
+happens on steps that count. Until the run is profiled, a step runs
+under the leanest plan, or under a fuller one that what was traced so far predicts to fit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+
+from autotune.engines.attribution import Attribution
+from autotune.live.attached import Attached, Step
+from autotune.live.limits import Stage
+from autotune.live.live_profile import Seen, Timed, build_profile, seen_of
+from autotune.live.placement import STEEPEST, Placements, usable
+from autotune.live.probe import UnitProbe
+from autotune.live.shadow import AUTOCAST_TOLERANCE, FP32_TOLERANCE, Outcome, k_lock, precision_lock
+from autotune.mechanics.memory_meter import resident_tensors, tensor_bytes
+from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch, seconds_by_place, stamp_for
+from autotune.physics.profile import Profile
+from autotune.plan import Plan, PlanSpace, Precision
+
+logger = logging.getLogger(__name__)
+
+# Steps that are traced under plans that hold more and more, until the fullest that fits was seen.
+_TRACES = 4
+# Tries at them: a step that shows nothing (an epoch's last and short one) is tried again.
+_TRIES = 8
+# Timed steps of one plan, and of all; the profile is made anew after so many.
+_TIMED_EACH = 3
+_RENEWED_AFTER = (2, 4, 8, 16, 32)
+# A batch this much larger than any that was traced is traced as well, and so often at most.
+_LARGER = 1.1
+_RETRACES = 12
+# Sizes must differ by this factor for the law of growth to be told from them.
+_APART = 1.5
+# What is added to a law of growth that was measured.
+_GROWTH_MARGIN = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """Say what a step is used for: ``probe``, ``shadow``, ``trace`` or ``time``, under which plan."""
+
+    kind: str
+    plan: Plan
+
+
+class LiveProfiler:
+    """Find out what a run costs.
+
+    Attributes:
+        space: the plans that are allowed; the probe takes away the storage of units that may not be recomputed.
+        locks: why not, by unit.
+        profile: what is known; ``None`` before the first traced steps.
+        failed: why there will be none; ``None`` if there will.
+        growth: exponent with which memory grows with a batch's size.
+        latest_peak: measured peak of the last traced step; ``None`` before the first.
+        autocast: dtype of the user's own autocast; ``None`` for none.
+
+    Args:
+        attached: what the run is.
+    """
+
+    def __init__(self, attached: Attached) -> None:
+        self._attached = attached
+        self.space: PlanSpace = attached.space
+        self.locks: dict[str, str] = {}
+        self.profile: Profile | None = None
+        self.failed: str | None = None if attached.space.units else "the model has no units"
+        self.growth = STEEPEST
+        self.latest_peak: int | None = None
+        self.autocast: torch.dtype | None = None
+        self._seen: dict[Plan, Seen] = {}
+        self._timed: list[Timed] = []
+        self._times: Counter[Plan] = Counter()
+        self._points: dict[Plan, list[tuple[int, int]]] = {}
+        self._sizes: list[int] = []
+        self._task: _Task | None = None
+        self._traces = 0
+        self._tries = 0
+        self._complete = False
+        self._began = False
+        self._shadowed = False
+        self._size = 0
+        self._samples = 0
+        self._largest = 0
+        self._gradients = 0
+        self._residents: set[int] = set()
+        self._static = 0
+        self._probes: dict[str, UnitProbe] = {}
+        self._tracer: StepTracer | None = None
+        self._watch: StepWatch | None = None
+        self._hooks = ExitStack()
+
+    @property
+    def done(self) -> bool:
+        """Tell whether there is nothing left to learn before anybody may act."""
+        return self._complete or self.failed is not None
+
+    @property
+    def complete(self) -> bool:
+        """Tell whether there is a profile to act on."""
+        return self._complete
+
+    @property
+    def shadows(self) -> tuple[Plan, ...]:
+        """Return the plans to try beside the step that begins, the reference first; none for most steps."""
+        task = self._task
+        if task is None or task.kind != "shadow":
+            return ()
+        others = [task.plan.changed(accumulation_steps=2)] if self.space.k_splits and self._ks[1:] else []
+        names = [unit.name for unit in self.space.units]
+        others += [task.plan.changed(precision=dict.fromkeys(names, p)) for p in self.space.precisions[1:]]
+        return (task.plan, *others)
+
+    @property
+    def watching(self) -> bool:
+        """Tell whether the running step is not an ordinary one."""
+        return self._task is not None
+
+    def plan_for(self, size: int, largest: int, samples: int, budget_bytes: int | None) -> Plan | None:
+        """Return the plan that the next step shall run under so that something is learnt; ``None`` if nothing is due.
+
+        Args:
+            size: bytes of its batch, or of the first that the caller accumulates.
+            largest: bytes of the largest batch that it is to hold.
+            samples: samples of its batch.
+            budget_bytes: the budget of the moment; ``None`` for none.
+        """
+        self._size, self._largest, self._samples = size, largest, samples
+        self._task = None if self.failed is not None else self._next(budget_bytes)
+        return None if self._task is None else self._task.plan
+
+    def take_shadows(self, outcomes: Sequence[Outcome]) -> None:
+        """Lock what the passes beside a step spoke against.
+
+        Args:
+            outcomes: of :attr:`shadows`, in their order.
+        """
+        found = dict(zip(self.shadows, outcomes, strict=True))
+        (_, reference), *others = found.items()
+        for plan, outcome in others:
+            if plan.accumulation_steps > 1:
+                tolerance = FP32_TOLERANCE if self.autocast is None else AUTOCAST_TOLERANCE
+                reason = k_lock(reference, outcome, tolerance)
+                if reason is not None:
+                    self.lock("accumulation_steps", reason)
+            else:
+                precision = next(iter(plan.precision.values()))
+                reason = precision_lock(reference, outcome)
+                if reason is not None:
+                    self.lock(str(precision), reason)
+
+    def lock(self, what: str, reason: str) -> None:
+        """Take a choice away: ``accumulation_steps``, or a precision by its name."""
+        self.locks[what] = reason
+        if what == "accumulation_steps":
+            self.space = replace(self.space, accumulation_choices=self.space.accumulation_choices[:1])
+        else:
+            kept = tuple(one for one in self.space.precisions if one != what)
+            self.space = replace(self.space, precisions=kept)
+
+    def also_watch(self, plan: Plan, size: int) -> None:
+        """Learn from the step that is about to run under a plan anyway.
+
+        It is traced if its batch is larger than any that was, and timed if its plan hardly was.
+
+        Args:
+            plan: the plan.
+            size: bytes of its batch, or of the first that the caller accumulates.
+        """
+        profile = self.profile
+        if self._task is not None or not self._complete or profile is None or _profiler_runs():
+            return
+        self._size = size
+        own = self._seen.get(plan)
+        known = profile.tables[0].batch_bytes if own is None else own.batch_bytes
+        if self._traces < _TRACES + _RETRACES and (size > _LARGER * known or self._tells_growth(plan)):
+            self._task = _Task("trace", plan)
+        elif len(self._timed) < _RENEWED_AFTER[-1] and self._times[plan] < _TIMED_EACH:
+            self._task = _Task("time", plan)
+
+    def begin(self) -> None:
+        """Begin the step that :meth:`plan_for` or :meth:`also_watch` asked for, its plan applied."""
+        task, attached = self._task, self._attached
+        if task is None or task.kind == "shadow":
+            return
+        names = [unit.name for unit in self.space.units]
+        if task.kind == "probe":
+            modules = {name: attached.model.get_submodule(name) for name in self.space.recomputable}
+            self._probes = {name: UnitProbe(module) for name, module in modules.items()}
+            return
+        if task.kind == "trace":
+            # Gradients that are alive when a step begins (some frameworks clear them in it) are no static bytes.
+            gradients = (parameter.grad for parameter in attached.model.parameters())
+            self._gradients = tensor_bytes(gradient for gradient in gradients if gradient is not None)
+            resident = resident_tensors(attached.model, attached.optimizer, [])
+            self._residents = {tensor.untyped_storage().data_ptr() for tensor in resident}
+            self._static = tensor_bytes(resident) - self._gradients + attached.bucket_bytes
+            if attached.device.type == "cuda":
+                # A teacher, an average of the weights or a data set on the device takes room as well.
+                held = torch.cuda.memory_allocated(attached.device) - self._gradients - self._size
+                self._static = max(self._static, held)
+            self._tracer = StepTracer(attached.model, names, attached.device)
+            self._watch = self._tracer.watch
+            self._hooks.enter_context(self._tracer.tracing())
+        else:
+            self._watch = StepWatch(attached.model, names, stamp_for(attached.device))
+            self._hooks.enter_context(self._watch)
+
+    def phase(self, name: Phase) -> None:
+        """Be told of each micro-batch's passes."""
+        if self._watch is not None:
+            self._watch.begin(name)
+
+    def end(self, step: Step) -> bool:
+        """Take in the step; return whether the profile is another one now."""
+        task, self._task = self._task, None
+        self._sizes.append(step.batch_bytes)
+        if task is None:
+            return False
+        self._hooks.close()
+        tracer, watch = self._tracer, self._watch
+        self._tracer = self._watch = None
+        try:
+            if task.kind == "probe":
+                self._read_probes()
+                return False
+            news = False
+            if task.kind == "trace" and tracer is not None:
+                news = self._read_trace(task.plan, tracer, step)
+            elif watch is not None:
+                news = self._read_times(task.plan, watch, step)
+            if news and self._complete:
+                self.rebuild()
+                return True
+        except Exception as error:  # noqa: BLE001 - without a profile there is nothing to act on, and the run goes on
+            logger.warning("the run cannot be profiled: %s", error)
+            self.failed = f"{type(error).__name__}: {error}"
+        return False
+
+    def abandon(self) -> None:
+        """Forget a step that did not come to its end."""
+        self._hooks.close()
+        for probe in self._probes.values():
+            probe.remove()
+        self._probes = {}
+        self._tracer = self._watch = self._task = None
+
+    def rebuild(self) -> Profile | None:
+        """Make the profile anew from all that was seen."""
+        if not self._seen:
+            return None
+        sizes = self._sizes[-64:]
+        logs = [math.log(max(size, 1)) for size in sizes]
+        self.profile = build_profile(
+            self._attached.name,
+            str(self._attached.device),
+            self.space,
+            list(self._seen.values()),
+            self._timed,
+            batch_size=max(self._samples, 1),
+            batching="adaptive" if self._attached.adaptive else "fixed",
+            length_spread=statistics.pstdev(logs) if len(logs) > 1 else 0.0,
+            growth=self.growth,
+        )
+        return self.profile
+
+    @property
+    def leanest(self) -> Plan:
+        """Return the user's baseline with all recomputed that may be: known, without a profile, to need least."""
+        return self._plan_of(self.space.accumulation_choices[0], self.space.precisions[0], lean=True)
+
+    @property
+    def _ks(self) -> tuple[int, ...]:
+        """Return the k that a batch of the present size can be cut into."""
+        choices = self.space.accumulation_choices
+        return tuple(k for k in choices if k <= self._samples or k == choices[0] or not self.space.k_splits)
+
+    def _plan_of(self, k: int, precision: Precision, *, lean: bool) -> Plan:
+        recomputed = self.space.recomputable if lean else ()
+        return self.space.plan(accumulation_steps=k, precision=precision, recomputed=recomputed)
+
+    def _next(self, budget_bytes: int | None) -> _Task | None:
+        acts = self._attached.stage is Stage.ACT
+        lean = acts and (budget_bytes is not None or callable(self._attached.budget))
+        first = self._plan_of(self.space.accumulation_choices[0], self.space.precisions[0], lean=lean)
+        if not self._began:
+            self._began = True
+            # The first step creates the optimizer's state: it is not traced.
+            return _Task("probe", first) if acts else None
+        if self._complete or _profiler_runs():
+            return None
+        if not self._shadowed and acts:
+            self._shadowed = True
+            if self.autocast is not None:
+                for precision in self.space.precisions[1:]:
+                    self.lock(str(precision), f"the run computes in {self.autocast} by an autocast of its own")
+            self._task = _Task("shadow", first)
+            if len(self.shadows) > 1:
+                return self._task
+        due = self._untraced(first, lean=lean) or (self._fuller(budget_bytes) if lean else None)
+        if due is not None and self._tries < _TRIES + 2 * len(self._ks) * len(self.space.precisions):
+            self._tries += 1
+            return _Task("trace", due)
+        self._complete = self.rebuild() is not None
+        if not self._complete:
+            self.failed = "no step of the run could be traced"
+        return None
+
+    def _untraced(self, first: Plan, *, lean: bool) -> Plan | None:
+        """Return the next plan to trace of those that each k and precision is seen by; ``None`` once all were."""
+        if first not in self._seen or self._tells_growth(first):
+            return first
+        # Cut, a larger k only saves memory; of a step's batches, each after the first is like the second.
+        ks = (self._ks if lean else self._ks[:1]) if self.space.k_splits else self._ks[:2]
+        wanted = [self._plan_of(k, precision, lean=lean) for precision in self.space.precisions for k in ks]
+        return next((plan for plan in wanted if plan not in self._seen), None)
+
+    def _fuller(self, budget_bytes: int | None) -> Plan | None:
+        """Return the fastest plan that is known to fit the next batch, while others were not traced often enough."""
+        if sum(plan.storage != self.leanest.storage for plan in self._seen) >= _TRACES - 1:
+            return None
+        profile = self.rebuild()
+        if profile is None:
+            return None
+        length = self._largest / profile.tables[0].batch_bytes
+        found = Placements(profile, budget_bytes, self.growth).fastest(usable(budget_bytes), length)
+        return None if found in self._seen else found
+
+    def _read_probes(self) -> None:
+        for name, probe in self._probes.items():
+            probe.remove()
+            self.autocast = self.autocast or probe.autocast
+            if probe.reason is not None:
+                self.locks[name] = probe.reason
+            elif probe.calls == 0:
+                self.locks[name] = "it was not called in the first step"
+        self._probes = {}
+        units = tuple(
+            replace(unit, recomputable=unit.recomputable and unit.name not in self.locks) for unit in self.space.units
+        )
+        self.space = replace(self.space, units=units)
+
+    def _read_trace(self, plan: Plan, tracer: StepTracer, step: Step) -> bool:
+        """Take in a traced step; return whether it showed more than was known."""
+        if tracer.trace is None:
+            raise RuntimeError("the step was not traced")
+        if not tracer.trace.calls:
+            # What is compiled as a whole calls none by itself.
+            raise RuntimeError("no unit was called in what tell_phase() named the forward pass")
+        first = next(iter(self._seen.values()), None)
+        if first is not None and first.calls != tracer.trace.calls:
+            raise RuntimeError("the units are called differently from step to step")
+        if plan.accumulation_steps > 1 and len(tracer.watch.calls) == 1:
+            # The last step of an epoch may be a short one, which does not show what later micro-batches need.
+            return False
+        self._traces += 1
+        began = tracer.trace.times[0] - 1
+        # What else is alive from before, and released in the step: outputs that the loop holds until it has others.
+        older = sum(size for address, size in tracer.trace.older.items() if address not in self._residents)
+        trace = replace(tracer.trace, changes=((began, self._gradients + older), *tracer.trace.changes))
+        # First and later micro-batches were seen at sizes of their own: both are bounds for the smaller one.
+        size = min(self._size, step.later_bytes or self._size)
+        seen = seen_of(
+            plan,
+            trace,
+            batch_bytes=size,
+            static_bytes=self._static,
+            gradients=None if first is None else first.attribution.gradients,
+        )
+        level = max(itertools.accumulate(change for _, change in trace.changes), default=0)
+        self.latest_peak = self._static + step.batch_bytes + max(level, 0)
+        growth = self.growth
+        self._note_growth(plan, seen.attribution)
+        former = self._seen.get(plan)
+        if former is not None and former.batch_bytes > size:
+            # A smaller batch only tells how memory grows.
+            return growth != self.growth
+        self._seen[plan] = seen
+        return True
+
+    def _note_growth(self, plan: Plan, seen: Attribution) -> None:
+        """Tell the law of growth from two sizes of batches under one plan.
+
+        Args:
+            plan: the plan.
+            seen: who kept what, at the size of the moment.
+        """
+        passing = sum(boundary.size for boundary in seen.boundaries.values())
+        level = sum(seen.saved) + passing + max(first for first, _ in seen.backward_peaks)
+        points = self._points.setdefault(plan, [])
+        points.append((self._size, level))
+        (small, low), (large, high) = min(points), max(points)
+        if large > _APART * small and high > low > 0:
+            self.growth = min(max(math.log(high / low) / math.log(large / small), 1.0) + _GROWTH_MARGIN, STEEPEST)
+
+    def _tells_growth(self, plan: Plan) -> bool:
+        """Tell whether a step under a plan would show how memory grows with a batch's size, which is not known yet."""
+        points = self._points.get(plan, [])
+        if self.growth < STEEPEST or len(points) != 1 or not self._size:
+            return False
+        known = points[0][0]
+        return max(known, self._size) > _APART * min(known, self._size)
+
+    def _read_times(self, plan: Plan, watch: StepWatch, step: Step) -> bool:
+        """Take in a timed step; return whether the profile is to be made anew."""
+        calls = next(iter(self._seen.values())).calls
+        if tuple(watch.calls[0]) != calls or not step.stepped:
+            return False
+        seconds = seconds_by_place(watch, self._attached.device)
+        seconds["update", -1] = step.seconds - sum(value for (phase, _), value in seconds.items() if phase != "update")
+        self._times[plan] += 1
+        self._timed.append(Timed(plan=plan, batch_bytes=max(step.batch_bytes, 1), seconds=seconds))
+        return len(self._timed) in _RENEWED_AFTER
+
+
+def _profiler_runs() -> bool:
+    """Tell whether the user's own profiler runs: two at once cannot."""
+    return bool(torch._C._autograd._profiler_enabled())

@@ -1,0 +1,148 @@
+"""Answer, within microseconds, which plan is the fastest that fits a batch of some size into a budget.
+
+All plans worth considering are found once, when a profile is made; at each step their peaks at the batch's size are
+interpolated from above and the fastest that fits is taken.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.errors import BudgetError, ProfileError
+from autotune.physics.cost_arrays import CostArrays, Plans
+from autotune.physics.plan_pool import LENGTHS, PoolSettings, make_pool
+from autotune.physics.profile import Profile
+from autotune.physics.solver import SAFETY_MARGIN, Goal, solve_each
+from autotune.physics.time_model import seconds_per_step
+from autotune.plan import Plan
+
+# One world of costs, the measured one: what a live run knows is its own, and planning must not take seconds.
+_SETTINGS = PoolSettings(size=128, worlds=1, budgets=32, rounds=1, changes=1024)
+# A CPU generator's state: the one part of a recomputed unit that does not shrink with the batch.
+_STATE_BYTES = 5056
+# How much faster than in proportion memory may grow with a batch's size, beyond the largest that was traced.
+STEEPEST = 2.0
+
+
+class Placements:
+    """Hold the plans of a profile with their peaks at any batch size.
+
+    Args:
+        profile: what the run costs.
+        budget_bytes: the budget of the moment, whose exact optimum shall be among the plans.
+        growth: exponent with which memory grows beyond the profiled size.
+    """
+
+    def __init__(self, profile: Profile, budget_bytes: int | None = None, growth: float = STEEPEST) -> None:
+        self.profile = profile
+        self.growth = growth
+        self._arrays = CostArrays([profile])
+        try:
+            solved = [self._arrays.encode(0, item.plan) for item in solve_each(profile, budget_bytes, Goal())]
+        except BudgetError:
+            solved = []
+        zero = np.zeros(1, dtype=np.int64)
+        pool = make_pool(self._arrays, _SETTINGS, [Plans(zero, np.array([k]), row[None]) for k, row in solved])
+        there = pool.there[0]
+        rates = np.ones((1, self._arrays.max_units, self._arrays.max_choices // 2))
+        seconds = pool.seconds_per_step(rates, np.ones(1))[0][there]
+        k, choices = pool.k[0][there], pool.choices[0][there]
+        # Of plans that cannot be told apart in time, the one that recomputes least.
+        order = np.lexsort(((choices % 2).sum(axis=1), np.round(seconds / seconds.min(), 4)))
+        k, choices = k[order], choices[order]
+        self.plans = [self._arrays.decode(0, int(one), row) for one, row in zip(k, choices, strict=True)]
+        self.seconds: NDArray[np.float64] = seconds[order]
+        self._peaks: NDArray[np.float64] = pool.peaks[0][there][order] + _states(choices)
+        # Between decisions precisions stay; k too, where it decides how many samples a step consumes.
+        self._groups: dict[tuple[int, ...], NDArray[np.int64]] = {}
+        keys = [self._group_of(int(one), row) for one, row in zip(k, choices, strict=True)]
+        for key in dict.fromkeys(keys):
+            self._groups[key] = np.array([number for number, other in enumerate(keys) if other == key])
+        # By identity: to compare plans takes longer than to predict one.
+        self._own: dict[int, tuple[Plan, NDArray[np.float64]]] = {}
+
+    def effective(self, length: float) -> float:
+        """Return the length that memory is predicted at: beyond the traced size it may grow faster than the batch."""
+        return length if length <= 1 else length**self.growth
+
+    def group(self, plan: Plan) -> NDArray[np.int64] | None:
+        """Return the numbers of the plans that a plan may be exchanged for at any step, the fastest first.
+
+        They have its precisions, and under adaptive batching its k; ``None`` for none.
+        """
+        try:
+            k, choices = self._arrays.encode(0, plan)
+        except ProfileError:
+            return None
+        return self._groups.get(self._group_of(k, choices))
+
+    def _group_of(self, k: int, choices: NDArray[np.int64]) -> tuple[int, ...]:
+        return (k if self.profile.batching == "adaptive" else 0, *(choices // 2).tolist())
+
+    def fastest(self, usable_bytes: float, length: float, rows: NDArray[np.int64] | None = None) -> Plan | None:
+        """Return the fastest plan whose predicted peak is within some bytes; ``None`` if there is none.
+
+        Args:
+            usable_bytes: what may be taken, margin deducted.
+            length: the batch's size over the profiled one's.
+            rows: what :meth:`group` returned, to choose among; ``None`` for all plans.
+        """
+        fits = self._at(self._peaks if rows is None else self._peaks[rows], length) <= usable_bytes
+        if not fits.any():
+            return None
+        place = int(fits.argmax())
+        return self.plans[place if rows is None else int(rows[place])]
+
+    def peak_bytes(self, plan: Plan, length: float) -> float:
+        """Return a plan's predicted peak at a batch size; infinite for one that the profile cannot predict."""
+        if id(plan) not in self._own:
+            self._own[id(plan)] = plan, self._peaks_of(plan)
+        peaks = self._own[id(plan)][1]
+        return float(self._at(peaks, length)[0]) if peaks.size else float("inf")
+
+    def _peaks_of(self, plan: Plan) -> NDArray[np.float64]:
+        try:
+            k, choices = self._arrays.encode(0, plan)
+        except ProfileError:
+            return np.empty((0, 0))
+        one = Plans(np.zeros(1, dtype=np.int64), np.array([k]), choices[None])
+        peaks = np.stack([self._arrays.peak_bytes(one, size) for size in LENGTHS], axis=1)
+        return np.asarray(peaks + _states(one.choices))
+
+    def seconds_of(self, plan: Plan) -> float:
+        """Return a plan's predicted seconds per step at the profiled size; infinite for one that has none."""
+        try:
+            return seconds_per_step(self.profile, plan)
+        except ProfileError:
+            return float("inf")
+
+    def leanest(self) -> Plan:
+        """Return the plan with the smallest predicted peak."""
+        return self.plans[int(self._at(self._peaks, 1.0).argmin())]
+
+    def _at(self, peaks: NDArray[np.float64], length: float) -> NDArray[np.float64]:
+        size = self.effective(length)
+        if size >= LENGTHS[-1]:
+            # Eight times as large as anything that was traced: not to be predicted.
+            return np.full(len(peaks), np.inf)
+        place = max(int(np.searchsorted(LENGTHS, size, side="right")) - 1, 0)
+        if size < LENGTHS[0]:
+            return peaks[:, 0]
+        share = (size - LENGTHS[place]) / (LENGTHS[place + 1] - LENGTHS[place])
+        return np.asarray(peaks[:, place] + share * (peaks[:, place + 1] - peaks[:, place]))
+
+
+def _states(choices: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return what generators' states, kept for recomputation, take more than in proportion to a small batch.
+
+    Args:
+        choices: shape (plans, units).
+    """
+    recomputed = (choices % 2 == 1).sum(axis=1, keepdims=True)
+    return np.asarray(_STATE_BYTES * recomputed * np.maximum(1 - LENGTHS, 0.0))
+
+
+def usable(budget_bytes: float | None) -> float:
+    """Return what plans may be predicted to need within a budget; infinite without one."""
+    return float("inf") if budget_bytes is None else budget_bytes * (1 - SAFETY_MARGIN)

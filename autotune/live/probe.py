@@ -1,0 +1,238 @@
+"""Probe, on the run's own first batch, which units may be recomputed: and lock, with the reason, what may not.
+
+A unit is probed where it is called: its forward and backward passes run twice on copies of its inputs, once saving and
+once recomputing, and every gradient, buffer and generator must come out the same to the last bit. Nothing of it stays.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from autotune.mechanics import randomness
+from autotune.mechanics.activations import Recomputation
+from autotune.mechanics.buffers import copy_buffers, write_buffers
+from autotune.mechanics.controls import ControlledForward
+from autotune.mechanics.memory_meter import is_out_of_memory
+
+# What a unit may be handed besides tensors: nothing that it could change.
+_CONSTANTS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    Enum,
+    type,
+    FunctionType,
+    BuiltinFunctionType,
+    np.generic,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+
+
+class UnitProbe:
+    """Stand in a unit's forward for one call, and find out whether its activations may be recomputed.
+
+    Attributes:
+        reason: why they may not; ``None`` if they may, or while no call was seen.
+        calls: calls that were probed.
+        autocast: the dtype of the user's own autocast round the call; ``None`` for none.
+
+    Args:
+        module: the unit.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.reason: str | None = structural_lock(module)
+        self.calls = 0
+        self.autocast: torch.dtype | None = None
+        self._inner: Callable[..., Any] = module.forward
+        self._shadowed: Callable[..., Any] | None = module.__dict__.get("forward")
+        module.__dict__["forward"] = self
+
+    def remove(self) -> None:
+        """Give the unit its forward back."""
+        if self._shadowed is None:
+            self.module.__dict__.pop("forward", None)
+        else:
+            self.module.__dict__["forward"] = self._shadowed
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Probe the first call in training, then run it as if nothing had been."""
+        if self.calls == 0 and torch.is_grad_enabled() and self.module.training:
+            self.calls = 1
+            device = _device_type(args, kwargs)
+            self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+            if self.reason is None:
+                with self._uncontrolled():
+                    self.reason = storage_lock(self.module, self._inner, args, kwargs)
+        if self.reason is None:
+            return self._inner(*args, **kwargs)
+        # The plan of the step was made before anybody knew.
+        with self._uncontrolled():
+            return self._inner(*args, **kwargs)
+
+    @contextmanager
+    def _uncontrolled(self) -> Iterator[None]:
+        """Run the body with the unit's own forward, whatever plan it is under."""
+        controlled = self._inner if isinstance(self._inner, ControlledForward) else None
+        if controlled is not None:
+            controlled.suspended = True
+        try:
+            yield
+        finally:
+            if controlled is not None:
+                controlled.suspended = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """Return the copied module's plain forward."""
+        copied = memo.get(id(self.module))
+        return self._inner if copied is None else type(copied).forward.__get__(copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as the module's plain bound forward."""
+        return getattr, (self.module, "forward")
+
+
+def structural_lock(module: nn.Module) -> str | None:
+    """Return why a unit cannot be recomputed whatever a probe says; ``None`` if nothing is in the way."""
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return "it is compiled in place; compile it as `block = torch.compile(block)` instead"
+    for name, part in module.named_modules():
+        hooked = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+        if any(hooked):
+            inside = f"its part {name!r}" if name else "it"
+            return f"{inside} has hooks of its own, which recomputation would call twice"
+    return None
+
+
+def storage_lock(
+    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> str | None:
+    """Return why a unit's activations may not be recomputed; ``None`` if they may.
+
+    Args:
+        module: the unit.
+        forward: its forward.
+        args: what it was called with.
+        kwargs: the same, by keyword.
+    """
+    foreign = _foreign(args, kwargs)
+    if foreign is not None:
+        return f"it is handed a {foreign}, which it may change: recomputed, it would change it twice"
+    before = randomness.capture()
+    buffers = copy_buffers(module)
+    recomputation = Recomputation(module)
+
+    def plainly() -> _Outcome:
+        return _passes(module, lambda a, k: forward(*a, **k), args, kwargs)
+
+    def again() -> _Outcome:
+        return _passes(module, lambda a, k: recomputation.run(forward, a, k), args, kwargs)
+
+    def undo() -> None:
+        randomness.restore(before)
+        write_buffers(module, buffers)
+
+    try:
+        saved = plainly()
+        if saved.python_drawn:
+            return "it draws from python's or numpy's generator, which recomputation does not repeat"
+        undo()
+        recomputed = again()
+        if saved.same(recomputed):
+            return None
+        undo()
+        repeated = plainly()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the unit is left alone
+        return "ran out of memory while probed" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+    finally:
+        undo()
+    if not saved.same(repeated):
+        return "two passes over one input differ: it has a randomness of its own"
+    return "recomputed, its gradients, buffers or generators differ"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Outcome:
+    """Hold what a forward and backward pass came to."""
+
+    tensors: Sequence[torch.Tensor | None]
+    generator: torch.Tensor
+    python_drawn: bool
+
+    def same(self, other: _Outcome) -> bool:
+        return torch.equal(self.generator, other.generator) and all(
+            _equal(one, two) for one, two in zip(self.tensors, other.tensors, strict=True)
+        )
+
+
+def _passes(
+    module: nn.Module,
+    run: Callable[[tuple[Any, ...], Mapping[str, Any]], Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> _Outcome:
+    inputs: list[torch.Tensor] = []
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        copied = value.detach().clone()
+        if value.requires_grad:
+            inputs.append(copied.requires_grad_())
+        return copied
+
+    own_args, own_kwargs = tree_map(own, args), tree_map(own, dict(kwargs))
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002 - user code may draw from it
+    outputs = [leaf for leaf in tree_flatten(run(own_args, own_kwargs))[0] if isinstance(leaf, torch.Tensor)]
+    drawn = states[0] != random.getstate() or not _same_numpy(states[1], np.random.get_state())  # noqa: NPY002
+    roots = [leaf for leaf in outputs if leaf.requires_grad]
+    wanted = [*inputs, *(parameter for parameter in module.parameters() if parameter.requires_grad)]
+    gradients: Sequence[torch.Tensor | None] = ()
+    if roots and wanted:
+        # Anything but constant: a constant hides what a normalisation layer does.
+        weights = [
+            torch.linspace(-1, 1, leaf.numel(), device=leaf.device).to(leaf.dtype).view_as(leaf) for leaf in roots
+        ]
+        gradients = torch.autograd.grad(roots, wanted, weights, allow_unused=True)
+    values = [*gradients, *(leaf.detach() for leaf in outputs), *(b.detach().clone() for b in module.buffers())]
+    return _Outcome(values, torch.get_rng_state(), drawn)
+
+
+def _same_numpy(one: Any, two: Any) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def _equal(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
+    if one is None or two is None:
+        return one is two
+    return one.dtype == two.dtype and one.shape == two.shape and bool(torch.isclose(one, two, 0, 0, True).all())
+
+
+def _foreign(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Return the type of an object that cannot be copied like a tensor, such as a cache of keys; ``None`` for none."""
+    leaves = tree_flatten((args, dict(kwargs)))[0]
+    return next((type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_CONSTANTS))), None)
+
+
+def _device_type(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    leaves = tree_flatten((args, dict(kwargs)))[0]
+    return next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")

@@ -1,0 +1,104 @@
+"""Let several ranks agree: one decision for all, verified by its hash, and never a wait without end.
+
+The tuner has a process group of its own, so that what goes wrong in it cannot reach the run's own collectives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class RanksError(Exception):
+    """Say that the ranks could not agree; the run goes on without the tuner."""
+
+
+class Ranks:
+    """Be one rank of several, or the only one.
+
+    Attributes:
+        rank: this one.
+        world: how many there are.
+
+    Args:
+        model: the model as the user calls it.
+        timeout_s: seconds that a rank waits for the others.
+    """
+
+    def __init__(self, model: nn.Module, timeout_s: float) -> None:
+        parallel = isinstance(model, nn.parallel.DistributedDataParallel)
+        self._group: Any = None
+        self.rank, self.world = 0, 1
+        theirs: Any = getattr(model, "process_group", None) if parallel else None
+        if theirs is not None and dist.is_initialized() and dist.get_world_size(theirs) > 1:
+            self.rank, self.world = dist.get_rank(theirs), dist.get_world_size(theirs)
+            members = dist.get_process_group_ranks(theirs)
+            self._group = dist.new_group(members, backend="gloo", timeout=timedelta(seconds=timeout_s))
+            self._first = members[0]
+
+    @property
+    def many(self) -> bool:
+        """Tell whether there are others."""
+        return self.world > 1
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Return each value's maximum over the ranks.
+
+        Raises:
+            RanksError: if the others cannot be reached in time.
+        """
+        if not self.many:
+            return list(values)
+        table = torch.tensor(list(values), dtype=torch.float64)
+        try:
+            dist.all_reduce(table, op=dist.ReduceOp.MAX, group=self._group)
+        except RuntimeError as error:
+            raise RanksError(f"the ranks could not agree: {error}") from error
+        return [float(value) for value in table]
+
+    def from_first(self, document: dict[str, Any] | None) -> dict[str, Any]:
+        """Return what the first rank hands over, checked by its hash.
+
+        Args:
+            document: what it hands over; on other ranks it is not looked at.
+
+        Raises:
+            RanksError: if it does not arrive, or not as it was sent.
+        """
+        if not self.many:
+            return document or {}
+        payload = b""
+        if self.rank == 0:
+            text = json.dumps(document or {}, sort_keys=True).encode()
+            payload = hashlib.sha256(text).digest() + text
+        try:
+            size = torch.tensor([len(payload)], dtype=torch.int64)
+            dist.broadcast(size, self._first, group=self._group)
+            data = (
+                torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+                if payload
+                else torch.empty(int(size), dtype=torch.uint8)
+            )
+            dist.broadcast(data, self._first, group=self._group)
+        except RuntimeError as error:
+            raise RanksError(f"the first rank's decision did not arrive: {error}") from error
+        received = data.numpy().tobytes()
+        if hashlib.sha256(received[32:]).digest() != received[:32]:
+            raise RanksError("the first rank's decision arrived damaged")
+        found: dict[str, Any] = json.loads(received[32:])
+        return found
+
+    def close(self) -> None:
+        """Agree on nothing any more.
+
+        The group itself goes with the run's own: taken down at once, it could tear off what another rank awaits.
+        """
+        self._group = None
+        self.world = 1

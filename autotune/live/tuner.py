@@ -1,0 +1,585 @@
+"""Be what stands in somebody's training loop: cut batches, weigh losses, update; and let the pilot lead, if it can.
+
+What the pilot does may fail and is then done without; what stands here is the run's own and passes every exception of
+the user's on as it came.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotune.errors import AttachError, JobError
+from autotune.live.attached import Attached, Step
+from autotune.live.pilot import Pilot
+from autotune.live.scaled_loss import is_scaled
+from autotune.live.screen import Screen
+from autotune.live.shadow import Attempt, undone
+from autotune.live.view import Snapshot, farewell
+from autotune.mechanics import controls, stepping
+from autotune.mechanics.memory_meter import tensor_bytes
+from autotune.mechanics.step_trace import Phase
+from autotune.mechanics.stepping import Count, Update
+from autotune.mechanics.trees import tensors
+from autotune.physics.learning_rate import batch_factor
+from autotune.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+# Losses that are looked at for a scale of the user's own: whoever scales does so from the beginning.
+_LOOKED_AT = 3
+
+
+@dataclass(slots=True)
+class _Running:
+    """Hold what is known of the step that is running.
+
+    Attributes:
+        began: when it did.
+        own_s: seconds of it that the tuner took for itself.
+        wanted: batches that it is to consume; more than one under adaptive batching.
+        batches: batches so far.
+        samples: samples so far.
+        items: their loss-bearing items, where several batches are weighed by them.
+        size: bytes of the largest batch.
+        later: bytes of the largest batch after the first one.
+        weights: of its micro-batches, relative to the first one's under adaptive batching.
+        micro_samples: samples of its micro-batches.
+        losses: weighed losses, detached.
+        norm: 2-norm of the gradient, once it was unscaled.
+        pending: whether a gradient has been accumulated.
+    """
+
+    began: float = field(default_factory=time.perf_counter)
+    own_s: float = 0.0
+    wanted: int = 1
+    batches: int = 0
+    samples: int = 0
+    items: list[int] = field(default_factory=list)
+    size: int = 0
+    later: int = 0
+    weights: list[float] = field(default_factory=list)
+    micro_samples: list[int] = field(default_factory=list)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    norm: float | None = None
+    pending: bool = False
+
+    def add(self, batch: Any) -> None:
+        """Take in a batch: for memory the largest counts."""
+        size = tensor_bytes(tensors(batch))
+        self.samples += _num_samples(batch)
+        self.size = max(self.size, size)
+        if self.batches:
+            self.later = max(self.later, size)
+        self.batches += 1
+
+    @property
+    def average(self) -> float:
+        """Return what the accumulated gradient is to be multiplied by, where weights are relative to the first's."""
+        return self.items[0] / sum(self.items) if len(self.items) > 1 else 1.0
+
+
+class LiveTuner:
+    """Tune a run that trains in the caller's own loop; :func:`autotune.attach` makes one.
+
+    Use it as a context manager, or call :meth:`detach` at the end::
+
+        for batch in loader:
+            for micro in tuner.micro_batches(batch):
+                tuner.backward(loss_of(model, micro))
+            tuner.step()
+
+    Attributes:
+        attached: whether plans may still be switched.
+        detached_because: why not; ``None`` while they may.
+        folder: the run directory; ``None`` for none.
+
+    Args:
+        facts: what it was attached to.
+        model: the model as the user calls it.
+        update: makes the optimizer's updates.
+        pilot: leads; ``None`` if a kill switch was set from the beginning.
+        stop_file: a file whose appearance detaches; ``None`` for none.
+        folder: the run directory; ``None`` for none.
+        screen: shows how the run stands; ``None`` shows nothing.
+    """
+
+    def __init__(
+        self,
+        facts: Attached,
+        model: nn.Module,
+        update: Update,
+        pilot: Pilot | None,
+        *,
+        stop_file: Path | None,
+        folder: Path | None,
+        on_detach: Callable[[], None],
+        screen: Screen | None = None,
+    ) -> None:
+        self._facts = facts
+        self._model = model
+        self._update = update
+        self._pilot = pilot
+        self._stop_file = stop_file
+        self._on_detach = on_detach
+        self._screen = screen
+        self.folder = folder
+        self.attached = pilot is not None
+        self.detached_because: str | None = None if pilot is not None else "a kill switch was set"
+        self._parallel = isinstance(model, nn.parallel.DistributedDataParallel)
+        self._running: _Running | None = None
+        self._found_locks: dict[str, str] = {}
+        self._weight = 1.0
+        self._largest_bytes = 0
+        # What a pass beside the run comes to; ``None`` in the run itself.
+        self._beside: Attempt | None = None
+        self._num_looked_at = 0
+
+    # What the caller's loop calls.
+
+    def micro_batches(self, batch: Any, count: Count | None = None) -> Iterator[Any]:
+        """Yield the batch in the pieces that the plan asks for; run forward and :meth:`backward` for each.
+
+        Args:
+            batch: any tree of tensors with samples in dimension 0.
+            count: returns a piece's loss-bearing items; samples, if left out. Needed where k may be larger than 1 and
+                the loss is a mean over something else than samples.
+
+        Raises:
+            AttachError: if the count is not a whole number, or 0 for the whole batch.
+        """
+        try:
+            k = self._begin(batch)
+            yield from self.passes_beside(batch, count)
+            running = self._running
+            if running is None:
+                return
+            pieces = self._whole(batch, count, running) if self._facts.adaptive else _cut(batch, k, count)
+            if not self._facts.adaptive:
+                # A loop that accumulates by itself weighs as it likes: only one call's micro-batches can be compared.
+                running.weights, running.micro_samples = [], []
+            for number, (piece, weight) in enumerate(pieces, 1):
+                self._weight = weight
+                running.weights.append(weight)
+                running.micro_samples.append(stepping.num_samples(piece))
+                with self._synchronised(last=number == len(pieces) and self._is_full(running)):
+                    self._tell_phase("forward")
+                    yield piece
+        except GeneratorExit:
+            # The caller's body raised, or left early: nothing that watches the step may stay on.
+            self._safely(lambda pilot: pilot.abandon_step())
+            raise
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate the gradient of a micro-batch's mean loss, weighed by its share of the step.
+
+        A loss that a ``GradScaler`` scaled is refused, where it is one of torch's: :meth:`step` would not scale its
+        gradient back. Any other scale of your own goes unnoticed.
+
+        Raises:
+            AttachError: outside of :meth:`micro_batches`, or for a loss that is not a scalar tensor with a gradient, or
+                that is scaled.
+        """
+        running = self._running
+        if running is None:
+            raise AttachError(
+                "backward() was called outside of micro_batches()",
+                where="live tuner",
+                allowed="for micro in tuner.micro_batches(batch): tuner.backward(loss_of(micro))",
+            )
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
+            raise AttachError(
+                f"backward() was given {_described(loss)}",
+                where="live tuner",
+                allowed="a scalar tensor with a gradient; a loss scale of your own is not needed, and none is allowed",
+            )
+        if self._num_looked_at < _LOOKED_AT:
+            self._num_looked_at += 1
+            _refuse_scaled(loss)
+        self._tell_phase("backward")
+        try:
+            self._update.backward(loss, self._weight)
+        except Exception as error:
+            if self._beside is None:
+                raise
+            self.failed_beside(error)
+        self.accumulated(loss.detach() * self._weight)
+
+    def unscale(self) -> float:
+        """Turn the accumulated gradients into true ones, for clipping or logging of your own; return their 2-norm."""
+        running = self._running
+        if running is None:
+            return self._update.unscale()
+        if running.norm is None:
+            self._update.average(running.average)
+            running.norm = self._update.unscale()
+        return running.norm
+
+    def step(self) -> bool:
+        """Clip, update and clear the gradients; then decide about the next steps.
+
+        Returns:
+            Whether the optimizer stepped: not for a gradient that is not finite, and under adaptive batching not
+            before the step's last batch.
+
+        Raises:
+            AttachError: without a :meth:`backward` before it.
+        """
+        running = self._running
+        if running is None or not running.pending:
+            raise AttachError(
+                "step() was called without a backward() since the last one",
+                where="live tuner",
+                allowed="micro_batches(), backward() for each of them, then step()",
+            )
+        if not self._is_full(running):
+            return False
+        norm = self.unscale()
+        scales = [weight * self._update.loss_scale for weight in running.weights]
+        self._safely(lambda pilot: pilot.before_update(norm, running.micro_samples, scales))
+        self._update.clip(norm)
+        with self._update.learning_rate_times(self._rate_factor(running)):
+            stepped = self._update.finish(norm)
+        self._end(running, norm, stepped)
+        return stepped
+
+    @property
+    def probing(self) -> bool:
+        """Tell whether the loop's body runs for a pass beside the run: its loss is not the step's, so do not log it."""
+        return self._beside is not None
+
+    def detach(self, reason: str = "detach() was called") -> None:
+        """Leave the run as it was found: effective at once, or at the end of the step that is running."""
+        if self._pilot is None:
+            self._on_detach()
+            return
+        pilot, self._pilot = self._pilot, None
+        self.attached, self.detached_because = False, reason
+        figures: dict[str, Any] = {}
+        with contextlib.suppress(Exception):
+            # Of a pilot that is broken these may be broken, too.
+            self._found_locks, figures = pilot.locks, pilot.summary()
+        with contextlib.suppress(Exception):
+            pilot.close()
+        controls.remove(self._facts.model)
+        pilot.log.write("detached", pilot.step, reason=reason, locks=self._found_locks, **figures)
+        pilot.log.close()
+        pilot.ranks.close()
+        self._on_detach()
+        with contextlib.suppress(Exception):
+            self._close_screen(farewell(figures, reason, self.folder))
+
+    def __enter__(self) -> LiveTuner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach("the with block ended" if kind is None else f"{kind.__name__} ended the with block")
+
+    # What the caller may look at.
+
+    @property
+    def plan(self) -> Plan:
+        """Return the plan that is applied; the baseline once detached."""
+        return self._facts.space.baseline() if self._pilot is None else self._pilot.plan
+
+    @property
+    def locks(self) -> dict[str, str]:
+        """Return why something is locked, by what: ``accumulation_steps``, ``precision``, or a unit's name."""
+        return {**self._facts.locks, **(self._found_locks if self._pilot is None else self._pilot.locks)}
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """Return figures of the run so far: steps, plan, switches, trips, pressure, overhead."""
+        if self._pilot is None:
+            return {"attached": False, "detached_because": self.detached_because}
+        return {"attached": True, **self._pilot.summary()}
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Return the decision log so far."""
+        return [] if self._pilot is None else list(self._pilot.log.events)
+
+    # For frameworks that run forward, backward and update themselves.
+
+    def begin_step(self, batch: Any) -> None:
+        """Say that a step of somebody else's begins, before its first forward pass and with no graph alive.
+
+        Args:
+            batch: its first micro-batch: any tree of tensors with samples in dimension 0; one without any detaches.
+        """
+        try:
+            self._begin(batch, bounded=True)
+        except AttachError as error:
+            self.detach(str(error))
+
+    def next_micro_batch(self, batch: Any) -> None:
+        """Say that another micro-batch of the step begins, in which nothing may be switched.
+
+        Args:
+            batch: the micro-batch, as :meth:`begin_step` takes it.
+        """
+        try:
+            if self._running is not None:
+                self._running.add(batch)
+        except AttachError as error:
+            self.detach(str(error))
+
+    def passes_beside(self, batch: Any, count: Count | None = None) -> Iterator[Any]:
+        """Yield a step's first batch under each plan that is to be tried; :meth:`micro_batches` does it by itself.
+
+        Run forward and :meth:`backward` for each, before the step's own: nothing of it stays. Mostly there is none.
+
+        Args:
+            batch: as :meth:`micro_batches` takes it.
+            count: as :meth:`micro_batches` takes it.
+        """
+        pilot, running = self._pilot, self._running
+        if pilot is None or running is None or not pilot.shadows:
+            return
+        began = time.perf_counter()
+        outcomes = []
+        try:
+            for plan in pilot.shadows:
+                with pilot.trying(plan) as failures, undone(self._facts.model):
+                    self._beside = Attempt([], failures)
+                    for piece, weight in _cut(batch, plan.accumulation_steps, count):
+                        self._weight = weight
+                        with self._synchronised(last=False):
+                            yield piece
+                    outcomes.append(self._beside.outcome(self._update.parameters))
+                self._update.discard()
+        finally:
+            self._beside = None
+            self._update.discard()
+            spent = time.perf_counter() - began
+            running.own_s += spent
+            pilot.spend(spent)
+        self._safely(lambda pilot: pilot.take_shadows(outcomes))
+
+    def failed_beside(self, error: Exception) -> None:
+        """Say that a pass of :meth:`passes_beside` raised: what it tried is locked, and the run goes on."""
+        if self._beside is not None:
+            # Without the frames, which hold what they computed.
+            self._beside.failures.append(error.with_traceback(None))
+
+    @property
+    def weight(self) -> float:
+        """Return the share of its step that the micro-batch at hand has."""
+        return self._weight
+
+    def accumulated(self, loss: torch.Tensor) -> None:
+        """Say that the gradient of the micro-batch at hand has been accumulated.
+
+        Args:
+            loss: its share of the step's loss, detached.
+        """
+        self._tell_phase("update")
+        if self._beside is not None:
+            self._beside.losses.append(loss)
+        elif self._running is not None:
+            self._running.losses.append(loss)
+            self._running.pending = True
+
+    def tell_phase(self, name: Phase) -> None:
+        """Say that a micro-batch's ``forward`` or ``backward`` pass begins, or the ``update`` after it."""
+        self._tell_phase(name)
+
+    def end_step(
+        self, *, losses: Sequence[torch.Tensor] | None = None, norm: float = float("nan"), stepped: bool = True
+    ) -> None:
+        """Say that the step has ended, its update made and its gradients cleared.
+
+        Args:
+            losses: weighed losses of its micro-batches, detached; ``None`` for those of :meth:`accumulated`.
+            norm: 2-norm of its gradient, if it is known.
+            stepped: whether the optimizer stepped.
+        """
+        if self._running is not None:
+            if losses is not None:
+                self._running.losses = list(losses)
+            self._end(self._running, norm, stepped)
+
+    # Within.
+
+    def _end(self, running: _Running, norm: float, stepped: bool) -> None:
+        """Report the step to the pilot, and let it decide about the next ones."""
+        if self._facts.device.type == "cuda" and self._pilot is not None and self._pilot.wants_time:
+            torch.cuda.synchronize(self._facts.device)
+        self._largest_bytes = max(self._largest_bytes, running.size)
+        average = running.average
+        report = Step(
+            seconds=time.perf_counter() - running.began - running.own_s,
+            samples=running.samples,
+            batch_bytes=running.size,
+            later_bytes=running.later,
+            losses=tuple(running.losses if average == 1.0 else [loss * average for loss in running.losses]),
+            norm=norm,
+            stepped=stepped,
+        )
+        self._running = None
+        self._safely(lambda pilot: pilot.after_step(report))
+        if self._pilot is not None:
+            self._watch_over(self._pilot)
+        if self._screen is not None and time.perf_counter() >= self._screen.due:
+            self._show()
+
+    def _begin(self, batch: Any, *, bounded: bool = False) -> int:
+        """Begin a step, or go on with one whose gradients are still being accumulated; return k.
+
+        Args:
+            batch: the step's batch, or its first micro-batch.
+            bounded: whether the caller knows that a step begins here, whatever gradients are alive.
+        """
+        if self._running is not None and self._running.pending:
+            # Without a step() in between: accumulation, in which nothing may be switched.
+            self._running.add(batch)
+            return 1
+        if self._running is not None:
+            self._safely(lambda pilot: pilot.abandon_step())
+        running = self._running = _Running()
+        running.add(batch)
+        if self._stop_file is not None and self._pilot is not None and self._stop_file.exists():
+            self.detach(f"{self._stop_file} exists")
+        if not bounded and any(parameter.grad is not None for parameter in self._update.parameters):
+            # Gradients of somebody else's making are alive: no boundary, so that nothing is switched.
+            return 1
+        own = self._facts.accumulation_steps
+        # Of micro-batches that are still to come no size is known: the largest so far stands for them.
+        several = own > 1 or self._facts.adaptive
+        largest = max(running.size, self._largest_bytes) if several else running.size
+        self._safely(lambda pilot: pilot.before_step(running.size, largest, running.samples))
+        running.own_s = time.perf_counter() - running.began
+        plan = self.plan
+        self._update.scaled = plan.uses_fp16
+        if self._facts.adaptive:
+            running.wanted = plan.accumulation_steps
+        return plan.accumulation_steps if own == 1 else 1
+
+    def _whole(self, batch: Any, count: Count | None, running: _Running) -> list[tuple[Any, float]]:
+        """Return a batch as one micro-batch, weighed by its items against the step's first."""
+        running.items.append(_counted(batch, count))
+        if not running.items[0]:
+            raise _nothing_to_learn()
+        return [(batch, running.items[-1] / running.items[0])] if running.items[-1] else []
+
+    def _is_full(self, running: _Running) -> bool:
+        """Tell whether a step has the batches that it was to consume; once detached, any number will do."""
+        return self._pilot is None or running.batches >= running.wanted
+
+    def _rate_factor(self, running: _Running) -> float:
+        """Return by what the learning rate follows a step of several batches, if the user asked for it."""
+        return batch_factor(self._facts.lr_rule, 1.0, running.average) if self._facts.adaptive else 1.0
+
+    def _tell_phase(self, name: Any) -> None:
+        if self._pilot is not None:
+            self._safely(lambda pilot: pilot.phase(name))
+
+    @contextlib.contextmanager
+    def _synchronised(self, *, last: bool) -> Iterator[None]:
+        """Hold back the gradients' reduction over ranks until the last micro-batch."""
+        if self._parallel and not last:
+            with self._model.no_sync():  # type: ignore[operator]
+                yield
+        else:
+            yield
+
+    def _safely(self, call: Callable[[Pilot], object]) -> None:
+        """Let the pilot do something; if it fails, detach and go on with the user's baseline."""
+        pilot = self._pilot
+        if pilot is None:
+            return
+        began = time.perf_counter()
+        try:
+            call(pilot)
+        except Exception as error:  # noqa: BLE001 - whatever goes wrong in the tuner, the run goes on
+            logger.warning("autotune detached itself: %s: %s", type(error).__name__, error)
+            self.detach(f"{type(error).__name__}: {error}")
+        pilot.spend(time.perf_counter() - began)
+
+    def _show(self) -> None:
+        """Show how the run stands; a view that fails is done without."""
+        pilot, screen = self._pilot, self._screen
+        if pilot is None or screen is None:
+            return
+        began = time.perf_counter()
+        try:
+            space = self._facts.space
+            names = [unit.name for unit in space.units]
+            screen.show(Snapshot.of(self._facts.name, names, space.recomputable, pilot.summary()), began)
+            pilot.spend(screen.spent_s())
+        except Exception as error:  # noqa: BLE001 - whatever goes wrong in the view, the run and its tuner go on
+            logger.info("the live view ended: %s: %s", type(error).__name__, error)
+            self._close_screen()
+        pilot.spend(time.perf_counter() - began)
+
+    def _close_screen(self, last: str = "") -> None:
+        screen, self._screen = self._screen, None
+        if screen is not None:
+            with contextlib.suppress(Exception):
+                screen.close(last)
+
+    def _watch_over(self, pilot: Pilot) -> None:
+        if pilot.breaker.open:
+            trips = pilot.breaker.trips
+            last = trips[-1][1] if trips else "the first rank's, or its overhead"
+            self.detach(f"{len(trips)} trips, the last: {last}")
+        elif not pilot.ranks.many and pilot.too_dear():
+            self.detach(f"its own share of the run's time is {pilot.overhead_frac():.1%}")
+
+
+def _cut(batch: Any, k: int, count: Count | None) -> list[tuple[Any, float]]:
+    """Return a batch in k pieces with their shares of its items; what has none, and thereby no loss, is left out."""
+    if k == 1 and count is None:
+        return [(batch, 1.0)]
+    pieces = stepping.split(batch, k)
+    counts = [_counted(piece, count) for piece in pieces]
+    if not sum(counts):
+        raise _nothing_to_learn()
+    weights = [1.0] if len(pieces) == 1 else stepping.weights(counts)
+    return [(piece, weight) for piece, weight in zip(pieces, weights, strict=True) if weight > 0]
+
+
+def _nothing_to_learn() -> AttachError:
+    return AttachError(
+        "count returned 0 for a whole batch", where="micro_batches", allowed="batches with items to learn from"
+    )
+
+
+def _num_samples(batch: Any) -> int:
+    try:
+        return stepping.num_samples(batch)
+    except JobError as error:
+        raise AttachError(error.problem, where="micro_batches", allowed=error.allowed) from error
+
+
+def _counted(piece: Any, count: Count | None) -> int:
+    try:
+        return stepping.count_items(piece, count)
+    except JobError as error:
+        raise AttachError(error.problem, where="micro_batches", allowed=error.allowed) from error
+
+
+def _refuse_scaled(loss: torch.Tensor) -> None:
+    if is_scaled(loss):
+        raise AttachError(
+            "backward() was given a loss that a GradScaler has scaled, and step() would not scale its gradient back",
+            where="live tuner",
+            allowed="the loss itself; or begin_step(), tell_phase(), end_step() round the GradScaler's own step",
+        )
+
+
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}" + ("" if value.requires_grad else " without a gradient")
+    return f"a {type(value).__name__}"

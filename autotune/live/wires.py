@@ -1,0 +1,105 @@
+"""Watch what a live run shows from window to window for signs that lead back to the baseline.
+
+Only readings are judged here; slowness, which takes a check of its own, is ``guard.SlowdownCheck``'s.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from autotune.live.limits import Limits
+
+# Windows, or skipped steps, in a row: one may be chance.
+_IN_A_ROW = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Hold what a window showed.
+
+    Attributes:
+        pressure: measured peak over the budget; ``None`` where it is not measured.
+        retries: allocations that the device's allocator had to try again, since the process began.
+        graphs: graphs that were compiled, since the process began.
+        placed: switches of storage, since the run began.
+        non_finite: losses that were not finite.
+        rounds: whether k or a precision differs from the baseline's.
+    """
+
+    pressure: float | None
+    retries: int
+    graphs: int
+    placed: int
+    non_finite: int
+    rounds: bool
+
+
+class Wires:
+    """Judge a run's readings.
+
+    Args:
+        limits: the limits.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._readings: list[Reading] = []
+        self._skipped = 0
+
+    def after_step(self, *, stepped: bool, rounds: bool) -> str | None:
+        """Return a reason if steps are skipped under a precision of the tuner's own; ``None`` if not."""
+        self._skipped = self._skipped + 1 if rounds and not stepped else 0
+        if self._skipped < _IN_A_ROW:
+            return None
+        self._skipped = 0
+        return "two steps in a row were skipped under a lower precision"
+
+    def after_window(self, reading: Reading) -> str | None:
+        """Return a reason if a window, with those before it, speaks against going on; ``None`` if not."""
+        self._readings = [*self._readings[-_IN_A_ROW:], reading]
+        reason = self._pressure() or self._retries() or self._recompiles()
+        if reason is None and reading.rounds and reading.non_finite:
+            reason = f"{reading.non_finite} losses were not finite under another k or precision"
+        if reason is not None:
+            self._readings = []
+        return reason
+
+    def _pressure(self) -> str | None:
+        late = [one.pressure for one in self._readings[-_IN_A_ROW:] if one.pressure is not None]
+        if len(late) == _IN_A_ROW and min(late) > self._limits.pressure_frac:
+            return f"measured pressure {late[0]:.0%} and {late[1]:.0%} of the budget in two windows"
+        return None
+
+    def _retries(self) -> str | None:
+        grown = self._grown("retries")
+        if len(grown) == _IN_A_ROW and min(grown) > 0:
+            return f"the allocator tried again {grown[0]} and {grown[1]} times in two windows"
+        return None
+
+    def _recompiles(self) -> str | None:
+        """Tell whether compiled units were compiled again in windows with switches; other shapes are the run's own."""
+        grown, switches = self._grown("graphs"), self._grown("placed")
+        if len(grown) == _IN_A_ROW and min(grown) > 0 and min(switches) > 0:
+            return f"{sum(grown)} graphs were compiled again in two windows with switches"
+        return None
+
+    def _grown(self, name: str) -> list[int]:
+        values = [getattr(one, name) for one in self._readings]
+        return [later - one for one, later in itertools.pairwise(values)]
+
+
+def allocator_retries(device: torch.device) -> int:
+    """Return how often a device's allocator had to free its cache and try again; 0 where nobody counts."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+
+
+def compiled_graphs() -> int:
+    """Return how many graphs this process has compiled; 0 where nothing was."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"].get("unique_graphs", 0))

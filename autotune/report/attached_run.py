@@ -1,0 +1,362 @@
+"""Read from an attached run's directory what there is to say about it: figures and one honest sentence.
+
+All of it comes from the decision log. What the log does not hold is not said.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autotune.budget import format_bytes
+from autotune.campaign.following import refused_by
+from autotune.campaign.replaying import in_words, windows_of
+from autotune.campaign.runs import RunDirectory
+from autotune.errors import InputError, RunDirectoryError
+from autotune.live.decision_log import LOG_NAME, read_log, schedule_of
+from autotune.plan import Plan, Storage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Hold one decision.
+
+    Attributes:
+        step: optimizer steps done when it was made.
+        switched: whether another plan was put to work by it.
+        refused: the rule that refused the proposal and what it said; ``None`` if none did.
+        repaired: rules that changed the proposal.
+        predicted_s: seconds per step of the plan that came out of it; ``None`` where nothing is predicted.
+        predicted_bytes: its peak.
+        gain: share of the running plan's step that it was predicted to save.
+        measured_s: seconds per step of the window before it; ``None`` without one.
+        measured_bytes: its measured peak; ``None`` where it is only an earlier one's, repeated.
+        budget_bytes: the budget of the moment; ``None`` for none.
+        plan: the proposal in a few words.
+    """
+
+    step: int
+    switched: bool
+    refused: tuple[str, str] | None
+    repaired: tuple[str, ...]
+    predicted_s: float | None
+    predicted_bytes: float | None
+    gain: float | None
+    measured_s: float | None
+    measured_bytes: float | None
+    budget_bytes: float | None
+    plan: str
+
+    @property
+    def pressure(self) -> float | None:
+        """Return the predicted peak over the budget; ``None`` without both."""
+        return self.predicted_bytes / self.budget_bytes if self.predicted_bytes and self.budget_bytes else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachedRun:
+    """Hold what a decision log says of its run.
+
+    Attributes:
+        folder: the run directory.
+        name: what the run is called.
+        options: mode, stage and policy.
+        units: names of the units.
+        recomputable: those whose storage can be chosen.
+        locks: why something is locked, by what.
+        environment: device and versions; empty where the log has none.
+        steps: optimizer steps that the log covers.
+        total_steps: length of the run; ``None`` if it was not known.
+        ended: why it was detached; ``None`` where the log breaks off.
+        decisions: in order.
+        schedule: plans by the step from which they were decided.
+        trips: step and reason.
+        others: events that are none of these, such as late answers: step, kind and reason.
+        profiles: the ``profiled`` events.
+        windows: predicted against measured, per window.
+        summary: the tuner's last figures; empty where the log breaks off.
+        overhead_frac: the tuner's own share of the run's time; ``None`` if it is not known.
+    """
+
+    folder: Path
+    name: str
+    options: Mapping[str, str]
+    units: tuple[str, ...]
+    recomputable: tuple[str, ...]
+    locks: Mapping[str, str]
+    environment: Mapping[str, Any]
+    steps: int
+    total_steps: int | None
+    ended: str | None
+    decisions: tuple[Decision, ...]
+    schedule: tuple[tuple[int, Plan], ...]
+    trips: tuple[tuple[int, str], ...]
+    others: tuple[tuple[int, str, str], ...]
+    profiles: tuple[Mapping[str, Any], ...]
+    windows: tuple[Mapping[str, Any], ...]
+    summary: Mapping[str, Any]
+    overhead_frac: float | None
+
+    @property
+    def plan(self) -> Plan | None:
+        """Return the plan that was decided on last; ``None`` if none ever was, so that the user's own ran."""
+        return self.schedule[-1][1] if self.schedule else None
+
+    @property
+    def observed_only(self) -> bool:
+        """Tell whether nothing was to be changed."""
+        return self.options.get("stage") == "observe"
+
+    @property
+    def pressures(self) -> list[float]:
+        """Return the predicted peak over the budget at each decision that has both."""
+        return [decision.pressure for decision in self.decisions if decision.pressure is not None]
+
+    @property
+    def time_ratios(self) -> list[float]:
+        """Return measured over predicted seconds per step of each window that can be compared."""
+        return [1 + row["time_error_frac"] for row in self.windows if row["time_error_frac"] is not None]
+
+    @property
+    def refusals(self) -> Counter[str]:
+        """Return how often each rule refused a proposal."""
+        return Counter(decision.refused[0] for decision in self.decisions if decision.refused is not None)
+
+
+def read_attached(folder: Path) -> AttachedRun:
+    """Read an attached run's directory.
+
+    Raises:
+        RunDirectoryError: if it is none, or another verb's.
+        InputError: if its log is missing or damaged.
+    """
+    config = RunDirectory.open(folder).read("config.json")
+    if config.get("verb") != "attach":
+        raise RunDirectoryError(
+            f"a run of {config.get('verb')!r} has no report yet",
+            where=str(folder),
+            allowed="the run directory of an attached run",
+        )
+    log = folder / LOG_NAME
+    events = read_log(log)
+    for number, event in enumerate(events, 1):
+        _check(event, f"{log} line {number}")
+    return _told(folder, events)
+
+
+def _check(event: Mapping[str, Any], where: str) -> None:
+    """Refuse an event that no live tuner wrote, before anything is made of it."""
+    step = event.get("step")
+    if not isinstance(event.get("event"), str) or isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise InputError("an event has no name or step", where=where, allowed="both")
+    needed: dict[str, dict[str, Any]] = {
+        "attached": {"model": str, "units": list, "locks": dict},
+        "decision": {"rules": dict, "predicted": dict},
+        "tripped": {"reason": str},
+        "detached": {"reason": str},
+    }
+    for key, kind in needed.get(event["event"], {}).items():
+        if not isinstance(event.get(key), kind):
+            raise InputError(f"{event['event']} has no {key}", where=where, allowed=f"a {kind.__name__}")
+    if event["event"] == "decision":
+        _check_figures(event["predicted"], ("seconds", "peak_bytes", "gain"), where)
+        if event.get("measured") is not None:
+            _check_figures(event["measured"], ("seconds_per_step", "peak_bytes"), where)
+        if event.get("ran") is not None:
+            _check_figures(event["ran"], ("seconds", "predicted"), where)
+
+
+def _check_figures(table: object, keys: Sequence[str], where: str) -> None:
+    found = [table.get(key, "") for key in keys] if isinstance(table, dict) else [""]
+    if not all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in found):
+        raise InputError("a decision's figures are no numbers", where=where, allowed="numbers or null")
+
+
+def _told(folder: Path, events: list[dict[str, Any]]) -> AttachedRun:
+    first, last = events[0], events[-1]
+    summary = last if last["event"] == "detached" else {}
+    profiles = [event for event in events if event["event"] == "profiled"]
+    # On a CPU, peaks are measured on the few steps that are traced, and the last one stands in the log until the next.
+    repeats = first.get("environment", {}).get("device") != "cuda"
+    decisions = _decisions(events)
+    windows = [_ran(row, following) for row, following in zip(windows_of(events), _following(events), strict=True)]
+    if repeats:
+        peaks = _first_of_each([decision.measured_bytes for decision in decisions])
+        decisions = [replace(one, measured_bytes=peak) for one, peak in zip(decisions, peaks, strict=True)]
+        # A window is measured at the decision that follows it.
+        windows = [{**row, "measured_bytes": peak} for row, peak in zip(windows, peaks[1:], strict=True)]
+    locks = {**first["locks"], **(profiles[-1].get("locks", {}) if profiles else {}), **summary.get("locks", {})}
+    shares = [event["overhead_frac"] for event in events if event.get("overhead_frac") is not None]
+    known = ("decision", "profiled", "switched", "tripped", "attached", "detached")
+    return AttachedRun(
+        folder=folder,
+        name=first["model"],
+        options={key: str(first[key]) for key in ("mode", "stage", "policy") if key in first},
+        units=tuple(first["units"]),
+        recomputable=tuple(first.get("recomputable", first.get("baseline", {}).get("storage", {}))),
+        locks=locks,
+        environment=first.get("environment", {}),
+        steps=max(event["step"] for event in events),
+        total_steps=first.get("total_steps"),
+        ended=summary.get("reason"),
+        decisions=tuple(decisions),
+        schedule=tuple(schedule_of(events, str(folder / LOG_NAME))),
+        trips=tuple((event["step"], event["reason"]) for event in events if event["event"] == "tripped"),
+        others=tuple(
+            (event["step"], event["event"], str(event.get("reason", event.get("value", ""))))
+            for event in events
+            if event["event"] not in known
+        ),
+        profiles=tuple(profiles),
+        windows=tuple(windows),
+        summary=summary,
+        overhead_frac=shares[-1] if shares else None,
+    )
+
+
+def _following(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [event for event in events if event["event"] == "decision"][1:]
+
+
+def _ran(row: dict[str, Any], following: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a window with the times of all its ordinary steps, where the log has them."""
+    ran = following.get("ran")
+    if ran is None:
+        return row
+    told, seconds = ran["predicted"], ran["seconds"]
+    return {
+        **row,
+        "predicted_s": told,
+        "measured_s": seconds,
+        "time_error_frac": seconds / told - 1 if seconds and told else None,
+    }
+
+
+def _first_of_each(values: Sequence[float | None]) -> list[float | None]:
+    """Return the values, with ``None`` for one that is only the last known one again."""
+    found, before = [], None
+    for value in values:
+        found.append(None if value == before else value)
+        before = value if value is not None else before
+    return found
+
+
+def _decisions(events: Sequence[Mapping[str, Any]]) -> list[Decision]:
+    found = []
+    for number, event in enumerate(events):
+        if event["event"] != "decision":
+            continue
+        follows = events[number + 1] if number + 1 < len(events) else {"event": ""}
+        found.append(_decision(event, switched=follows["event"] == "switched" and follows["step"] == event["step"]))
+    return found
+
+
+def _decision(event: Mapping[str, Any], *, switched: bool) -> Decision:
+    predicted, measured = event["predicted"], event.get("measured") or {}
+    rules, proposal = event["rules"], event.get("proposal")
+    return Decision(
+        step=event["step"],
+        switched=switched,
+        refused=refused_by(event),
+        repaired=tuple(name for name, said in rules.items() if said == "repaired"),
+        predicted_s=predicted.get("seconds"),
+        predicted_bytes=predicted.get("peak_bytes"),
+        gain=predicted.get("gain"),
+        measured_s=(event.get("ran") or {}).get("seconds", measured.get("seconds_per_step")),
+        measured_bytes=measured.get("peak_bytes"),
+        budget_bytes=event.get("memory_budget_bytes", measured.get("memory_budget_bytes")),
+        plan=in_words(proposal) or f"no plan: {str(proposal)[:60]}",
+    )
+
+
+def verdict(run: AttachedRun) -> str:
+    """Say in a few sentences how the run went, and nothing that its log does not show."""
+    return " ".join([_length(run), *_pressure(run), *_baseline(run), *_time(run), *_overhead(run)])
+
+
+def _length(run: AttachedRun) -> str:
+    length = (
+        count(run.steps, "step") if run.total_steps is None else f"{run.steps:,} of {count(run.total_steps, 'step')}"
+    )
+    trips = count(len(run.trips), "trip") if run.trips else "no trip"
+    if run.observed_only:
+        return f"Observed for {length}: nothing was changed; {trips}."
+    placed = run.summary.get("placed")
+    between = f", {placed:,} placements for single batches or budgets" if placed else ""
+    broken = "" if run.ended is not None else " The log breaks off there."
+    return f"Attached for {length}: {count(len(run.schedule), 'switch')}{between}, {trips}.{broken}"
+
+
+def _pressure(run: AttachedRun) -> list[str]:
+    if not run.pressures:
+        return []
+    late = run.summary.get("over_budget_steps")
+    said = f"Predicted peaks at decisions were {max(run.pressures):.0%} of the budget at most."
+    return [said, f"{count(late, 'step')} ran with no plan that was predicted to fit."] if late else [said]
+
+
+def _baseline(run: AttachedRun) -> list[str]:
+    """Compare the user's own baseline with the smallest budget: it is what the tuner is there for."""
+    peak = (run.profiles[-1].get("baseline") or {}).get("peak_bytes") if run.profiles else None
+    budgets = [decision.budget_bytes for decision in run.decisions if decision.budget_bytes]
+    if not peak or not budgets:
+        return []
+    share, budget = peak / min(budgets), format_bytes(min(budgets))
+    if share > 1:
+        return [
+            f"Your own baseline is predicted to need {share:.2f} of the smallest budget, {budget}: it would not fit."
+        ]
+    return [f"Your own baseline is predicted to fit: {share:.0%} of the smallest budget, {budget}."]
+
+
+def _time(run: AttachedRun) -> list[str]:
+    ratios = run.time_ratios
+    if not ratios:
+        return ["No window had steps whose times can be set against predictions."]
+    middle = f"Steps took {statistics.median(ratios):.2f} of what was predicted"
+    if len(ratios) < 3:
+        return [f"{middle} ({count(len(ratios), 'window')})."]
+    return [f"{middle} (median of {len(ratios):,} windows; {min(ratios):.2f} to {max(ratios):.2f})."]
+
+
+def _overhead(run: AttachedRun) -> list[str]:
+    return [] if run.overhead_frac is None else [f"The tuner's own work was {run.overhead_frac:.1%} of the time."]
+
+
+def count(number: int, what: str) -> str:
+    """Return a count with its noun."""
+    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
+    return f"{number:,} {what if number == 1 else plural}"
+
+
+def recomputed(plan: Plan) -> frozenset[str]:
+    """Return the names of the units that a plan recomputes."""
+    return frozenset(name for name, choice in plan.storage.items() if choice is Storage.RECOMPUTE)
+
+
+def to_json(run: AttachedRun) -> dict[str, Any]:
+    """Return the run's figures as a JSON object."""
+    ratios, pressures = run.time_ratios, run.pressures
+    return {
+        "version": 1,
+        "run": str(run.folder),
+        "name": run.name,
+        **run.options,
+        "verdict": verdict(run),
+        "steps": run.steps,
+        "total_steps": run.total_steps,
+        "ended": run.ended,
+        "switches": len(run.schedule),
+        "decisions": len(run.decisions),
+        "refused": dict(run.refusals),
+        "trips": [{"step": step, "reason": reason} for step, reason in run.trips],
+        "pressure_max": max(pressures, default=None),
+        "time_ratio_median": statistics.median(ratios) if ratios else None,
+        "overhead_frac": run.overhead_frac,
+        "plan": None if run.plan is None else run.plan.to_json(),
+        "locks": dict(run.locks),
+    }

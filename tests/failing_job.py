@@ -1,0 +1,86 @@
+"""A small real job that fails in a way that the environment names, at a step that it names."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autotune import Job
+
+KINDS = ("hang", "segfault", "kill", "exit", "garbage", "out_of_memory", "nan", "exception")
+FAILURE, AT = "FAILING_JOB_KIND", "FAILING_JOB_AT"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + F.relu(block(x))
+        return self.head(x)
+
+
+def batches(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        x = torch.randn(8, 16, generator=generator)
+        yield x, (x.sum(1) > 0).long()
+
+
+calls = 0
+
+
+def fail(kind: str) -> None:
+    if kind == "hang":
+        time.sleep(3600)
+    elif kind == "segfault":
+        ctypes.string_at(0)
+    elif kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "exit":
+        os.write(1, b"goodbye from the job\n")
+        os._exit(7)
+    elif kind == "garbage":
+        for number in range(3, 64):
+            try:
+                os.write(number, b"\x00garbage\xff" * 50)
+            except OSError:
+                continue
+    elif kind == "out_of_memory":
+        torch.empty(2**50, dtype=torch.uint8)
+    elif kind == "exception":
+        raise KeyError("the job's own")
+
+
+def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    global calls
+    calls += model.training
+    found = F.cross_entropy(model(batch[0]), batch[1])
+    kind = os.environ.get(FAILURE)
+    if kind and calls == int(os.environ[AT]):
+        fail(kind)
+        if kind == "nan":
+            return found * float("nan")
+    return found
+
+
+job = Job(
+    name="failing",
+    model=Net,
+    batches=batches,
+    loss=loss,
+    optimizer=lambda parameters: torch.optim.AdamW(parameters, 1e-2),
+    evaluate=lambda model: float(sum(p.abs().sum() for p in model.parameters())),
+    target=0.0,
+    batch_size=8,
+)

@@ -1,0 +1,120 @@
+"""Train one rank of a data-parallel run, attached or not, and write down all that came of it; started by torchrun."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from small_models import TinyGPT
+from test_live import RESTLESS, Moves, Wanders, deep_gpt, gpt_loss, profiled_peaks, seeded, token_batches
+from test_live_modes import Roams
+from torch import nn
+
+import autotune
+from autotune.plan import Plan
+
+
+class Troubled(Wanders):
+    """Wander, but be late, lie or crash at times, on every rank in its own way."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.asked = 0
+
+    def decide(self, observation: Any, plan: Plan) -> Any:
+        """Return a plan, mostly."""
+        self.asked += 1
+        if self.asked % (11 + self.rank) == 3:
+            time.sleep(0.01)
+        # Each of these pauses acting for twice as long as the one before.
+        if self.asked in (5, 60, 200):
+            raise RuntimeError("crashed")
+        if self.asked in (30, 120, 300):
+            return plan.changed(storage={"nothing": "recompute"})
+        return super().decide(observation, plan)
+
+
+def main() -> None:
+    """Train."""
+    folder, way, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    seeded(rank)
+    torch.manual_seed(0)
+    # Cut in pieces, dropout would draw other masks.
+    inner = TinyGPT(width=16, blocks=4, dropout=0.0).double() if way.endswith("rounding") else deep_gpt()
+    model = nn.parallel.DistributedDataParallel(inner)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    tuner = None
+    if not way.startswith("plain"):
+        policies = {"troubled": Troubled(rank), "wandering": Wanders(), "following": "exact", "rounding": Roams()}
+        policy: Any = policies[way]
+        budget: Any = 10**9
+        if way == "following":
+            lowest, highest = profiled_peaks()
+            # Each rank has a budget of its own, and batches of its own length.
+            buckets = sum(parameter.nbytes for parameter in inner.parameters())
+            budget = Moves(int(lowest * (1.02 + rank / 20)) + buckets, int(highest * (1.1 + rank / 20)) + buckets)
+        torch.manual_seed(100 + rank)
+        limits = autotune.Limits(**{**{name: getattr(RESTLESS, name) for name in RESTLESS.__slots__}, "pause_steps": 1})
+        tuner = autotune.attach(
+            model,
+            optimizer,
+            policy,
+            mode="rounding" if way == "rounding" else "exact",
+            clip_norm=1.0,
+            memory_budget_bytes=budget,
+            limits=limits,
+            runs_dir=None,
+        )
+    else:
+        torch.manual_seed(100 + rank)
+    losses, plans, ks = [], [], []
+    for number, batch in enumerate(token_batches(steps * world)):
+        if number % world != rank:
+            continue
+        if tuner is None:
+            loss = gpt_loss(model, batch)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            for micro in tuner.micro_batches(batch):
+                loss = gpt_loss(model, micro)
+                tuner.backward(loss)
+            tuner.step()
+            ks.append(tuner.plan.accumulation_steps)
+            plans.append(hashlib.sha256(json.dumps(tuner.plan.to_json()).encode()).hexdigest())
+        losses.append(float(loss.detach()))
+    status = {} if tuner is None else tuner.status
+    weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in inner.parameters())).hexdigest()
+    document = {
+        "losses": losses,
+        "weights": weights,
+        "parameters": [value for p in inner.parameters() for value in p.detach().flatten().tolist()],
+        "ks": ks,
+        "random": torch.get_rng_state().tolist(),
+        "plans": plans,
+        "switches": status.get("switches"),
+        "placed": status.get("placed"),
+        "attached": status.get("attached"),
+        "why": status.get("detached_because"),
+        "trips": [reason for _, reason in status.get("trips", [])],
+    }
+    (folder / f"{way}-{rank}.json").write_text(json.dumps(document))
+    if tuner is not None:
+        tuner.detach()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

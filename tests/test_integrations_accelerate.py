@@ -1,0 +1,84 @@
+"""A loop of one's own over what an Accelerator prepared is attached like any other, and trains to the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_models import TinyGPT
+from test_live import RESTLESS, Wanders, gpt_loss, seeded, token_batches
+from torch import nn
+
+import autotune
+from autotune import AttachError
+
+accelerate = pytest.importorskip("accelerate")
+
+
+@pytest.fixture(autouse=True)
+def _forget_the_accelerator() -> Any:
+    yield
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerate.state.GradientState._reset_state()
+
+
+def prepared(**arguments: Any) -> tuple[Any, nn.Module, Any, Any]:
+    seeded()
+    accelerator = accelerate.Accelerator(cpu=True, **arguments)
+    model = TinyGPT(width=16, blocks=4, dropout=0.2)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)
+    return accelerator, *accelerator.prepare(model, optimizer, schedule)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_loop_over_prepared_parts_is_bit_identical_when_attached(precision: str) -> None:
+    def run(attached: bool) -> tuple[list[float], list[torch.Tensor], torch.Tensor, int]:
+        accelerator, model, optimizer, schedule = prepared(mixed_precision=precision)
+        tuner = (
+            autotune.attach(
+                model, optimizer, Wanders(), clip_norm=1.0, memory_budget_bytes=10**9, limits=RESTLESS, runs_dir=None
+            )
+            if attached
+            else None
+        )
+        losses = []
+        for batch in token_batches(60, ragged=True):
+            if tuner is None:
+                loss = gpt_loss(model, batch)
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                for micro in tuner.micro_batches(batch):
+                    loss = gpt_loss(model, micro)
+                    tuner.backward(loss)
+                tuner.step()
+            schedule.step()
+            losses.append(float(loss.detach()))
+        switches = 0 if tuner is None else tuner.status["switches"]
+        if tuner is not None:
+            tuner.detach()
+        return losses, [*model.state_dict().values()], torch.get_rng_state(), switches
+
+    plain, tuned = run(False), run(True)
+    assert tuned[3] >= 30
+    assert plain[0] == tuned[0]
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], tuned[1], strict=True))
+    assert torch.equal(plain[2], tuned[2])
+
+
+def test_an_accelerator_that_accumulates_is_refused() -> None:
+    _, model, optimizer, _ = prepared(gradient_accumulation_steps=3)
+    with pytest.raises(AttachError, match="accumulates 3 batches") as caught:
+        autotune.attach(model, optimizer, runs_dir=None)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_accelerator_that_scales_the_loss_is_refused() -> None:
+    _, model, optimizer, _ = prepared()
+    optimizer.scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(AttachError, match="a loss scale of its own"):
+        autotune.attach(model, optimizer, runs_dir=None)

@@ -1,0 +1,538 @@
+"""A Trainer with the callback trains to the same bits as one without it, and nothing of the callback stays."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_live import RESTLESS, Wanders, seeded, shape_of
+from test_live_modes import Roams
+from torch import nn
+
+from autotune import AttachError, Limits
+from autotune.live import attach as attach_module
+from autotune.mechanics.precision import useful_precisions
+from autotune.plan import Precision
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from transformers import (  # noqa: E402
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import autotune  # noqa: E402
+from autotune.live.integrations.transformers import AutotuneCallback, TunedTrainer  # noqa: E402
+
+BF16_IS_FAST = Precision.BF16 in useful_precisions("cpu")
+
+STEPS = 40
+
+
+def llama(**changes: Any) -> nn.Module:
+    config = LlamaConfig(
+        vocab_size=17,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        attention_dropout=0.1,
+        **changes,
+    )
+    return LlamaForCausalLM(config)
+
+
+def bert() -> nn.Module:
+    config = BertConfig(
+        vocab_size=17,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        num_labels=3,
+    )
+    return BertForSequenceClassification(config)
+
+
+def texts(count: int = 48) -> list[dict[str, torch.Tensor]]:
+    """Return texts of 4 to 16 tokens, the same each time."""
+    return [
+        {"input_ids": torch.randint(1, 17, (4 + i * 7 % 13,), generator=torch.Generator().manual_seed(i))}
+        for i in range(count)
+    ]
+
+
+def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    ids = nn.utils.rnn.pad_sequence([row["input_ids"] for row in rows], batch_first=True)
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
+
+
+def labelled(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    batch = padded(rows)
+    return {**batch, "labels": batch["input_ids"].sum(1) % 3}
+
+
+@dataclasses.dataclass
+class Run:
+    """Hold what a training left behind."""
+
+    trainer: Any
+    generator: torch.Tensor
+    callback: AutotuneCallback | None
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        assert self.callback is not None
+        return logged(self.callback, kind)
+
+    def history(self) -> list[dict[str, Any]]:
+        timing = ("runtime", "per_second")
+        return [
+            {key: value for key, value in row.items() if not key.endswith(timing)}
+            for row in self.trainer.state.log_history
+        ]
+
+
+def logged(callback: AutotuneCallback, kind: str) -> list[dict[str, Any]]:
+    assert callback.tuner is not None
+    assert callback.tuner.folder is not None
+    rows = (callback.tuner.folder / "decisions.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, rows) if event["event"] == kind]
+
+
+def trainer_for(folder: Path, model: nn.Module, collate: Any, callbacks: list[Any], **arguments: Any) -> Any:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder / "out"),
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 5,
+        "use_cpu": True,
+        "report_to": [],
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "save_strategy": "no",
+        **arguments,
+    }
+    return Trainer(
+        model,
+        TrainingArguments(**settings),
+        train_dataset=texts(),
+        eval_dataset=texts(4),
+        data_collator=collate,
+        callbacks=callbacks,
+    )
+
+
+def train(
+    folder: Path,
+    model: Callable[[], nn.Module] = llama,
+    collate: Any = padded,
+    *,
+    attached: bool,
+    policy: object = None,
+    resume: str | None = None,
+    attaching: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> Run:
+    seeded()
+    folder = folder / ("attached" if attached else "plain")
+    callback = None
+    if attached:
+        options = {"memory_budget_bytes": 10**9, "limits": RESTLESS, "runs_dir": folder, **(attaching or {})}
+        callback = AutotuneCallback(policy or Wanders(), **options)
+    trainer = trainer_for(folder, model(), collate, [callback] if callback else [], **arguments)
+    trainer.train(resume_from_checkpoint=resume)
+    return Run(trainer, torch.get_rng_state(), callback)
+
+
+def assert_identical(one: Run, two: Run) -> None:
+    assert one.history() == two.history()
+    assert torch.equal(one.generator, two.generator)
+    for a, b in zip(one.trainer.model.parameters(), two.trainer.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    states = [run.trainer.optimizer.state_dict()["state"] for run in (one, two)]
+    assert states[0].keys() == states[1].keys()
+    for key, entry in states[0].items():
+        for name, value in entry.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(states[1][key][name]))
+    schedules = [run.trainer.lr_scheduler.state_dict() for run in (one, two)]
+    assert schedules[0] == schedules[1]
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize(
+    ("model", "collate"), [pytest.param(llama, padded, id="llama"), pytest.param(bert, labelled, id="bert")]
+)
+def test_training_with_the_callback_is_bit_identical(
+    model: Any, collate: Any, k: int, bf16: bool, tmp_path: Path
+) -> None:
+    options = {"gradient_accumulation_steps": k, "bf16": bf16, "max_steps": STEPS // k + 15}
+    plain = train(tmp_path, model, collate, attached=False, **options)
+    tuned = train(tmp_path, model, collate, attached=True, **options)
+    assert len(tuned.events("switched")) >= 15
+    assert tuned.callback is not None
+    assert tuned.callback.tuner is not None
+    assert tuned.callback.tuner.detached_because == "the training ended"
+    assert tuned.trainer.state.global_step == len(tuned.history()) - 1 == STEPS // k + 15
+    assert_identical(plain, tuned)
+    assert shape_of(tuned.trainer.model) == shape_of(plain.trainer.model)
+
+
+def test_a_last_step_of_an_epoch_with_fewer_micro_batches_changes_nothing(tmp_path: Path) -> None:
+    options = {"gradient_accumulation_steps": 5, "max_steps": -1, "num_train_epochs": 6}
+    plain = train(tmp_path, attached=False, **options)
+    tuned = train(tmp_path, attached=True, **options)
+    assert len(tuned.events("switched")) >= 5
+    assert_identical(plain, tuned)
+
+
+@pytest.mark.parametrize("policy", ["ppo", "exact"])
+def test_every_named_policy_follows_a_budget_and_changes_no_bit(policy: str, tmp_path: Path) -> None:
+    options = {"gradient_accumulation_steps": 2, "max_steps": 20}
+    plain = train(tmp_path, attached=False, **options)
+    tuned = train(tmp_path, attached=True, policy=policy, attaching={"memory_budget_bytes": 1000}, **options)
+    decisions = tuned.events("decision")
+    assert decisions
+    (end,) = tuned.events("detached")
+    assert "recompute" in json.dumps(end["plan"])
+    assert not tuned.events("tripped")
+    assert_identical(plain, tuned)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("stored", ["save", "recompute"])
+def test_the_peak_is_predicted_with_accumulated_gradients(stored: str, k: int, tmp_path: Path) -> None:
+    rows = texts()
+    same = [{"input_ids": rows[0]["input_ids"].repeat(3)} for _ in rows]
+
+    class Watches(TrainerCallback):
+        def __init__(self) -> None:
+            self.status: dict[str, Any] = {}
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            self.status = dict(callback.tuner.status)
+
+    budget = 10**9 if stored == "save" else 1000
+    callback = AutotuneCallback("exact", memory_budget_bytes=budget, limits=RESTLESS, runs_dir=None)
+    watch = Watches()
+    trainer = trainer_for(tmp_path, llama(), padded, [callback, watch], gradient_accumulation_steps=k)
+    trainer.train_dataset = same
+    trainer.train()
+    assert all(stored == str(choice) for choice in watch.status["plan"].storage.values())
+    ratio = watch.status["predicted_peak_bytes"] / watch.status["measured_peak_bytes"]
+    assert 0.97 <= ratio <= 1.05
+
+
+def test_evaluating_and_saving_while_training_changes_no_bit(tmp_path: Path) -> None:
+    options = {"eval_strategy": "steps", "eval_steps": 7, "save_strategy": "steps", "save_steps": 14}
+    plain = train(tmp_path, attached=False, **options)
+    tuned = train(tmp_path, attached=True, **options)
+    assert len(tuned.events("switched")) >= 15
+    assert_identical(plain, tuned)
+
+
+def test_a_resumed_training_is_bit_identical_and_the_checkpoint_loads_without_this_package(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 16}
+    plain = train(tmp_path, attached=False, **options)
+    train(tmp_path, attached=True, **options)
+    checkpoint = tmp_path / "attached" / "out" / "checkpoint-16"
+    resumed = train(tmp_path / "again", attached=True, resume=str(checkpoint), **options)
+    assert len(resumed.events("switched")) >= 8
+    for a, b in zip(plain.trainer.model.parameters(), resumed.trainer.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert plain.history()[:-1] == resumed.history()[:-1]
+    code = (
+        "import sys; sys.modules['autotune'] = None\n"
+        "from transformers import AutoModelForCausalLM\n"
+        f"print(type(AutoModelForCausalLM.from_pretrained({str(checkpoint)!r})).__name__)"
+    )
+    answer = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "LlamaForCausalLM"
+
+
+def test_a_model_copied_or_pickled_while_it_trains_is_a_plain_one(tmp_path: Path) -> None:
+    made: list[nn.Module] = []
+
+    class Copies(TrainerCallback):
+        def on_step_end(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
+            made.append(copy.deepcopy(model))
+            assert b"autotune" not in pickle.dumps(model)
+            made.append(pickle.loads(pickle.dumps(model)))
+
+    callback = AutotuneCallback(Wanders(), memory_budget_bytes=10**9, limits=RESTLESS, runs_dir=None)
+    trainer_for(tmp_path, llama(), padded, [callback, Copies()], max_steps=16).train()
+    assert len(made) == 32
+    for model in made:
+        # A copied unit may carry its own plain forward on the instance.
+        assert not any("autotune" in type(part.__dict__.get("forward")).__module__ for part in model.modules())
+        assert model(**padded(texts(2))).loss.isfinite()
+
+
+def test_an_exception_of_the_users_passes_and_another_training_begins_anew(tmp_path: Path) -> None:
+    class Fails(TrainerCallback):
+        def __init__(self) -> None:
+            self.left = 1
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 20 and self.left:
+                self.left -= 1
+                raise KeyError("mine")
+
+    model = llama()
+    callback = AutotuneCallback(Wanders(), memory_budget_bytes=10**9, limits=RESTLESS, runs_dir=tmp_path)
+    trainer = trainer_for(tmp_path, model, padded, [callback, Fails()], gradient_accumulation_steps=2)
+    with pytest.raises(KeyError, match="mine"):
+        trainer.train()
+    first = callback.tuner
+    assert first is not None
+    assert first.attached
+    trainer.train()
+    assert first.detached_because == "another training begins"
+    assert len(logged(callback, "switched")) >= 15
+    assert_untouched(model)
+
+
+def assert_untouched(model: nn.Module) -> None:
+    for module in model.modules():
+        assert "forward" not in module.__dict__
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+def test_a_failing_forward_passes_its_exception_on(tmp_path: Path) -> None:
+    class Broken(LlamaForCausalLM):
+        calls = 0
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            Broken.calls += 1
+            if Broken.calls == 12:
+                raise RuntimeError("mine")
+            return super().forward(*args, **kwargs)
+
+    model = Broken(llama().config)
+    callback = AutotuneCallback(Wanders(), memory_budget_bytes=10**9, limits=RESTLESS, runs_dir=None)
+    trainer = trainer_for(tmp_path, model, padded, [callback], remove_unused_columns=False)
+    with pytest.raises(RuntimeError, match=r"^mine$"):
+        trainer.train()
+    callback.detach()
+    assert_untouched(model)
+
+
+def test_a_loss_that_calls_the_model_twice_detaches_and_changes_no_bit(tmp_path: Path) -> None:
+    class Twice(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
+            return (model(**inputs).loss + model(**inputs).loss) / 2
+
+    def run(callbacks: list[Any]) -> list[torch.Tensor]:
+        seeded()
+        plain = trainer_for(tmp_path, llama(), padded, callbacks)
+        trainer = Twice(
+            plain.model, plain.args, train_dataset=texts(), data_collator=padded, callbacks=callbacks or None
+        )
+        trainer.train()
+        return list(trainer.model.parameters())
+
+    callback = AutotuneCallback(Wanders(), memory_budget_bytes=10**9, limits=RESTLESS, runs_dir=None)
+    for one, two in zip(run([]), run([callback]), strict=True):
+        assert torch.equal(one, two)
+    assert callback.tuner is not None
+    assert "more than once" in str(callback.tuner.detached_because)
+
+
+def test_the_variable_that_kills_leaves_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = train(tmp_path, attached=False)
+    monkeypatch.setenv(attach_module.KILL_VARIABLE, "1")
+    tuned = train(tmp_path, attached=True)
+    assert tuned.callback is not None
+    assert tuned.callback.tuner is not None
+    assert tuned.callback.tuner.folder is None
+    assert_identical(plain, tuned)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize(
+    ("model", "collate"), [pytest.param(llama, padded, id="llama"), pytest.param(bert, labelled, id="bert")]
+)
+def test_a_callback_that_may_lowers_the_precision(model: Any, collate: Any, k: int, tmp_path: Path) -> None:
+    if not BF16_IS_FAST:
+        pytest.skip("no 16-bit precision is fast here")
+    options = {"gradient_accumulation_steps": k}
+    plain = train(tmp_path, model, collate, attached=False, **options)
+    tuned = train(tmp_path, model, collate, attached=True, policy=Roams(), attaching={"mode": "tolerant"}, **options)
+    plans = [event["plan"] for event in tuned.events("switched")]
+    precisions = {precision for plan in plans for precision in plan["precision"].values()}
+    assert "bf16" in precisions
+    assert len({tuple(plan["storage"].values()) for plan in plans}) > 1
+    assert {plan["accumulation_steps"] for plan in plans} == {k}
+    assert not tuned.events("tripped")
+    # Dropout draws what it would have drawn, and losses differ by rounding alone.
+    assert torch.equal(plain.generator, tuned.generator)
+    losses = [[row["loss"] for row in run.history() if "loss" in row] for run in (plain, tuned)]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
+def test_without_a_loss_of_the_models_own_the_precision_stays(tmp_path: Path) -> None:
+    class Outside(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
+            labels = inputs.pop("labels")
+            logits = model(**inputs).logits
+            return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    if not BF16_IS_FAST:
+        pytest.skip("no 16-bit precision is fast here")
+    options = {"memory_budget_bytes": 10**9, "limits": RESTLESS, "runs_dir": tmp_path}
+    callback = AutotuneCallback(Roams(), mode="tolerant", **options)
+    plain = trainer_for(tmp_path, llama(), padded, [callback])
+    Outside(plain.model, plain.args, train_dataset=texts(), data_collator=padded, callbacks=[callback]).train()
+    assert callback.tuner is not None
+    assert "no loss of its own" in callback.tuner.locks["bf16"]
+    assert logged(callback, "switched")
+
+
+@pytest.mark.parametrize("mode", ["rounding", "fast", None])
+def test_another_mode_is_refused_with_its_reason(mode: Any) -> None:
+    with pytest.raises(AttachError, match="the Trainer fixes k when training begins") as caught:
+        AutotuneCallback(mode=mode)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"gradient_checkpointing": True}, "gradient_checkpointing is set"),
+        ({"torch_compile": True}, "torch_compile is set"),
+        ({"deepspeed": "zero.json"}, "sharded by DeepSpeed"),
+        ({"fsdp": "full_shard"}, "sharded by DeepSpeed, FSDP"),
+        ({"_n_gpu": 2}, "2 devices by DataParallel"),
+    ],
+)
+def test_what_cannot_be_attached_to_is_refused_with_its_remedy(
+    changed: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    assert arguments.n_gpu <= 1
+    # The Trainer would shard or compile for real: the callback is asked directly.
+    for name, value in changed.items():
+        object.__setattr__(arguments, name, value)
+    model = llama()
+    before = shape_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    state = transformers.TrainerState(max_steps=5)
+    with pytest.raises(AttachError, match=said) as caught:
+        AutotuneCallback(runs_dir=None).on_train_begin(
+            arguments, state, transformers.TrainerControl(), model=model, optimizer=optimizer
+        )
+    assert "\n" not in str(caught.value)
+    assert shape_of(model) == before
+
+
+def test_wrong_options_stop_the_training_before_its_first_step(tmp_path: Path) -> None:
+    for wrong, said in (({"stage": "go"}, "stage is 'go'"), ({"limits": 5}, "limits is 5"), ({"policy": 7}, "decide")):
+        trainer = trainer_for(tmp_path, llama(), padded, [AutotuneCallback(runs_dir=None, **wrong)])  # type: ignore[arg-type]
+        with pytest.raises(autotune.InputError, match=said):
+            trainer.train()
+        assert trainer.state.global_step == 0
+
+
+def test_a_unit_that_is_handed_a_cache_is_locked_and_the_cache_left_alone() -> None:
+    def run(attached: bool) -> tuple[list[float], dict[str, str]]:
+        seeded()
+        model = llama(use_cache=True).train()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        tuner = (
+            autotune.attach(model, optimizer, Wanders(), memory_budget_bytes=10**9, limits=Limits(), runs_dir=None)
+            if attached
+            else None
+        )
+        losses = []
+        for start in range(0, 40, 2):
+            batch = padded(texts()[start : start + 2])
+            if tuner is None:
+                loss = model(**batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                for micro in tuner.micro_batches(batch):
+                    loss = model(**micro).loss
+                    tuner.backward(loss)
+                tuner.step()
+            losses.append(float(loss.detach()))
+        return losses, {} if tuner is None else tuner.locks
+
+    plain, (tuned, locks) = run(False)[0], run(True)
+    assert plain == tuned
+    assert all("a DynamicCache, which it may change" in locks[f"model.layers.{i}"] for i in range(3))
+
+
+def tuned_trainer(folder: Path, model: nn.Module, collate: Any, tuning: dict[str, Any] | None, **changes: Any) -> Any:
+    """Return a Trainer, or one that cuts its batches; without dropout, whose masks a cut would change."""
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        if hasattr(part, "attention_dropout"):
+            part.attention_dropout = 0.0
+    settings = {"per_device_train_batch_size": 8, "max_steps": 18, "learning_rate": 1e-3, **changes}
+    trainer = trainer_for(folder, model, collate, [], **settings)
+    if tuning is None:
+        return trainer
+    return TunedTrainer(
+        model,
+        trainer.args,
+        train_dataset=trainer.train_dataset,
+        data_collator=collate,
+        tuning={"memory_budget_bytes": 10**9, "limits": RESTLESS, "runs_dir": folder, **tuning},
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "collate"), [pytest.param(llama, padded, id="llama"), pytest.param(bert, labelled, id="bert")]
+)
+def test_a_trainer_that_cuts_its_batches_learns_the_same_up_to_rounding(
+    model: Any, collate: Any, tmp_path: Path
+) -> None:
+    trainers = []
+    for tuning in (None, {"policy": Roams(), "mode": "rounding"}):
+        seeded()
+        trainers.append(tuned_trainer(tmp_path, model(), collate, tuning))
+        trainers[-1].train()
+    plain, tuned = trainers
+    (folder,) = tmp_path.glob("*-attach-*")
+    events = [json.loads(row) for row in (folder / "decisions.jsonl").read_text().splitlines()]
+    assert {e["plan"]["accumulation_steps"] for e in events if e["event"] == "switched"} == {1, 2, 4, 8}
+    assert plain.state.global_step == tuned.state.global_step == 18
+    for one, two in zip(plain.state.log_history[:-1], tuned.state.log_history[:-1], strict=True):
+        assert one["learning_rate"] == two["learning_rate"]
+        assert one["loss"] == pytest.approx(two["loss"], rel=1e-4)
+        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-3)
+    for a, b in zip(plain.model.parameters(), tuned.model.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-3, atol=1e-4)
+    assert tuned.tuner.detached_because == "the training ended"
+
+
+def test_a_trainer_that_accumulates_by_itself_is_told_to_leave_it(tmp_path: Path) -> None:
+    trainer = tuned_trainer(tmp_path, llama(), padded, {"mode": "rounding"}, gradient_accumulation_steps=2)
+    with pytest.raises(AttachError, match="gradient_accumulation_steps is 2"):
+        trainer.train()

@@ -1,0 +1,436 @@
+"""Beyond storage: k and precisions are tried beside the run first, keep its gradient, and are locked where not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from small_models import TinyConvolution, TinyGPT
+from test_live import (
+    RESTLESS,
+    Trace,
+    assert_identical,
+    deep_gpt,
+    gpt_loss,
+    image_batches,
+    image_loss,
+    profiled_peaks,
+    seeded,
+)
+from torch import nn
+
+import autotune
+from autotune import AttachError
+from autotune.mechanics.precision import useful_precisions
+from autotune.plan import Plan, Precision, Storage
+
+
+class Roams:
+    """Propose another k, placement and precision at each decision."""
+
+    name = "roams"
+
+    def __init__(self, *, precise: bool = False) -> None:
+        self.generator = np.random.default_rng(5)
+        self.precise = precise
+        self.seen: list[Plan] = []
+
+    def decide(self, observation: Any, plan: Plan) -> Plan:
+        self.seen.append(plan)
+        proposed: Plan = observation.space.sample(self.generator)
+        return proposed.changed(precision=plan.precision) if self.precise else proposed
+
+
+class Holds:
+    """Propose one k, and nothing else."""
+
+    name = "holds"
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+    def decide(self, observation: Any, plan: Plan) -> Plan:
+        return plan.changed(accumulation_steps=self.k)
+
+
+def plain_gpt() -> nn.Module:
+    return TinyGPT(dropout=0.0).double()
+
+
+def texts(count: int, *, rows: int = 8) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(count):
+        yield torch.randint(0, 11, (rows, int(torch.randint(6, 16, (1,), generator=generator))), generator=generator)
+
+
+def padded(count: int) -> Iterator[torch.Tensor]:
+    """Return texts whose rows end early, -1 behind their ends."""
+    generator = torch.Generator().manual_seed(4)
+    for tokens in texts(count):
+        ends = torch.randint(2, tokens.shape[1], (len(tokens), 1), generator=generator)
+        yield tokens.masked_fill(torch.arange(tokens.shape[1]) >= ends, -1)
+
+
+def padded_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    logits = model(tokens[:, :-1].clamp(min=0))
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=-1)
+
+
+def num_targets(tokens: torch.Tensor) -> int:
+    return int((tokens[:, 1:] >= 0).sum())
+
+
+def train(
+    model: Callable[[], nn.Module],
+    batches: Iterator[Any],
+    loss_of: Callable[[nn.Module, Any], torch.Tensor],
+    count: Callable[[Any], int] | None = None,
+    *,
+    group: int = 1,
+    **attaching: Any,
+) -> Trace:
+    """Train a fresh model; unattached, ``group`` batches make one step."""
+    seeded()
+    trained = model()
+    optimizer = torch.optim.AdamW(trained.parameters(), 1e-3)
+    tuner = autotune.attach(trained, optimizer, clip_norm=1.0, runs_dir=None, **attaching) if attaching else None
+    losses = []
+    held: list[Any] = []
+    for batch in batches:
+        if tuner is not None:
+            total = 0.0
+            for micro in tuner.micro_batches(batch, count):
+                loss = loss_of(trained, micro)
+                tuner.backward(loss)
+                if not tuner.probing:
+                    total += float(loss.detach()) * (1 if count is None else count(micro))
+            tuner.step()
+            losses.append(total)
+            continue
+        held.append(batch)
+        if len(held) == group:
+            items = [len(one) if count is None else count(one) for one in held]
+            for one, number in zip(held, items, strict=True):
+                (loss_of(trained, one) * (number / sum(items))).backward()
+            nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            held = []
+    return Trace(losses, trained, optimizer, tuner)
+
+
+def assert_close(one: Trace, two: Trace, tolerance: float) -> None:
+    for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True):
+        assert torch.linalg.vector_norm(a - b) <= tolerance * torch.linalg.vector_norm(a)
+
+
+def ks_of(trace: Trace) -> set[int]:
+    return {event["plan"]["accumulation_steps"] for event in trace.tuner.events if event["event"] == "switched"}
+
+
+@pytest.mark.parametrize(
+    ("batches", "loss_of", "count"),
+    [pytest.param(texts, gpt_loss, None, id="samples"), pytest.param(padded, padded_loss, num_targets, id="items")],
+)
+def test_a_run_whose_k_roams_learns_the_same_up_to_rounding(batches: Any, loss_of: Any, count: Any) -> None:
+    plain = train(plain_gpt, batches(40), loss_of, count)
+    tuned = train(
+        plain_gpt,
+        batches(40),
+        loss_of,
+        count,
+        policy=Roams(),
+        mode="rounding",
+        memory_budget_bytes=10**9,
+        limits=RESTLESS,
+    )
+    assert "accumulation_steps" not in tuned.tuner.locks
+    assert ks_of(tuned) == {1, 2, 4, 8}
+    assert_close(plain, tuned, 1e-9)
+
+
+def contrastive(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    pooled = F.normalize(model(tokens).mean(1), dim=1)
+    return F.cross_entropy(pooled @ pooled.T * 5, torch.arange(len(tokens)))
+
+
+@pytest.mark.parametrize(
+    ("model", "batches", "loss_of", "reason"),
+    [
+        pytest.param(lambda: TinyConvolution(blocks=3), image_batches, image_loss, "BatchNorm", id="batchnorm"),
+        pytest.param(plain_gpt, texts, contrastive, "contrastive losses", id="contrastive"),
+        pytest.param(plain_gpt, padded, padded_loss, "`count` is wrong or missing", id="no count"),
+    ],
+)
+def test_where_a_cut_changes_the_gradient_k_is_locked_and_nothing_changes(
+    model: Any, batches: Any, loss_of: Any, reason: str
+) -> None:
+    plain = train(model, batches(30), loss_of)
+    tuned = train(
+        model, batches(30), loss_of, policy=Roams(), mode="rounding", memory_budget_bytes=10**9, limits=RESTLESS
+    )
+    assert reason in tuned.tuner.locks["accumulation_steps"]
+    assert tuned.tuner.status["switches"] >= 10
+    assert ks_of(tuned) == {1}
+    for a, b in zip(plain.state(), tuned.state(), strict=True):
+        assert torch.equal(a, b)
+
+
+class Dropping(TinyConvolution):
+    """Draw for dropout, and normalise over the batch, so that k is locked."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().forward(x), 0.2, self.training)
+
+
+def test_what_is_tried_beside_the_run_leaves_no_trace() -> None:
+    """Dropout's draws, buffers and gradients are those of a run in which nothing was tried."""
+    plain = train(Dropping, image_batches(30), image_loss)
+    tuned = train(
+        Dropping, image_batches(30), image_loss, policy=Roams(), mode="rounding", memory_budget_bytes=10**9,
+        limits=RESTLESS,
+    )  # fmt: skip
+    assert tuned.tuner.status["switches"] >= 10
+    plain.losses = tuned.losses = []
+    assert_identical(plain, tuned)
+
+
+def test_the_loops_body_is_told_which_passes_do_not_count() -> None:
+    seeded()
+    model = plain_gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    tuner = autotune.attach(model, optimizer, "exact", mode="rounding", memory_budget_bytes=10**9, runs_dir=None)
+    passes = []
+    for batch in texts(6):
+        passes.append([0, 0])
+        for micro in tuner.micro_batches(batch):
+            passes[-1][tuner.probing] += len(micro)
+            tuner.backward(gpt_loss(model, micro))
+        tuner.step()
+    # The whole batch, then the same in two; and on every step each sample once.
+    assert [real for real, _ in passes] == [8] * 6
+    assert [tried for _, tried in passes] == [0, 16, 0, 0, 0, 0]
+
+
+def test_16_bit_units_follow_the_policy_and_the_run_still_learns() -> None:
+    policy = Roams()
+    plain = train(lambda: TinyGPT(dropout=0.0), texts(50), gpt_loss)
+    tuned = train(
+        lambda: TinyGPT(dropout=0.0), texts(50), gpt_loss, policy=policy, mode="tolerant", memory_budget_bytes=10**9,
+        limits=RESTLESS,
+    )  # fmt: skip
+    used = {precision for plan in policy.seen for precision in plan.precision.values()}
+    assert used == {Precision.INHERIT, Precision.BF16}
+    assert {storage for plan in policy.seen for storage in plan.storage.values()} == set(Storage)
+    assert_close(plain, tuned, 0.05)
+    assert not all(torch.equal(a, b) for a, b in zip(plain.state(), tuned.state(), strict=True))
+
+
+class Cancels(nn.Module):
+    """Lose all that is small in 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            inside = block(x)
+            x = (inside * 100).sin() + (inside * 37).cos()
+        return x.square().mean()
+
+
+def test_a_precision_that_turns_the_gradient_is_locked() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tuned = train(
+        Cancels,
+        (torch.randn(8, 8, generator=generator) for _ in range(30)),
+        lambda model, x: model(x),
+        policy=Roams(),
+        mode="tolerant",
+        memory_budget_bytes=10**9,
+        limits=RESTLESS,
+    )
+    assert "turns the gradient" in tuned.tuner.locks["bf16"]
+    assert tuned.tuner.status["switches"] >= 10
+    precisions = {p for e in tuned.tuner.events if e["event"] == "switched" for p in e["plan"]["precision"].values()}
+    assert precisions == {"inherit"}
+
+
+def test_two_skipped_steps_under_a_lower_precision_trip() -> None:
+    seeded()
+    model = TinyGPT(dropout=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    tuner = autotune.attach(
+        model, optimizer, Roams(), mode="tolerant", memory_budget_bytes=10**9, limits=RESTLESS, runs_dir=None
+    )
+    skipped = 0
+    for batch in texts(60):
+        for micro in tuner.micro_batches(batch):
+            lower = Precision.BF16 in tuner.plan.precision.values() and not tuner.probing
+            loss = gpt_loss(model, micro)
+            tuner.backward(loss * float("nan") if lower and skipped < 4 else loss)
+        skipped += not tuner.step()
+    trips = tuner.status["trips"]
+    assert skipped >= 2
+    assert trips
+    assert "two steps in a row were skipped under a lower precision" in trips[0][1]
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_an_adaptive_step_consumes_k_batches_and_weighs_them_by_their_items(k: int) -> None:
+    tuned = train(
+        plain_gpt, padded(80), padded_loss, num_targets, policy=Holds(k), mode="tolerant", batching="adaptive",
+        memory_budget_bytes=10**9, limits=RESTLESS,
+    )  # fmt: skip
+    events = [event for event in tuned.tuner.events if event["event"] == "switched"]
+    assert ks_of(tuned) == {k}
+    # The steps before the switch, as they came: each k was traced once.
+    assert len(events) == 1
+    status = tuned.tuner.status
+    assert status["plan"].accumulation_steps == k
+    assert status["steps"] < 80 // k + 8
+
+
+def test_an_adaptive_run_equals_the_same_steps_by_hand() -> None:
+    batches = list(padded(110))
+    seeded()
+    tuned, by_hand = plain_gpt(), plain_gpt()
+    by_hand.load_state_dict(tuned.state_dict())
+    optimizers = [torch.optim.SGD(model.parameters(), 0.05) for model in (tuned, by_hand)]
+    tuner = autotune.attach(
+        tuned, optimizers[0], Roams(precise=True), mode="tolerant", batching="adaptive", lr_rule="sqrt",
+        memory_budget_bytes=10**9, limits=RESTLESS, runs_dir=None, clip_norm=1.0,
+    )  # fmt: skip
+    sizes, held = [], []
+    for batch in batches:
+        for micro in tuner.micro_batches(batch, num_targets):
+            tuner.backward(padded_loss(tuned, micro))
+        held.append(batch)
+        if not tuner.step():
+            assert optimizers[0].param_groups[0]["lr"] == 0.05
+            continue
+        items = [num_targets(one) for one in held]
+        for one, number in zip(held, items, strict=True):
+            (padded_loss(by_hand, one) * (number / sum(items))).backward()
+        nn.utils.clip_grad_norm_(by_hand.parameters(), 1.0)
+        optimizers[1].param_groups[0]["lr"] = 0.05 * (sum(items) / items[0]) ** 0.5
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        sizes.append(len(held))
+        held = []
+    assert set(sizes) == {1, 2, 4, 8}
+    for one, two in zip(tuned.parameters(), by_hand.parameters(), strict=True):
+        assert torch.linalg.vector_norm(one - two) <= 1e-9 * torch.linalg.vector_norm(one)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"mode": "reckless"}, "mode is 'reckless'"),
+        ({"batching": "adaptive"}, "adaptive in mode exact"),
+        ({"batching": "big", "mode": "tolerant"}, "batching is 'big'"),
+        ({"lr_rule": "linear", "mode": "tolerant"}, "lr_rule is 'linear'"),
+        ({"lr_rule": "cubic"}, "lr_rule is 'cubic'"),
+        ({"batching": "adaptive", "mode": "tolerant", "accumulation_steps": 2}, "accumulates 2 batches by itself"),
+    ],
+)
+def test_modes_that_cannot_be_had_are_refused_in_one_line(wrong: dict[str, Any], message: str) -> None:
+    model = deep_gpt()
+    with pytest.raises(AttachError, match=message) as caught:
+        autotune.attach(model, torch.optim.SGD(model.parameters(), 0.1), runs_dir=None, **wrong)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("batching", ["fixed", "adaptive"])
+@pytest.mark.parametrize("policy", ["exact", "greedy", "planner", "ppo"])
+def test_every_named_policy_plans_k_and_precision_within_a_budget(policy: str, batching: str) -> None:
+    """Under a budget that the baseline exceeds, each of them runs to the end, trips nothing and learns."""
+    lowest, highest = profiled_peaks()
+    limits = dataclasses.replace(RESTLESS, gain_frac=0.0)
+    tuned = train(
+        lambda: TinyGPT(width=16, blocks=6, dropout=0.0), texts(40, rows=4), gpt_loss, policy=policy, mode="tolerant",
+        batching=batching, memory_budget_bytes=int(lowest + 0.6 * (highest - lowest)), limits=limits,
+    )  # fmt: skip
+    status = tuned.tuner.status
+    assert status["attached"], status
+    assert status["trips"] == []
+    assert status["predicted_peak_bytes"] <= status["memory_budget_bytes"]
+    assert np.mean(tuned.losses[-10:]) < np.mean(tuned.losses[:10])
+
+
+class Rotary(nn.Module):
+    """Turn pairs as complex numbers, of which there are none in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = torch.complex(*self.mix(self.norm(x)).chunk(2, -1))
+        angles = torch.arange(x.shape[1]).unsqueeze(1) * torch.linspace(0.1, 1.0, 8)
+        turned = pairs * torch.polar(torch.ones_like(angles), angles)
+        return x + torch.cat([turned.real, turned.imag], -1)
+
+
+class NoBackward(torch.autograd.Function):
+    """Pass on what has 16 bits, and refuse its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.is_16_bit = x.dtype is torch.bfloat16
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if ctx.is_16_bit:
+            raise NotImplementedError("no kernel for 16 bits")
+        return gradient
+
+
+class OneWay(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + NoBackward.apply(self.mix(x))
+
+
+@pytest.mark.parametrize(("block", "said"), [(Rotary, "RuntimeError"), (OneWay, "no kernel for 16 bits")])
+def test_a_model_that_cannot_run_in_16_bits_is_left_as_it_is(block: type[nn.Module], said: str) -> None:
+    def model() -> nn.Module:
+        made = TinyGPT(width=16, blocks=0, dropout=0.0)
+        made.blocks = nn.ModuleList(block() for _ in range(4))
+        return made
+
+    if Precision.BF16 not in useful_precisions("cpu"):
+        pytest.skip("bf16 has no fast path on this machine")
+    plain = train(model, texts(12), gpt_loss)
+    tuned = train(
+        model,
+        texts(12),
+        gpt_loss,
+        policy=Roams(),
+        mode="tolerant",
+        accumulation_choices=(1,),
+        memory_budget_bytes=10**9,
+        limits=RESTLESS,
+    )
+    assert tuned.tuner.attached
+    assert said in tuned.tuner.locks["bf16"]
+    assert ks_of(tuned) == {1}
+    assert_close(plain, tuned, 0.0)
+
+
+@pytest.mark.parametrize("choices", [(), (2, 1), (0, 1), (1, 1), (1.5,), "2"])
+def test_wrong_choices_of_k_are_refused(choices: Any) -> None:
+    model = deep_gpt()
+    with pytest.raises(AttachError, match=r"accumulation_choices is .*allowed: whole numbers >= 1, ascending"):
+        autotune.attach(model, torch.optim.SGD(model.parameters(), 0.1), accumulation_choices=choices, runs_dir=None)

@@ -1,0 +1,205 @@
+"""What is broken within the tuner, or late, or too dear, costs its user nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_models import TinyGPT
+from test_live import (
+    RESTLESS,
+    Wanders,
+    assert_identical,
+    deep_gpt,
+    gpt_loss,
+    seeded,
+    shape_of,
+    token_batches,
+    train,
+)
+from torch import nn
+
+import autotune
+from autotune.live.pilot import Pilot
+from autotune.live.placement import Placements
+from autotune.live.ranks import Ranks, RanksError
+from autotune.plan import Plan
+
+ATTACHED = {"policy": Wanders(), "memory_budget_bytes": 10**9, "limits": RESTLESS}
+
+
+@pytest.mark.parametrize("broken", [(Placements, "peak_bytes"), (Pilot, "summary"), (Pilot, "close")])
+def test_a_tuner_that_breaks_in_any_part_leaves_the_run_as_it_was(
+    broken: tuple[type, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = train(deep_gpt, token_batches, gpt_loss, 24)
+
+    def raises(*_: object, **__: object) -> Any:
+        raise RuntimeError("broken")
+
+    def breaks(tuner: Any, number: int) -> None:
+        if number == 15:
+            assert tuner.attached
+            monkeypatch.setattr(*broken, raises)
+            if broken[1] in ("summary", "close"):
+                # Asked for when it ends, whoever ends it.
+                tuner.detach()
+        if number == 18:
+            assert not tuner.attached
+            assert all("forward" not in module.__dict__ for module in tuner._facts.model.modules())
+
+    assert_identical(plain, train(deep_gpt, token_batches, gpt_loss, 24, on_step=breaks, **ATTACHED))
+
+
+def test_nothing_is_switched_while_gradients_of_somebody_elses_making_are_alive() -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            # The first parameter gets no gradient, so that it cannot tell.
+            self.prefix = nn.Parameter(torch.ones(3), requires_grad=False)
+            self.inner = deep_gpt()
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.inner(tokens)
+
+    seeded()
+    model = Frozen()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    tuner = autotune.attach(model, optimizer, **ATTACHED, runs_dir=None)  # type: ignore[arg-type]
+    for number, batch in enumerate(token_batches(24)):
+        alive = number > 14 and number % 2 == 0
+        plan = tuner.plan
+        if alive:
+            gpt_loss(model, batch).backward()
+        for micro in tuner.micro_batches(batch):
+            assert not alive or tuner.plan is plan
+            tuner.backward(gpt_loss(model, micro))
+        tuner.step()
+    assert tuner.status["placed"] >= 5
+    tuner.detach()
+
+
+def test_a_tuner_that_is_too_dear_detaches_itself_and_says_so() -> None:
+    plain = train(TinyGPT, token_batches, gpt_loss, 210)
+    seen: list[tuple[bool, str]] = []
+
+    def look(tuner: Any, _: int) -> None:
+        seen.append((tuner.attached, str(tuner.detached_because)))
+
+    limits = dataclasses.replace(RESTLESS, overhead_frac=1e-4, decide_every=100)
+    tuned = train(TinyGPT, token_batches, gpt_loss, 210, on_step=look, **{**ATTACHED, "limits": limits})
+    # A profile is paid once: nothing is judged before so many steps.
+    assert [attached for attached, _ in seen] == [True] * 199 + [False] * 11
+    assert "own share of the run's time is" in seen[-1][1]
+    assert_identical(plain, tuned)
+
+
+class Hangs(Wanders):
+    """Take a second for one decision."""
+
+    def decide(self, observation: Any, plan: Plan) -> Plan:
+        self.asked = getattr(self, "asked", 0) + 1
+        if self.asked == 5:
+            time.sleep(1.0)
+        return super().decide(observation, plan)
+
+
+def test_a_decision_that_comes_too_late_keeps_the_plan_and_holds_nobody_up() -> None:
+    plain = train(deep_gpt, token_batches, gpt_loss, 30)
+    plans: list[tuple[Plan, float]] = []
+
+    def look(tuner: Any, _: int) -> None:
+        plans.append((tuner.status["decided"], time.perf_counter()))
+
+    limits = dataclasses.replace(RESTLESS, decision_timeout_s=0.05)
+    options = {**ATTACHED, "limits": limits, "policy": Hangs()}
+    tuned = train(deep_gpt, token_batches, gpt_loss, 30, on_step=look, **options)
+    late = [event["step"] for event in tuned.events if event["event"] == "late"]  # type: ignore[attr-defined]
+    assert late
+    assert not tuned.status["trips"]  # type: ignore[attr-defined]
+    assert all(plans[step - 1][0] == plans[step - 2][0] for step in late)
+    # Waited for once, and not again while the answer was still awaited.
+    assert plans[late[0] - 1][1] - plans[late[0] - 2][1] < 0.9
+    assert_identical(plain, tuned)
+
+
+def test_the_environment_is_what_it_was() -> None:
+    model = deep_gpt()
+    before, shape = dict(os.environ), shape_of(model)
+    threads, hooks = torch.get_num_threads(), len(torch.nn.modules.module._global_forward_hooks)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    groups = [sorted(group) for group in optimizer.param_groups]
+    with autotune.attach(model, optimizer, **ATTACHED, runs_dir=None) as tuner:  # type: ignore[arg-type]
+        for batch in token_batches(16):
+            for micro in tuner.micro_batches(batch):
+                tuner.backward(gpt_loss(model, micro))
+            tuner.step()
+            assert dict(os.environ) == before
+    assert dict(os.environ) == before
+    assert shape_of(model) == shape
+    assert (torch.get_num_threads(), len(torch.nn.modules.module._global_forward_hooks)) == (threads, hooks)
+    assert [sorted(group) for group in optimizer.param_groups] == groups
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+@pytest.mark.parametrize("place", [0, 31, 32, -2])
+def test_a_decision_that_arrives_damaged_is_refused(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(nn.Linear(1, 1), 1.0)
+    ranks.world, ranks._first = 2, 0
+
+    def damaging(tensor: torch.Tensor, *_: object, **__: object) -> None:
+        if tensor.dtype is torch.uint8:
+            tensor[place] ^= 1
+
+    monkeypatch.setattr(dist, "broadcast", damaging)
+    with pytest.raises(RanksError, match="damaged"):
+        ranks.from_first({"plan": {"version": 1}, "open": False})
+    monkeypatch.setattr(dist, "broadcast", lambda *_, **__: None)
+    assert ranks.from_first({"open": False}) == {"open": False}
+
+
+LATE = """
+import dataclasses, sys, time
+sys.path.insert(0, {tests!r})
+import torch
+import autotune
+from test_live import RESTLESS, deep_gpt, gpt_loss, token_batches
+
+class Slow:
+    def decide(self, observation, plan):
+        if {sleeps}:
+            time.sleep(10**6)
+        a = torch.randn(600, 600)
+        while True:
+            a = torch.tanh(a @ a)
+
+model = deep_gpt()
+limits = dataclasses.replace(RESTLESS, decision_timeout_s=0.01)
+tuner = autotune.attach(
+    model, torch.optim.SGD(model.parameters(), 0.1), Slow(), memory_budget_bytes=10**9, limits=limits, runs_dir=None
+)
+for batch in token_batches(12):
+    for micro in tuner.micro_batches(batch):
+        tuner.backward(gpt_loss(model, micro))
+    tuner.step()
+assert any(event["event"] == "late" for event in tuner.events)
+if {detaches}:
+    tuner.detach()
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(("sleeps", "detaches"), [(False, False), (False, True), (True, True)])
+def test_a_policy_that_never_answers_does_not_abort_the_process_at_its_end(*, sleeps: bool, detaches: bool) -> None:
+    code = LATE.format(tests=str(Path(__file__).parent), sleeps=sleeps, detaches=detaches)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 7, ended.stderr

@@ -1,0 +1,317 @@
+"""A campaign may be killed at any instant: what was measured stays, once, and it is taken up where it stopped."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_deciders import known_cost
+from test_env import SPACE
+from test_tuning import KnownEngine
+
+from autotune import api
+from autotune.agents.optuna_search import OptunaSearch
+from autotune.campaign import journal as journal_module
+from autotune.campaign.journal import JOURNAL, Journal
+from autotune.campaign.runs import RunDirectory
+from autotune.cli.main import run
+from autotune.errors import RunDirectoryError
+from autotune.gym.observation import Observation
+from autotune.plan import Plan
+
+JOB = Path(__file__).parent / "tiny_job.py"
+FEW = {"steps": 80, "seed": 3}
+
+
+class KilledError(BaseException):
+    """End a campaign as a kill would: nothing catches it."""
+
+
+def lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    return RunDirectory.open(folder).lines(name)
+
+
+def plans_of(folder: Path) -> list[Any]:
+    return [trial["plan"] for trial in lines(folder, "trials.jsonl")]
+
+
+def only(runs: Path) -> Path:
+    (found,) = [path for path in runs.iterdir() if (path / "config.json").is_file()]
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ the journal
+
+
+def test_what_was_done_is_not_done_again_and_comes_back_in_order(tmp_path: Path) -> None:
+    first = Journal()
+    assert first.once({"n": 1}, lambda: [1]) == [1]
+    first.keep_in(tmp_path)
+    assert first.once({"n": 2}, lambda: {"two": 2.5}) == {"two": 2.5}
+    again = Journal.opened(tmp_path)
+    assert again.replaying
+    assert again.once({"n": 1}, pytest.fail) == [1]
+    assert again.once({"n": 2}, pytest.fail) == {"two": 2.5}
+    assert not again.replaying
+    assert again.once({"n": 3}, lambda: 3) == 3
+    assert again.replayed_s >= 0
+    third = Journal.opened(tmp_path)
+    assert [third.once({"n": n}, pytest.fail) for n in (1, 2, 3)] == [[1], {"two": 2.5}, 3]
+
+
+def test_what_raises_is_not_remembered(tmp_path: Path) -> None:
+    kept = Journal()
+    kept.keep_in(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        kept.once({"n": 1}, lambda: 1 / 0)
+    assert kept.once({"n": 1}, lambda: 7) == 7
+
+
+def test_another_campaign_is_refused(tmp_path: Path) -> None:
+    kept = Journal()
+    kept.keep_in(tmp_path)
+    kept.once({"window": "a"}, lambda: 1)
+    with pytest.raises(
+        RunDirectoryError, match=r'record 1 is of \{"window": "a"\}, and \{"window": "b"\} is asked for'
+    ):
+        Journal.opened(tmp_path).once({"window": "b"}, lambda: 1)
+
+
+def test_a_torn_last_line_is_dropped_and_any_other_damage_named(tmp_path: Path) -> None:
+    kept = Journal()
+    kept.keep_in(tmp_path)
+    for number in range(3):
+        kept.once({"n": number}, lambda number=number: number)
+    path = tmp_path / JOURNAL
+    whole = path.read_bytes()
+    for cut in range(len(whole)):
+        path.write_bytes(whole[:cut])
+        again = Journal.opened(tmp_path)
+        left = 0
+        while again.replaying:
+            assert again.once({"n": left}, pytest.fail) == left
+            left += 1
+        assert left == whole[:cut].count(b"\n")
+        # What follows stands on a line of its own.
+        again.once({"n": left}, lambda: 5)
+        Journal.opened(tmp_path)
+    damaged = whole.replace(b'"result": 1', b'"result": 9')
+    assert damaged != whole
+    path.write_bytes(damaged)
+    with pytest.raises(RunDirectoryError, match="line 2: is damaged: its checksum differs"):
+        Journal.opened(tmp_path)
+    path.write_bytes(whole.replace(b"{", b"[", 1))
+    with pytest.raises(RunDirectoryError, match="line 1"):
+        Journal.opened(tmp_path)
+
+
+def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Journal()
+    kept.keep_in(tmp_path)
+
+    def full(path: Path, record: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(journal_module, "append_json_line", full)
+    with pytest.raises(RunDirectoryError, match=r"No space left on device.*autotune resume") as caught:
+        kept.once({"n": 1}, lambda: 1)
+    assert "\n" not in str(caught.value)
+
+
+# -------------------------------------------------------------------------------------------------------- campaigns
+
+
+@pytest.fixture
+def killed_at(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what ends the campaign at its n-th write from now on, before or after it."""
+    write = journal_module.append_json_line
+    countdown = {"left": 0, "after": False}
+
+    def writes(path: Path, record: Any) -> None:
+        countdown["left"] -= 1
+        if countdown["left"] == 0 and not countdown["after"]:
+            raise KilledError
+        write(path, record)
+        if countdown["left"] == 0:
+            raise KilledError
+
+    def arm(left: int, *, after: bool) -> None:
+        countdown.update(left=left, after=after)
+
+    monkeypatch.setattr(journal_module, "append_json_line", writes)
+    monkeypatch.setattr("autotune.campaign.runs.append_json_line", writes)
+    return arm
+
+
+def test_a_campaign_that_is_interrupted_20_times_finds_the_same_trials(killed_at: Any, tmp_path: Path) -> None:
+    whole = api.tune(str(JOB), "random", runs_dir=tmp_path / "whole", **FEW)  # type: ignore[arg-type]
+    expected = plans_of(Path(whole["run"]))
+    runs = tmp_path / "broken"
+    killed_at(4, after=False)
+    with pytest.raises(KilledError):
+        api.tune(str(JOB), "random", runs_dir=runs, **FEW)  # type: ignore[arg-type]
+    folder, interruptions, generator = only(runs), 1, random.Random(0)
+    document = None
+    while document is None:
+        killed_at(generator.randint(1, 3) if interruptions < 20 else 10**6, after=generator.random() < 0.5)
+        try:
+            document = api.resume(folder)
+        except KilledError:
+            interruptions += 1
+    assert interruptions == 20
+    found = lines(folder, "trials.jsonl")
+    assert [trial["number"] for trial in found] == list(range(len(found)))
+    searched = [trial["plan"] for trial in found if not trial["final"]]
+    assert searched == expected[: len(searched)]
+    assert len(searched) == sum(not trial["final"] for trial in lines(Path(whole["run"]), "trials.jsonl"))
+    # Each window was paid for once.
+    windows = [row for row in lines(folder, JOURNAL) if "window" in row["what"]]
+    assert len(windows) == 2 + len(found)
+    assert document["tuning_steps"] == sum(row["result"]["steps"] for row in windows)
+    assert api.resume(folder) == document
+    names = [json.loads(row)["values"].get("name") for row in (folder / "tracking.jsonl").read_text().splitlines()]
+    trials = [name for name in names if name and "trial" in name]
+    assert sorted(trials) == sorted(set(trials))
+    assert len(trials) == len(found)
+
+
+def test_a_study_that_is_taken_up_proposes_what_it_would_have_proposed(tmp_path: Path) -> None:
+    first = [SPACE.baseline(), SPACE.leanest()]
+    engine = KnownEngine()
+    reference = engine.run(3)
+
+    def tell(search: OptunaSearch, plan: Plan) -> None:
+        engine.apply(plan)
+        seen = Observation(
+            space=SPACE,
+            plan=plan,
+            window=engine.run(3),
+            reference=reference,
+            memory_budget_bytes=None,
+            batch_size=8,
+            adaptive=False,
+        )
+        search.tell(plan, seen, known_cost(plan))
+
+    def go(folder: Path, *, interrupted: bool) -> list[Any]:
+        folder.mkdir()
+        search = OptunaSearch(SPACE, folder, 5, first)
+        proposed = []
+        for number in range(24):
+            if interrupted and number % 3 == 0:
+                # The last proposal is never told: its process was killed.
+                search.ask()
+                search._storage.engine.dispose()
+                search = OptunaSearch(SPACE, folder, 5, first)
+                for plan in proposed:
+                    assert search.ask() == plan
+                    tell(search, plan)
+            plan = search.ask()
+            tell(search, plan)
+            proposed.append(plan)
+        search.close()
+        return proposed
+
+    assert go(tmp_path / "a", interrupted=False) == go(tmp_path / "b", interrupted=True)
+
+
+def test_a_comparison_that_is_taken_up_repeats_no_finished_run(killed_at: Any, tmp_path: Path) -> None:
+    killed_at(6, after=True)
+    with pytest.raises(KilledError):
+        api.compare(str(JOB), ["baseline", "uniform-bf16", "random"], seeds=2, runs_dir=tmp_path, **FEW)  # type: ignore[arg-type]
+    folder = only(tmp_path)
+    for left in (9, 4, 2):
+        killed_at(left, after=True)
+        with pytest.raises(KilledError):
+            api.resume(folder)
+    before = lines(folder, JOURNAL)
+    killed_at(10**6, after=True)
+    document = api.resume(folder)
+    after = lines(folder, JOURNAL)
+    assert after[: len(before)] == before
+    ran = [(row["what"]["run"], row["what"]["seed"]) for row in after if "run" in row["what"]]
+    assert len(ran) == len(set(ran)) == 6
+    assert [len(arm["runs"]) for arm in document["arms"]] == [2, 2, 2]
+    assert api.resume(folder)["arms"] == document["arms"]
+
+
+def test_a_campaign_that_was_killed_before_its_first_record_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "keep_in", killed)
+        with pytest.raises(KilledError):
+            api.tune(str(JOB), "random", runs_dir=tmp_path, **FEW)  # type: ignore[arg-type]
+    folder = only(tmp_path)
+    assert not (folder / JOURNAL).exists()
+    assert api.resume(folder)["run"] == str(folder)
+    # One whose journal was taken away is another matter.
+    (folder / JOURNAL).unlink()
+    (folder / "tuned.json").unlink()
+    with pytest.raises(RunDirectoryError, match="holds no journal"):
+        api.resume(folder)
+
+
+@pytest.mark.parametrize("method", ["random", pytest.param("optuna", marks=pytest.mark.slow)])
+def test_kill_9_at_random_instants_loses_nothing_that_was_acknowledged(method: str, tmp_path: Path) -> None:
+    generator = random.Random(1)
+    program = [sys.executable, "-m", "autotune.cli.main"]
+    command = [*program, "tune", str(JOB), "--method", method, "--steps", "120", "--runs-dir", str(tmp_path)]
+    kills, acknowledged = 0, []
+    environment = {**os.environ, "PYTHONPATH": str(JOB.parent.parent), "OMP_NUM_THREADS": "1"}
+    while True:
+        process = subprocess.Popen(
+            command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
+        )
+        try:
+            # Most of it is start-up; the later ones are left to finish.
+            process.wait(generator.uniform(2.0, 7.0) if kills < 4 else 120)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            kills += 1
+        process.wait()
+        assert process.stderr is not None
+        said = process.stderr.read().decode()
+        process.stderr.close()
+        begun = [path for path in tmp_path.iterdir() if (path / "config.json").is_file()]
+        if begun:
+            (folder,) = begun
+            command = [*program, "resume", str(folder)]
+            now = [row["what"] for row in lines(folder, JOURNAL)] if (folder / JOURNAL).is_file() else []
+            assert now[: len(acknowledged)] == acknowledged
+            acknowledged = now
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, said
+    found = lines(folder, "trials.jsonl")
+    assert [trial["number"] for trial in found] == list(range(len(found)))
+    if method == "optuna":
+        began = time.perf_counter()
+        with sqlite3.connect(folder / "optuna.db") as database:
+            states = [state for (state,) in database.execute("select state from trials")]
+        assert time.perf_counter() - began < 5
+        assert "RUNNING" not in states
+        searched = sum(not trial["final"] for trial in found)
+        assert states.count("COMPLETE") >= searched
+    assert kills >= 1
+
+
+def test_what_cannot_be_taken_up_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["resume", str(tmp_path)]) == 2
+    assert "is no run directory" in capsys.readouterr().err
+    other = RunDirectory.create(tmp_path, "profile", "tiny", {})
+    assert run(["resume", str(other.path)]) == 2
+    assert "holds no tuning and no comparison" in capsys.readouterr().err
