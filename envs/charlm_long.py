@@ -164,7 +164,7 @@ adaptive = replace(
     batching="adaptive",
     lr_rule="sqrt",
     accumulation_choices=(1, 2, 4, 8),
-    target=2.4,
-    max_steps=2000,
+    target=1.9,
+    max_steps=4000,
     evaluate_every=25,
 )

@@ -132,7 +132,7 @@ def test_frozen_parameters_and_those_without_gradient_are_left_out(model):
 def test_a_step_without_gradients_is_read_as_nothing(model):
     with GradientProbe(list(model.parameters())) as probe:
         pass
-    assert probe.read() == ProbedStep(parameters=(), micro=(), whole=(), tiny=(), present=())
+    assert probe.read() == ProbedStep(parameters=(), sizes=(), micro=(), whole=(), tiny=(), present=())
 
 
 def test_a_model_in_fp64_can_be_probed():

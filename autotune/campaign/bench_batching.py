@@ -11,10 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from autotune.campaign.bench_attach import Arm, LiveArm, endless, ratio_of
 from autotune.campaign.progress import Reporter, Silent
+from autotune.campaign.runs import device_name
 from autotune.catalog import load_job
+from autotune.errors import InputError
 from autotune.job import Job
+from autotune.live.limits import Limits
 from autotune.mechanics import randomness, stepping
 from autotune.physics.learning_rate import batch_factor
 
@@ -79,7 +84,7 @@ class _Way:
             self.arm.model.eval()
             self.metrics.append(float(job.evaluate(self.arm.model)))
             self.arm.model.train()
-        if statistics.fmean(self.metrics[-_SMOOTHED:]) <= job.target and self.seconds is None:
+        if job.arrived(statistics.fmean(self.metrics[-_SMOOTHED:])) and self.seconds is None:
             self.seconds = sum(self.arm.seconds)
 
 
@@ -92,13 +97,18 @@ def bench_growing_noise(
     run's time. Evaluations are not counted.
 
     Args:
-        reference: a job with adaptive batching whose metric shall be small.
+        reference: a job with adaptive batching.
         seeds: paired runs.
         policy: what is attached.
         reporter: shows progress.
+
+    Raises:
+        InputError: if the job's batching is not adaptive.
     """
     shows = reporter or Silent()
     job = load_job(reference)
+    if job.batching != "adaptive":
+        raise InputError(f"batching of {job.name} is {job.batching!r}", where="bench batching", allowed="adaptive")
     job = replace(job, schedule=None)
     rounds = math.ceil(job.max_steps / job.evaluate_every)
     shows.stage(f"growing noise: constant k and live in turn on {job.name}", seeds * rounds)
@@ -108,7 +118,11 @@ def bench_growing_noise(
     constant = [name for name in names if name != "live"]
     best = min(constant, key=lambda name: means[name])
     return {
-        "situation": "growing noise",
+        "version": 1,
+        "benchmark": "batching",
+        "device": device_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
         "job": job.name,
         "policy": policy,
         "target": job.target,
@@ -130,6 +144,8 @@ def _race(job: Job, seed: int, policy: str, shows: Reporter, rounds: int) -> dic
         "accumulation_choices": job.accumulation_choices,
         "memory_budget_bytes": _AMPLE,
         "total_steps": job.max_steps,
+        # Steps of a few milliseconds: what the tuner costs is part of the time, and no reason to leave.
+        "limits": Limits(overhead_frac=0.2),
     }
     live = LiveArm(job, seed, attaching)
     arms: dict[str, Arm] = {f"k={k}": ConstantArm(job, seed, k) for k in job.accumulation_choices}
@@ -151,6 +167,8 @@ def _race(job: Job, seed: int, policy: str, shows: Reporter, rounds: int) -> dic
         # One k for every run of steps with it.
         "ks": [list(pair) for pair in _runs_of([plan.accumulation_steps for plan in live.plans])],
         "attached": status["attached"],
+        "noise_scale": status.get("noise_scale"),
+        "overhead_frac": status.get("overhead_frac"),
         "trips": status.get("trips"),
     }
 

@@ -247,6 +247,30 @@ def attach(
     _finish(document, "attach" if len(parts) == 2 else f"attach-{parts[0]}", "done", runs_dir, as_json)
 
 
+@app.command("batching")
+def batching(
+    job: Annotated[str, typer.Argument(help="A job whose batching is adaptive.")] = "charlm_long:adaptive",
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Paired runs.")] = 6,
+    policy: Annotated[str, typer.Option("--policy", help="What is attached.")] = "ppo",
+    runs_dir: RunsOption = shared.RUNS,
+    as_json: JsonOption = False,
+) -> None:
+    """Race steps of always the same number of batches against a live run that follows the gradient's noise."""
+    from autotune.campaign.bench_batching import bench_growing_noise
+    from autotune.campaign.runs import require_writable
+
+    require_writable(runs_dir)
+    output = shared.console(as_json=as_json)
+    with shared.Bars(output) as bars:
+        document = bench_growing_noise(job, seeds=seeds, policy=policy, reporter=bars)
+    for name, found in document["constant_over_best"].items():
+        output.print(f"{name}: {_interval(found)} of the time of {document['best_constant']}", soft_wrap=True)
+    line = (
+        f"live: {_interval(document['live_over_best'])} of the time of {document['best_constant']}, the best of these"
+    )
+    _finish(document, f"batching-{document['job']}", line, runs_dir, as_json)
+
+
 def _interval(found: dict[str, Any]) -> str:
     low, high = found["ci95"]
     return f"{found['mean']:.3f} [{low:.3f}, {high:.3f}]"

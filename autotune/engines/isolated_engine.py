@@ -7,6 +7,7 @@ the last snapshot that was taken or restored, or else where the job begins.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import shutil
@@ -16,11 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune.engines.child import OPENING, RAISED, SOCKET
+from autotune.engines.deepspeed_config import STAGES
 from autotune.engines.torch_engine import EngineOptions
 from autotune.engines.wire import GarbledError, Wire
 from autotune.errors import EngineError, InputError, JobError
@@ -30,6 +34,8 @@ from autotune.plan import Plan, PlanSpace
 _PACKAGE = Path(__file__).resolve().parents[2]
 # Where the kernel counts the processes that it ended for want of memory.
 _MEMORY_EVENTS = Path("/sys/fs/cgroup/memory.events")
+# Seconds between two looks at whether a child that has not called yet is still there.
+_POLL_S = 0.2
 # Characters of what a child printed last that its failure quotes.
 _QUOTED = 300
 Predict = Callable[[Plan], float | None]
@@ -52,14 +58,36 @@ class Patience:
     grace_s: float = 30.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """Ask for several processes that train one job together, through DeepSpeed.
+
+    Attributes:
+        count: how many.
+        zero_stage: ZeRO stage, 0 to 3.
+        config: a DeepSpeed configuration of the user's own; ``None`` for none.
+    """
+
+    count: int = 2
+    zero_stage: int = 0
+    config: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.count) is not int or self.count < 1:
+            raise InputError(f"ranks is {self.count!r}", where="engine deepspeed", allowed="a whole number >= 1")
+        if type(self.zero_stage) is not int or self.zero_stage not in STAGES:
+            raise InputError(f"ZeRO stage is {self.zero_stage!r}", where="engine deepspeed", allowed=STAGES)
+
+
 @dataclass(slots=True)
 class _Child:
-    """Hold a running child."""
+    """Hold a running child, or the ranks that stand for one."""
 
     process: subprocess.Popen[bytes]
-    wire: Wire
     output: Path
     killed_before: int | None
+    wire: Wire | None = None
+    processes: tuple[int, ...] = ()
 
 
 class IsolatedEngine:
@@ -73,6 +101,7 @@ class IsolatedEngine:
         patience: how long a window may take.
         predict: returns the seconds of a step under a plan, if it is known.
         threads: torch's threads in the child; ``None`` for its default.
+        ranks: how many processes train the job together; ``None`` for one, without DeepSpeed.
 
     Raises:
         JobError: if the job cannot be used, or takes the child down while it is built.
@@ -88,6 +117,7 @@ class IsolatedEngine:
         patience: Patience | None = None,
         predict: Predict | None = None,
         threads: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         if not isinstance(job, str):
             raise JobError(
@@ -101,12 +131,16 @@ class IsolatedEngine:
             "device": str(device),
             "options": asdict(options or EngineOptions()),
             "threads": threads,
+            "ranks": None if ranks is None else asdict(ranks),
             "path": [entry for entry in sys.path if entry],
         }
         self._patience = patience or Patience()
         self._predict = predict
         self._slowest_s = 0.0
+        self._ranks = ranks
         self._folder = Path(tempfile.mkdtemp(prefix="autotune-isolated-"))
+        # Whoever forgets to close leaves nothing behind either.
+        self._removed = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._snapshots = 0
         self._latest: Path | None = None
         self._closed = False
@@ -197,7 +231,7 @@ class IsolatedEngine:
         """End the child and remove what it wrote."""
         self._closed = True
         self._end()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._removed()
 
     # The child.
 
@@ -222,39 +256,69 @@ class IsolatedEngine:
         if "answer" not in document:
             # After an exception that the engine does not make a value of, its state is unknown.
             self._end()
-            raise _ChildError(Failure.CRASHED, str(document.get("raised", "the answer cannot be read")))
+            failure = Failure(document.get("failure", Failure.CRASHED))
+            raise _ChildError(failure, str(document.get("raised", "the answer cannot be read")))
         return document["answer"]
 
     def _open(self) -> dict[str, Any]:
         """Start a child and have it build its model."""
-        ours, theirs = socket.socketpair()
         self.children += 1
         output = self._folder / f"output-{self.children}.txt"
-        with theirs, output.open("wb") as sink:
+        (self._folder / OPENING).write_text(json.dumps(self._opening))
+        # A socket's path may have a hundred characters; the folder's own is short.
+        with socket.socket(socket.AF_UNIX) as listening, output.open("wb") as sink:
+            (self._folder / SOCKET).unlink(missing_ok=True)
+            listening.bind(str(self._folder / SOCKET))
+            listening.listen(1)
             process = subprocess.Popen(
-                [sys.executable, "-m", "autotune.engines.child", str(theirs.fileno())],
+                [*_launcher(self._ranks), "-m", "autotune.engines.child", str(self._folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": _python_path()},
             )
-        self._child = _Child(process, Wire(ours), output, _kills())
-        try:
-            opened = self._exchange(self._opening, self._patience.opening_s)
-        except _ChildError as error:
-            raise JobError(f"building it ends with {error.failure}: {error}", where=self._job) from error
+            self._child = child = _Child(process, output, _kills())
+            try:
+                child.wire = self._accept(listening, child)
+                opened = self._answered(child, self._patience.opening_s)
+            except _ChildError as error:
+                raise JobError(f"building it ends with {error.failure}: {error}", where=self._job) from error
+            except BaseException:
+                self._end()
+                raise
         if "space" not in opened:
             self._end()
             raise JobError("building it fails: the answer cannot be read", where=self._job)
+        child.processes = tuple(opened["processes"])
         return opened
+
+    def _accept(self, listening: socket.socket, child: _Child) -> Wire:
+        """Wait until a child calls."""
+        until = time.monotonic() + self._patience.opening_s
+        listening.settimeout(_POLL_S)
+        while True:
+            try:
+                return Wire(listening.accept()[0])
+            except TimeoutError:
+                if child.process.poll() is not None:
+                    raise self._died(child) from None
+                if time.monotonic() > until:
+                    self._end()
+                    raise _ChildError(Failure.TIMEOUT, f"no call within {self._patience.opening_s:.0f} s") from None
 
     def _exchange(self, document: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         child = self._child
         assert child is not None
-        try:
+        assert child.wire is not None
+        with contextlib.suppress(OSError):
+            # Of one that is gone, the answer says what became of it.
             child.wire.send(document)
+        return self._answered(child, timeout_s)
+
+    def _answered(self, child: _Child, timeout_s: float) -> dict[str, Any]:
+        assert child.wire is not None
+        try:
             found = child.wire.receive(timeout_s)
         except TimeoutError:
             self._end()
@@ -279,6 +343,9 @@ class IsolatedEngine:
         killed = _kills()
         if code == -signal.SIGKILL and None not in (killed, child.killed_before) and killed != child.killed_before:
             return _ChildError(Failure.OUT_OF_MEMORY, "the system ended it for want of memory")
+        raised = _rank_that_raised(child.output)
+        if raised is not None:
+            return _ChildError(*raised)
         said = _last_words(child.output)
         if code is not None and code < 0:
             return _ChildError(Failure.CRASHED, f"ended by {_signal_name(-code)}{said}")
@@ -290,11 +357,13 @@ class IsolatedEngine:
         child, self._child = self._child, None
         if child is None:
             return
-        child.wire.close()
-        members = _members(child.process.pid)
-        # The group outlives its leader where the job started processes of its own.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.process.pid, signal.SIGKILL)
+        if child.wire is not None:
+            child.wire.close()
+        members = {*_members(child.process.pid), *child.processes}
+        # The group outlives its leader where the job started processes of its own; ranks lead groups of their own.
+        for leader in {child.process.pid, *child.processes}:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(leader, signal.SIGKILL)
         child.process.wait()
         _remove_shared_memory(members)
 
@@ -348,6 +417,24 @@ def _last_words(output: Path) -> str:
     except OSError:
         return ""
     return f": {lines[-1][-_QUOTED:]}" if lines else ""
+
+
+def _rank_that_raised(output: Path) -> tuple[Failure, str] | None:
+    """Return the class of what a rank other than the first raised, and its line."""
+    with contextlib.suppress(OSError):
+        for line in output.read_text(errors="replace").splitlines():
+            rank, _, rest = line.removeprefix(RAISED).partition(": ")
+            kind, _, what = rest.partition(": ")
+            if line.startswith(RAISED) and kind in set(Failure):
+                return Failure(kind), f"rank{rank}: {what[-_QUOTED:]}"
+    return None
+
+
+def _launcher(ranks: Ranks | None) -> list[str]:
+    """Return the command that starts a module in a process, or in each of several ranks."""
+    if ranks is None:
+        return [sys.executable]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks.count}"]
 
 
 def _signal_name(number: int) -> str:

@@ -101,9 +101,17 @@ class TorchEngine:
         device: where the model lives.
         options: how to measure.
 
+    Attributes:
+        job: the job.
+        model: its model.
+        called: what the job's loss is computed with: the model, or what stands round it.
+        recovers: whether a step that raised can be put back; else what it raised is the caller's to know.
+
     Raises:
         JobError: if the job's model, batches or loss cannot be used; the message says which.
     """
+
+    recovers = True
 
     def __init__(
         self,
@@ -128,7 +136,8 @@ class TorchEngine:
             self._space, self.locks = inspect_job(job, self.model, self._pending[0])
             self.fp32_borders = "borders" in self.locks
             optimizer = build_optimizer(job, self.model)
-        self.update = stepping.Update(optimizer, clip_norm=job.clip_norm, device_type=self.device.type)
+        self.called: Any = self.model
+        self.update = self.prepared(optimizer)
         self._base_rates = [group["lr"] for group in self.update.optimizer.param_groups]
         self.monitor = GradientMonitor(self.model, self._space.units)
         self._meter = MemoryMeter(self.device)
@@ -148,6 +157,10 @@ class TorchEngine:
     def plan(self) -> Plan:
         """Return the plan that is applied."""
         return self._plan
+
+    def prepared(self, optimizer: torch.optim.Optimizer) -> stepping.Update:
+        """Return what makes updates with the job's optimizer; for engines that put something round the model."""
+        return stepping.Update(optimizer, clip_norm=self.job.clip_norm, device_type=self.device.type)
 
     def apply(self, plan: Plan) -> None:
         """Make the next steps run under a plan.
@@ -199,8 +212,8 @@ class TorchEngine:
     def snapshot(self) -> Snapshot:
         """Return the training state, copied."""
         return Snapshot(
-            tensors={name: tensor.detach().clone() for name, tensor in self._tensors().items()},
-            optimizer=copy.deepcopy(self.update.optimizer.state_dict()),
+            tensors={name: tensor.detach().clone() for name, tensor in self.tensors().items()},
+            optimizer=copy.deepcopy(self.update.optimizer_state()),
             scaler=self.update.state_dict(),
             random=self._random,
             progress=replace(self.progress),
@@ -210,10 +223,10 @@ class TorchEngine:
     def restore(self, snapshot: Snapshot) -> None:
         """Return to a snapshot of this engine or of one with the same job, seed and device."""
         with torch.no_grad():
-            for name, tensor in self._tensors().items():
+            for name, tensor in self.tensors().items():
                 tensor.copy_(snapshot.tensors[name])
         self.update.discard()
-        self.update.optimizer.load_state_dict(copy.deepcopy(snapshot.optimizer))
+        self.update.load_optimizer_state(copy.deepcopy(snapshot.optimizer))
         self.update.load_state_dict(snapshot.scaler)
         self._random = snapshot.random
         self.progress = replace(snapshot.progress)
@@ -263,7 +276,7 @@ class TorchEngine:
                 attempt.accumulate(metered=metered)
                 attempt.finish()
         except Exception as error:
-            if attempt.updating:
+            if attempt.updating or not self.recovers:
                 # Weights may be half updated: nobody can put that back, so it is the caller's to know.
                 raise
             problem = classify(error), f"{type(error).__name__}: {error}"
@@ -313,8 +326,8 @@ class TorchEngine:
         peak = self._peaks.get(self._plan, (0, 0))[0]
         if self.memory_budget_bytes is not None and peak > self.memory_budget_bytes:
             window.fail(Failure.OVER_BUDGET, f"peak {peak} bytes over {self.memory_budget_bytes}")
-        elif options.time_limit_s is not None and window.elapsed() > options.time_limit_s:
-            window.fail(Failure.TIMEOUT, f"{window.elapsed():.1f} s over {options.time_limit_s:g} s")
+        elif options.time_limit_s is not None and (elapsed := self.agreed(window.elapsed())) > options.time_limit_s:
+            window.fail(Failure.TIMEOUT, f"{elapsed:.1f} s over {options.time_limit_s:g} s")
 
     def _take_batches(self) -> list[Any]:
         """Return the batches of the next step; after a failure, the same ones again."""
@@ -347,10 +360,34 @@ class TorchEngine:
             yield False
             return
         self._meter.reset()
-        with self._meter.metering(resident_tensors(self.model, self.update.optimizer, batches)):
+        with self._meter.metering(self.resident(batches)):
             yield True
         if self._meter.peak_bytes is not None:
-            self._peaks[self._plan] = max(known[0], self._meter.peak_bytes), size
+            self._peaks[self._plan] = max(known[0], int(self.agreed(self._meter.peak_bytes))), size
+
+    def resident(self, batches: Sequence[Any]) -> list[torch.Tensor]:
+        """Return the tensors that live before a step begins."""
+        return resident_tensors(self.model, self.update.optimizer, batches)
+
+    def agreed(self, value: float) -> float:
+        """Return the largest of every rank's values; there is one rank here."""
+        return value
+
+    def total(self, losses: Sequence[torch.Tensor]) -> float:
+        """Return the sum of a step's weighed losses, on whatever rank."""
+        return float(torch.stack(list(losses)).sum()) if losses else math.nan
+
+    def shares(self, pieces: Sequence[Any]) -> stepping.Shares:
+        """Return which micro-batches of a step run here, and with which weights.
+
+        Args:
+            pieces: the step's micro-batches.
+        """
+        return stepping.shares(pieces, self.job.count)
+
+    def probe(self) -> GradientProbe:
+        """Return what watches a sampled step's gradients."""
+        return GradientProbe(self.update.parameters)
 
     def phase(self, name: Phase) -> None:
         """Be told of each micro-batch's passes; for engines that watch them."""
@@ -378,7 +415,8 @@ class TorchEngine:
             finally:
                 self._random = randomness.capture()
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return by name the tensors that a snapshot holds, beside the optimizer's."""
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
     def _put_back(self, undo: _Undo) -> None:
@@ -421,16 +459,13 @@ class _Attempt:
         engine = self._engine
         engine.update.scaled = engine.plan.uses_fp16
         engine.set_learning_rate(self.samples)
-        pieces = self._pieces(may_split=not metered)
-        counts = [stepping.count_items(piece, engine.job.count) for piece in pieces]
-        self.items = sum(counts)
+        shares = engine.shares(self._pieces(may_split=not metered))
+        self.items = shares.items
         self.representative = self.representative and not metered
-        # A micro-batch without loss-bearing items has weight 0 and, as a mean over nothing, no loss.
-        live = [(piece, weight) for piece, weight in zip(pieces, stepping.weights(counts), strict=True) if weight > 0]
         if self._sample and not metered:
-            self._run_sampled(live)
+            self._run_sampled(shares)
         else:
-            self._run(live)
+            self._run(shares)
 
     @property
     def overflowed(self) -> bool:
@@ -453,30 +488,31 @@ class _Attempt:
             k = 2
         return stepping.split(self.batches[0], k)
 
-    def _run(self, pieces: Sequence[tuple[Any, float]], probe: GradientProbe | None = None) -> None:
+    def _run(self, shares: stepping.Shares, probe: GradientProbe | None = None) -> None:
         engine = self._engine
+        engine.update.begin(len(shares.here))
         losses = []
-        for piece, weight in pieces:
+        for piece, weight in shares.here:
             if probe is not None:
                 probe.next_micro_batch()
             engine.phase("forward")
-            loss = engine.job.loss(engine.model, piece)
+            loss = engine.job.loss(engine.called, piece)
             engine.phase("backward")
             engine.update.backward(loss, weight)
             engine.phase("update")
             losses.append(loss.detach() * weight)
         self.norm = engine.update.unscale()
-        self.loss = float(torch.stack(losses).sum()) if losses else math.nan
+        self.loss = engine.total(losses)
 
-    def _run_sampled(self, pieces: Sequence[tuple[Any, float]]) -> None:
+    def _run_sampled(self, shares: stepping.Shares) -> None:
         engine = self._engine
         scale = engine.update.loss_scale
-        with GradientProbe(engine.update.parameters) as probe:
-            self._run(pieces, probe)
+        with engine.probe() as probe:
+            self._run(shares, probe)
         engine.monitor.observe(
             probe.read(),
             step=engine.progress.steps,
             norm=self.norm,
-            micro_samples=[stepping.num_samples(piece) for piece, _ in pieces],
-            scales=[weight * scale for _, weight in pieces],
+            micro_samples=shares.samples,
+            scales=[weight * scale for weight in shares.weights],
         )

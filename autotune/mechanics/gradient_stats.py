@@ -66,13 +66,14 @@ class GradientProbe:
         present = [index for index, p in enumerate(self._parameters) if p.grad is not None]
         gradients = [g for index in present if (g := self._parameters[index].grad) is not None]
         if not gradients:
-            return ProbedStep(parameters=(), micro=(), whole=(), tiny=(), present=())
+            return ProbedStep(parameters=(), sizes=(), micro=(), whole=(), tiny=(), present=())
         zero = torch.zeros((), device=gradients[0].device)
-        rows = [*self._rows(present, zero), list(torch._foreach_norm(gradients)), *_underflow(gradients)]
+        rows = [*self._rows(present, zero), list(torch._foreach_norm(gradients)), *tiny_counts(gradients)]
         table = torch.stack([torch.stack([value.float() for value in row]) for row in rows]).tolist()
         *micro, whole, tiny, some = table
         return ProbedStep(
             parameters=tuple(self._parameters[index] for index in present),
+            sizes=tuple(self._parameters[index].numel() for index in present),
             micro=tuple(tuple(value**2 for value in row) for row in micro),
             whole=tuple(value**2 for value in whole),
             tiny=tuple(tiny),
@@ -89,6 +90,7 @@ class ProbedStep:
 
     Attributes:
         parameters: the parameters that had gradients.
+        sizes: their entries.
         micro: per micro-batch, per parameter, the squared norm of the gradient as it was accumulated: still times its
             weight n_j/N and the loss scale.
         whole: per parameter, the squared norm of the whole step's true gradient.
@@ -97,6 +99,7 @@ class ProbedStep:
     """
 
     parameters: tuple[nn.Parameter, ...]
+    sizes: tuple[int, ...]
     micro: tuple[tuple[float, ...], ...]
     whole: tuple[float, ...]
     tiny: tuple[float, ...]
@@ -198,7 +201,7 @@ class GradientMonitor:
 def _unit_gradient(
     probed: ProbedStep, micro: Sequence[Sequence[float]], micro_samples: Sequence[int], indices: Sequence[int]
 ) -> UnitGradient:
-    sizes = [probed.parameters[index].numel() for index in indices]
+    sizes = [probed.sizes[index] for index in indices]
     whole = sum(probed.whole[index] for index in indices)
     return UnitGradient(
         rms=math.sqrt(whole / sum(sizes)),
@@ -218,7 +221,7 @@ def _signal_to_noise(squares: Sequence[float], micro_samples: Sequence[int], who
     return max(sample.square, 0.0) / noise if noise > 0 else None
 
 
-def _underflow(gradients: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def tiny_counts(gradients: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return per gradient how many non-zero entries fp16 cannot hold, and how many there are, from a strided sample."""
     views = [g.detach().reshape(-1)[:: max(g.numel() // _UNDERFLOW_SAMPLE, 1)].abs() for g in gradients]
     flat = torch.cat([view.float() for view in views])

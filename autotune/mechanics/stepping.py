@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,45 @@ def count_items(batch: Any, count: Count | None) -> int:
     return int(items)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Say which micro-batches of a step run here.
+
+    Attributes:
+        here: micro-batches that run in this process, each with the factor on its mean loss.
+        items: loss-bearing items of the whole step.
+        samples: samples of each micro-batch of the step that bears a loss, wherever it runs.
+        weights: the factor on the mean loss of each of the same.
+    """
+
+    here: tuple[tuple[Any, float], ...]
+    items: int
+    samples: tuple[int, ...]
+    weights: tuple[float, ...]
+
+
+def shares(pieces: Sequence[Any], count: Count | None) -> Shares:
+    """Return the shares of a step of which every micro-batch runs here.
+
+    A micro-batch without loss-bearing items has weight 0 and, as a mean over nothing, no loss: it is left out.
+
+    Args:
+        pieces: the step's micro-batches.
+        count: the job's own count of loss-bearing items; ``None`` counts samples.
+
+    Raises:
+        JobError: if the count is not a whole number >= 0.
+    """
+    counts = [count_items(piece, count) for piece in pieces]
+    here = [(piece, weight) for piece, weight in zip(pieces, weights(counts), strict=True) if weight > 0]
+    return Shares(
+        here=tuple(here),
+        items=sum(counts),
+        samples=tuple(num_samples(piece) for piece, _ in here),
+        weights=tuple(weight for _, weight in here),
+    )
+
+
 class Update:
     """Make optimizer updates from micro-batch losses.
 
@@ -121,6 +161,9 @@ class Update:
     def loss_scale(self) -> float:
         """Return the factor on the loss and thereby on the gradients; 1 while scaling is off."""
         return self._scaler.get_scale() if self.scaled else 1.0
+
+    def begin(self, micro_batches: int) -> None:
+        """Be told how many micro-batches the next update has; for updates that must know the last one."""
 
     def backward(self, loss: torch.Tensor, weight: float) -> None:
         """Accumulate the gradient of one micro-batch.
@@ -207,6 +250,14 @@ class Update:
             # Setting the scale to itself clears the scaler's record of this step and nothing else.
             self._scaler.update(self.loss_scale)
         self._accumulating = False
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Return the optimizer's state; its tensors are not copied."""
+        return self.optimizer.state_dict()
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`optimizer_state` returned; the optimizer may take the tensors as its own."""
+        self.optimizer.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scaler's state."""

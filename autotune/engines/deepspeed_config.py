@@ -1,0 +1,88 @@
+"""Make the configuration that DeepSpeed is started with, from a job, a ZeRO stage and what the user has already."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from autotune.errors import InputError
+from autotune.job import Job
+
+STAGES = (0, 1, 2, 3)
+AUTO = "auto"
+_WHERE = "DeepSpeed configuration"
+# Sections that cannot stand beside a plan, and why.
+_REFUSED = {
+    "fp16": "it converts every parameter, so that precision is no choice of a unit",
+    "bf16": "it converts every parameter, so that precision is no choice of a unit",
+    "amp": "it wraps the model and the optimizer",
+    "torch_autocast": "precision is the plan's, unit by unit",
+    "pipeline": "a pipeline's accumulation is its own",
+    "activation_checkpointing": "recomputation is the plan's, unit by unit",
+    "data_efficiency": "batches are the job's",
+    "curriculum_learning": "batches are the job's",
+    "progressive_layer_drop": "it changes the model from step to step",
+    "gradient_accumulation_plugin": "accumulation is the plan's",
+}
+
+
+def engine_config(job: Job, zero_stage: int, user: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the configuration of an engine whose accumulation, precision and recomputation are a plan's.
+
+    Args:
+        job: the job: its clipping and batch size are the ones that hold.
+        zero_stage: 0 to 3.
+        user: a configuration of the user's own; ``"auto"`` and what is not spoken of stay open.
+
+    Returns:
+        A configuration of one micro-batch per step: how many there are is told to the engine step by step.
+
+    Raises:
+        InputError: if the stage is unknown, or the user's configuration contradicts; the key and both values are named.
+    """
+    if zero_stage not in STAGES or isinstance(zero_stage, bool):
+        raise InputError(f"ZeRO stage is {zero_stage!r}", where="engine deepspeed", allowed=STAGES)
+    config = copy.deepcopy(dict(user or {}))
+    for name, reason in _REFUSED.items():
+        section = config.pop(name, None)
+        enabled = section.get("enabled", name in ("pipeline", "activation_checkpointing")) if _is(section) else section
+        if section is not None and enabled not in (False, AUTO, None):
+            raise InputError(f"{name} is set: {reason}", where=_WHERE, allowed=f"no section {name!r}")
+    if _is(config.get("compile")) and config["compile"].get("deepcompile"):
+        raise InputError("compile.deepcompile is true: it owns the backward pass", where=_WHERE, allowed="false")
+    for name, owner in (("optimizer", "optimizer"), ("scheduler", "schedule")):
+        if config.pop(name, None) not in (None, AUTO):
+            raise InputError(f"{name} is set", where=_WHERE, allowed=f"the job's own {owner}")
+    clip = float(job.clip_norm or 0.0)
+    _agree(config, "gradient_clipping", clip, "the job's clip_norm")
+    _agree(config, "train_batch_size", job.batch_size, "the job's batch_size")
+    zero = dict(config.get("zero_optimization") or {})
+    _agree(zero, "stage", zero_stage, "the plan's", path="zero_optimization.")
+    for name in ("offload_optimizer", "offload_param"):
+        if _is(zero.get(name)) and zero[name].get("device", "none") not in ("none", AUTO):
+            raise InputError(f"zero_optimization.{name} is set", where=_WHERE, allowed="no offloading")
+    for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        config.pop(name, None)
+    return {
+        "steps_per_print": 10**9,
+        **{name: value for name, value in config.items() if value != AUTO},
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        # It clips at 1 where nothing is said.
+        "gradient_clipping": clip,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {**{k: v for k, v in zero.items() if v != AUTO}, "stage": zero_stage},
+    }
+
+
+def _agree(config: Mapping[str, Any], name: str, ours: float, whose: str, path: str = "") -> None:
+    theirs = config.get(name, AUTO)
+    if theirs not in (None, AUTO) and theirs != ours:
+        raise InputError(
+            f"{path}{name} is {theirs!r}, and {whose} is {ours!r}", where=_WHERE, allowed=f'{ours!r}, "auto"'
+        )
+
+
+def _is(section: Any) -> bool:
+    return isinstance(section, dict)

@@ -1,0 +1,299 @@
+"""Train a job on several ranks through DeepSpeed, ZeRO stages 0 to 3, under whatever plan is applied.
+
+Every rank runs this file with the same arguments, as ``torchrun`` starts it, and calls the same methods in the same
+order. A step's batch is the job's own: it is cut into as many shares as there are ranks, and each share into k
+micro-batches, so that the update is the one that a single process would make.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import distributed
+
+from autotune.engines.deepspeed_config import engine_config
+from autotune.engines.torch_engine import EngineOptions, Snapshot, TorchEngine
+from autotune.errors import EngineError, InputError, JobError
+from autotune.job import Job
+from autotune.mechanics import randomness, stepping
+from autotune.mechanics.gradient_stats import GradientProbe
+from autotune.mechanics.memory_meter import tensor_bytes
+from autotune.mechanics.sharded import ShardedProbe, ShardedUpdate
+from autotune.mechanics.trees import tensors
+from autotune.plan import Plan, Precision
+
+INSTALL = "pip install 'torch>=2.11,<2.14' wheel ninja && pip install --no-build-isolation 'deepspeed>=0.19'"
+# Numbers of a communication buffer where nobody said how many: DeepSpeed's own default.
+_BUCKET = 500_000_000
+# Ranks draw their dropout from seeds that lie this far apart.
+_RANK_STRIDE = 7919
+
+
+class DeepSpeedEngine(TorchEngine):
+    """Train one job on the ranks of a process group.
+
+    A step that raises on one rank leaves the others waiting: it ends the process, and whoever started the ranks
+    (``torchrun``, :class:`autotune.IsolatedEngine`) ends the rest.
+
+    Args:
+        job: the job; its batches are the global ones.
+        zero_stage: 0 to 3.
+        seed: of weights, batches and everything random.
+        device: ``cpu``, or ``cuda`` for the device of each rank's own number.
+        options: how to measure.
+        config: a DeepSpeed configuration of the user's own, as a mapping; ``None`` for none.
+
+    Attributes:
+        rank: this process's number.
+        world: how many ranks there are.
+        zero_stage: the ZeRO stage.
+
+    Raises:
+        InputError: if DeepSpeed is missing, the stage unknown, the configuration at odds with the job, or a rank was
+            started with other arguments.
+        JobError: if the job cannot be used, or has fewer samples in a batch than there are ranks.
+    """
+
+    recovers = False
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        zero_stage: int = 0,
+        seed: int = 0,
+        device: str = "cpu",
+        options: EngineOptions | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.zero_stage = zero_stage
+        self._config = engine_config(job, zero_stage, config)
+        self._deepspeed = imported(device)
+        connect(self._deepspeed, device)
+        self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
+        if job.batch_size < self.world:
+            raise JobError(
+                f"batch_size is {job.batch_size}, and there are {self.world} ranks",
+                where=f"job {job.name!r}",
+                allowed="a sample for every rank at least",
+            )
+        where = f"cuda:{os.environ['LOCAL_RANK']}" if device == "cuda" else device
+        self._bearing: list[bool] = []
+        super().__init__(job, seed=seed, device=where, options=options)
+        if self.rank:
+            with randomness.isolated():
+                randomness.seed_all(seed + self.rank * _RANK_STRIDE)
+                self._random = randomness.capture()
+        self._require_same_everywhere(seed)
+
+    def prepared(self, optimizer: torch.optim.Optimizer) -> stepping.Update:
+        """Put DeepSpeed's engine round the model and the optimizer."""
+        self._restrict_space()
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        # A buffer of this many numbers is made whether or not there are as many.
+        entries = sum(parameter.numel() for parameter in trained)
+        self._config["zero_optimization"].setdefault("reduce_bucket_size", min(entries, _BUCKET))
+        # What it prints is of no use to whoever reads this program's own output.
+        with redirect_stdout(sys.stderr):
+            engine, *_ = self._deepspeed.initialize(model=self.model, optimizer=optimizer, config=self._config)
+        self.called = engine
+        return ShardedUpdate(engine, optimizer, trained, self.job.clip_norm)
+
+    @property
+    def sharded(self) -> ShardedUpdate:
+        """Return what makes the updates."""
+        assert isinstance(self.update, ShardedUpdate)
+        return self.update
+
+    def apply(self, plan: Plan) -> None:
+        """Make the next steps run under a plan, the same on every rank.
+
+        Raises:
+            PlanError: if the plan lies outside the space; the former plan stays.
+            EngineError: if another rank applies another plan.
+        """
+        before = self.plan
+        if self.space.check(plan) != before and not self._same_everywhere(plan.to_json()):
+            raise EngineError("ranks were given different plans; one decision is made for all of them")
+        super().apply(plan)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Return to a snapshot that was taken on this rank of as many."""
+        self.sharded.settle()
+        super().restore(snapshot)
+
+    def close(self) -> None:
+        """Release the model and DeepSpeed's engine; the process group stays."""
+        super().close()
+        self.called.destroy()
+
+    def gradient(self, plan: Plan) -> list[torch.Tensor | None]:
+        """Refuse: no rank has the whole gradient.
+
+        Raises:
+            EngineError: always.
+        """
+        raise EngineError(f"a gradient that is spread over {self.world} ranks is not handed out")
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return by name what this rank holds of weights, masters and buffers."""
+        return self.sharded.tensors(self.model)
+
+    def resident(self, batches: Sequence[Any]) -> list[torch.Tensor]:
+        """Return the tensors that live on this rank before a step begins."""
+        return self.sharded.resident(self.model, batches)
+
+    def agreed(self, value: float) -> float:
+        """Return the largest of every rank's values."""
+        shared = torch.tensor(value, dtype=torch.float64, device=self.device)
+        distributed.all_reduce(shared, distributed.ReduceOp.MAX)
+        return float(shared)
+
+    def total(self, losses: Sequence[torch.Tensor]) -> float:
+        """Return the mean loss per item of the whole step."""
+        shared = torch.stack([loss.float() for loss in losses]).sum() if losses else torch.tensor(float("nan"))
+        shared = shared.to(self.device) / self.world
+        distributed.all_reduce(shared)
+        return float(shared)
+
+    def may_split(self) -> bool:
+        """Tell whether a whole step may be cut in two to learn the noise scale; several ranks show it as they are."""
+        return self.world == 1 and super().may_split()
+
+    def shares(self, pieces: Sequence[Any]) -> stepping.Shares:
+        """Return this rank's part of a step's micro-batches.
+
+        Under fixed batching, the pieces of one batch are one after another a rank's own; under adaptive batching each
+        batch is cut between the ranks. Every rank runs as many: one without loss-bearing items is replaced by one that
+        has some, at weight 0.
+        """
+        grid = self._grid(pieces)
+        counts = [[stepping.count_items(piece, self.job.count) for piece in row] for row in grid]
+        flat = [count for row in counts for count in row]
+        weights = [weight * self.world for weight in stepping.weights(flat)]
+        every = [piece for row in grid for piece in row]
+        self._bearing = [count > 0 for count in flat]
+        bearing = [piece for piece, bears in zip(every, self._bearing, strict=True) if bears]
+        steps = len(grid[0])
+        own = range(self.rank * steps, (self.rank + 1) * steps)
+        return stepping.Shares(
+            here=tuple((every[i] if self._bearing[i] else bearing[0], weights[i]) for i in own if bearing),
+            items=sum(flat),
+            samples=tuple(stepping.num_samples(piece) for piece in bearing),
+            weights=tuple(weight for weight in weights if weight > 0),
+        )
+
+    def _grid(self, pieces: Sequence[Any]) -> list[list[Any]]:
+        """Return every rank's micro-batches, as many for each."""
+        if self.job.batching == "fixed":
+            batch = self._pending[0]
+            size = stepping.num_samples(batch)
+            if size < self.world:
+                raise JobError(f"a batch has {size} samples for {self.world} ranks", where=f"job {self.job.name!r}")
+            steps = min(len(pieces), size // self.world)
+            return [stepping.split(part, steps) for part in stepping.split(batch, self.world)]
+        parts = [stepping.split(piece, self.world) for piece in pieces]
+        if any(len(part) < self.world for part in parts):
+            raise JobError(f"a batch has fewer samples than {self.world} ranks", where=f"job {self.job.name!r}")
+        return [[part[rank] for part in parts] for rank in range(self.world)]
+
+    def probe(self) -> GradientProbe:
+        """Return what watches a sampled step's gradients on all ranks."""
+        return ShardedProbe(self.sharded, self._bearing)
+
+    def _restrict_space(self) -> None:
+        """Leave out what ranks cannot do, and let rank 0 say what a device does well: others may have timed else."""
+        space = self._space
+        precisions = tuple(p for p in space.precisions if p is not Precision.FP16)
+        self.locks["precision fp16"] = "DeepSpeed's loss scaling is not the tuner's"
+        choices = space.accumulation_choices
+        if space.k_splits:
+            choices = tuple(k for k in choices if k * self.world <= self.job.batch_size)
+        told: list[Any] = [(precisions, self.locks)]
+        distributed.broadcast_object_list(told, src=0)
+        precisions, self.locks = told[0]
+        self.fp32_borders = "borders" in self.locks
+        self._space = replace(space, precisions=precisions, accumulation_choices=choices)
+
+    def _require_same_everywhere(self, seed: int) -> None:
+        shapes = [(name, list(getattr(p, "ds_shape", p.shape))) for name, p in self.model.named_parameters()]
+        first = [float(leaf.double().sum()) for leaf in tensors(self._pending[0])]
+        arguments = {
+            "job": self.job.name,
+            "seed": seed,
+            "config": self._config,
+            "model": shapes,
+            "options": str(self.options),
+            "first batch": [str(value) for value in first],
+        }
+        told: list[Any] = [None] * self.world
+        distributed.all_gather_object(told, {name: _digest(value) for name, value in arguments.items()})
+        for name in arguments:
+            if len({one[name] for one in told}) > 1:
+                raise InputError(f"{name} differs between ranks", where="engine deepspeed", allowed="the same on each")
+
+    def _same_everywhere(self, document: Any) -> bool:
+        told: list[Any] = [None] * self.world
+        distributed.all_gather_object(told, _digest(document))
+        return len(set(told)) == 1
+
+
+def imported(device: str) -> ModuleType:
+    """Return the library, made ready for a device.
+
+    Raises:
+        InputError: if it, or what compiles its operations, is missing.
+    """
+    if device == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # It compiles one operation with ninja, which lies beside the interpreter.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    try:
+        with redirect_stdout(sys.stderr):
+            import deepspeed
+    except ImportError as error:
+        raise InputError(f"deepspeed is missing ({error})", where="engine deepspeed", allowed=INSTALL) from error
+    if shutil.which("ninja") is None:
+        raise InputError("ninja is missing", where="engine deepspeed", allowed=INSTALL)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    module: ModuleType = deepspeed
+    return module
+
+
+def connect(library: ModuleType, device: str) -> None:
+    """Join the process group that ``torchrun`` describes, or make one of this process alone."""
+    if distributed.is_initialized():
+        if not library.comm.is_initialized():
+            library.init_distributed(dist_backend=distributed.get_backend(), auto_mpi_discovery=False)
+        return
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    if "RANK" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ.update({**alone, "MASTER_PORT": str(free.getsockname()[1])})
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    with redirect_stdout(sys.stderr):
+        library.init_distributed(dist_backend="nccl" if device == "cuda" else "gloo", auto_mpi_discovery=False)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def shard_bytes(engine: DeepSpeedEngine) -> int:
+    """Return the bytes of weights, masters, buffers and optimizer state that this rank holds."""
+    return tensor_bytes([*engine.tensors().values(), *tensors(list(engine.sharded.optimizer.state.values()))])

@@ -1,0 +1,237 @@
+"""Make optimizer updates through a DeepSpeed engine, which spreads gradients and optimizer state over ranks (ZeRO).
+
+The boundary of accumulation is set round every micro-batch, so that any number of them makes one update, exactly; the
+norm is read off the reduced shards before the engine steps. What a stage leaves where is known here and nowhere else.
+DeepSpeed itself is not imported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from autotune.mechanics.gradient_stats import GradientProbe, ProbedStep, tiny_counts
+from autotune.mechanics.memory_meter import resident_tensors
+from autotune.mechanics.stepping import Update
+
+Shard = tuple[int, torch.Tensor]
+
+
+class ShardedUpdate(Update):
+    """Make updates through a DeepSpeed engine.
+
+    Weights of micro-batches are those of the global step times the number of ranks, over which the engine averages.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned, with the job's optimizer in it.
+        optimizer: the job's optimizer.
+        parameters: what it trains, as the model has it.
+        clip_norm: what the engine clips at; ``None`` for not at all.
+    """
+
+    def __init__(
+        self, engine: Any, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], clip_norm: float | None
+    ) -> None:
+        super().__init__(optimizer, clip_norm=clip_norm)
+        self.engine = engine
+        self.stage = int(engine.zero_optimization_stage())
+        self._parameters = list(parameters)
+        self._index = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        self._left = 0
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that are trained, as the model has them."""
+        return self._parameters
+
+    def begin(self, micro_batches: int) -> None:
+        """Be told how many micro-batches the next update has on every rank."""
+        self._left = micro_batches
+        self._mark()
+
+    def backward(self, loss: torch.Tensor, weight: float) -> None:
+        """Accumulate the gradient of one micro-batch; the last one's is reduced over the ranks."""
+        self._accumulating = True
+        self.engine.backward(loss * weight, scale_wrt_gas=False)
+        self._left -= 1
+        self._mark()
+
+    def _mark(self) -> None:
+        # After the last one it stays set until the update.
+        self.engine.set_gradient_accumulation_boundary(self._left <= 1)
+
+    def unscale(self) -> float:
+        """Return the 2-norm of the reduced gradient, the same on every rank."""
+        if not self._accumulating:
+            return 0.0
+        pieces = [gradient for _, gradient in self.shards()]
+        square = torch.zeros((), dtype=torch.float64, device=self._parameters[0].device)
+        if pieces:
+            square += torch.stack([norm.double() for norm in torch._foreach_norm(pieces)]).square().sum()
+        if self.stage:
+            distributed.all_reduce(square)
+        return math.sqrt(value) if math.isfinite(value := float(square)) else value
+
+    def clip(self, norm: float) -> None:
+        """Leave clipping to the engine's own step."""
+
+    def finish(self, norm: float, *, abandon: bool = False) -> bool:
+        """Step and clear the gradients; skip the step, on every rank, if the gradient is not finite."""
+        stepping = math.isfinite(norm) and not abandon and self._accumulating
+        if stepping:
+            self.engine.step()
+            self._accumulating = False
+        else:
+            self.discard()
+        return stepping
+
+    def discard(self) -> None:
+        """Drop what was accumulated; after the last micro-batch's backward, or before the first one's."""
+        if self._accumulating and self.stage:
+            # The engine's own way of skipping an update, which clears what it holds.
+            self._poison()
+            self.engine.step()
+        elif self._accumulating:
+            self.engine.zero_grad()
+        self._accumulating = False
+
+    def _poison(self) -> None:
+        """Make the gradient one that the engine skips: its first number that is no padding, which nothing clears."""
+        rank = distributed.get_rank()
+        for index, gradient in self.shards():
+            parameter: Any = self._parameters[index]
+            if self.stage < 3 or rank * parameter.partition_numel() < parameter.ds_numel:
+                gradient.view(-1)[0] = math.nan
+                return
+
+    def shards(self) -> list[Shard]:
+        """Return what this rank holds of the reduced gradient: indices of parameters and flat or whole pieces."""
+        optimizer = self.engine.optimizer
+        if self.stage == 0:
+            return [(index, p.grad) for index, p in enumerate(self._parameters) if p.grad is not None]
+        groups = optimizer.fp16_groups if self.stage == 3 else optimizer.params_in_partition
+        found: list[Shard] = []
+        for number, group in enumerate(groups):
+            held = [g for g in optimizer.averaged_gradients[number] if not getattr(g, "_zero_padding", False)]
+            # What fills a partition up to its size comes last.
+            found += [(self._index[id(p)], g) for p, g in zip(group, held, strict=False) if id(p) in self._index]
+        return found
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Return this rank's part of the optimizer's state."""
+        with _whole_groups(self):
+            return self.optimizer.state_dict()
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`optimizer_state` returned on this rank."""
+        with _whole_groups(self):
+            self.optimizer.load_state_dict(state)
+
+    def tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Return by name what this rank holds of weights, masters and buffers."""
+        optimizer = self.engine.optimizer
+        found = {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+        for name, parameter in model.named_parameters():
+            found[f"parameter {name}"] = getattr(parameter, "ds_tensor", parameter)
+        if self.stage == 3:
+            masters = optimizer.fp32_partitioned_groups_flat
+            whole = {id(parameter) for parameter in optimizer.persistent_parameters}
+            for name, parameter in model.named_parameters():
+                if id(parameter) in whole:
+                    found[f"whole {name}"] = parameter
+        else:
+            masters = optimizer.single_partition_of_fp32_groups if self.stage else []
+        return {**found, **{f"master {number}": master for number, master in enumerate(masters)}}
+
+    def settle(self) -> None:
+        """Give back weights that were gathered for use, so that none is older than its shard."""
+        if self.stage == 3:
+            self.engine.optimizer._partition_all_parameters()
+
+    def resident(self, model: nn.Module, batches: Sequence[Any]) -> list[torch.Tensor]:
+        """Return the tensors that live on this rank before a step begins."""
+        shards = [getattr(parameter, "ds_tensor", None) for parameter in model.parameters()]
+        held = _reachable(vars(self.engine.optimizer), set()) if self.stage else []
+        return [
+            *resident_tensors(model, self.optimizer, batches),
+            *(shard for shard in shards if shard is not None),
+            *held,
+        ]
+
+
+class ShardedProbe(GradientProbe):
+    """Watch one optimizer step whose micro-batches run on several ranks.
+
+    Args:
+        update: makes the step's update.
+        bearing: for every micro-batch of every rank, in order of ranks, whether it bears a loss.
+    """
+
+    def __init__(self, update: ShardedUpdate, bearing: Sequence[bool]) -> None:
+        super().__init__(update.parameters)
+        self._update = update
+        self._bearing = bearing
+
+    def read(self) -> ProbedStep:
+        """Return the squared norms of the step on all ranks; one collective for the micro-batches, one for the rest."""
+        shards = self._update.shards()
+        device = self._parameters[0].device
+        whole = torch.zeros(3, len(self._parameters), device=device)
+        if shards:
+            where = torch.tensor([index for index, _ in shards], device=device)
+            pieces = [gradient for _, gradient in shards]
+            squares = torch.stack([norm.float() for norm in torch._foreach_norm(pieces)]).square()
+            tiny, present = tiny_counts(pieces)
+            whole.index_add_(1, where, torch.stack([squares, torch.stack(tiny), torch.stack(present)]))
+        if self._update.stage:
+            distributed.all_reduce(whole)
+        zero = torch.zeros((), device=device)
+        own = torch.stack([torch.stack(row) for row in self._rows(range(len(self._parameters)), zero)]).square()
+        gathered = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(gathered, own)
+        micro = [row for row, bears in zip(torch.cat(gathered).tolist(), self._bearing, strict=True) if bears]
+        squares, tiny, present = whole.tolist()
+        return ProbedStep(
+            parameters=tuple(self._parameters),
+            # Where weights are spread, too, a rank holds nothing of what it does not use.
+            sizes=tuple(int(getattr(p, "ds_numel", p.numel())) for p in self._parameters),
+            micro=tuple(tuple(row) for row in micro),
+            whole=tuple(squares),
+            tiny=tuple(tiny),
+            present=tuple(present),
+        )
+
+
+class _whole_groups:  # noqa: N801 - a context manager
+    """Let the optimizer know its shards while its state is read or written; stage 3 shows them one at a time."""
+
+    def __init__(self, update: ShardedUpdate) -> None:
+        self._optimizer = update.engine.optimizer if update.stage == 3 else None
+
+    def __enter__(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer._set_fp32_optimizer_param_groups()
+
+    def __exit__(self, *_: object) -> None:
+        if self._optimizer is not None:
+            self._optimizer._clear_fp32_optimizer_param_groups()
+
+
+def _reachable(value: Any, seen: set[int]) -> list[torch.Tensor]:
+    """Return the tensors in nested containers and in DeepSpeed's own objects."""
+    if isinstance(value, torch.Tensor):
+        return [value, *([value.grad] if value.is_leaf and value.grad is not None else [])]
+    if id(value) in seen:
+        return []
+    seen.add(id(value))
+    if isinstance(value, dict):
+        return [found for item in value.values() for found in _reachable(item, seen)]
+    if isinstance(value, list | tuple | set):
+        return [found for item in value for found in _reachable(item, seen)]
+    if type(value).__module__.startswith("deepspeed.runtime.zero") and hasattr(value, "__dict__"):
+        return _reachable(vars(value), seen)
+    return []

@@ -1,0 +1,210 @@
+"""Train one rank of a DeepSpeed job under plans drawn at random, and write down all that came of it; for torchrun."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from small_models import TinyGPT
+from torch import nn
+
+from autotune import EngineOptions, Job, TorchEngine
+from autotune.engines.deepspeed_engine import DeepSpeedEngine
+from autotune.plan import Plan, PlanSpace
+
+BATCH, LENGTH = 8, 6
+IGNORED = -100
+
+
+def batches(seed: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield tokens of which a varying number, in some samples all, bears no loss."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        tokens = torch.randint(11, (BATCH, LENGTH), generator=generator)
+        kept = torch.randint(0, LENGTH, (BATCH, 1), generator=generator)
+        labels = torch.where(torch.arange(1, LENGTH) <= kept, tokens[:, 1:], IGNORED)
+        yield {"tokens": tokens, "labels": labels}
+
+
+def count(batch: dict[str, torch.Tensor]) -> int:
+    return int((batch["labels"] != IGNORED).sum())
+
+
+def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    found = model(batch["tokens"][:, :-1]).flatten(0, 1)
+    return F.cross_entropy(found, batch["labels"].flatten(), ignore_index=IGNORED)
+
+
+def make(dropout: float = 0.0, **changes: Any) -> Job:
+    settings: dict[str, Any] = {
+        "name": "tiny-sharded",
+        "model": lambda: TinyGPT(width=16, blocks=4, dropout=dropout),
+        "batches": batches,
+        "loss": loss,
+        "count": count,
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-3),
+        "evaluate": lambda model: float(loss(model, next(batches(99)))),
+        "target": 0.0,
+        "batch_size": BATCH,
+        "accumulation_choices": (1, 2, 4),
+        "clip_norm": 1.0,
+    }
+    return Job(**{**settings, **changes})
+
+
+def at_random(space: PlanSpace, draw: random.Random) -> Plan:
+    recomputed = [name for name in space.recomputable if draw.random() < 0.5]
+    return space.plan(
+        accumulation_steps=draw.choice(space.accumulation_choices),
+        precision=space.precisions[0],
+        recomputed=recomputed,
+    )
+
+
+def whole(engine: DeepSpeedEngine) -> list[torch.Tensor]:
+    """Return the model's parameters, gathered."""
+    import deepspeed
+
+    parameters = list(engine.model.parameters())
+    with deepspeed.zero.GatheredParameters(parameters, enabled=engine.zero_stage == 3):
+        return [parameter.detach().clone() for parameter in parameters]
+
+
+def digest(values: list[torch.Tensor]) -> str:
+    found = hashlib.sha256()
+    for value in values:
+        found.update(value.contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def farthest(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+
+
+def equals_torch(stage: int, steps: int) -> dict[str, Any]:
+    """Draw a plan at every step, and train the same with plain torch in this process."""
+    options = EngineOptions(meter_memory=False, statistics_every=7)
+    ours = DeepSpeedEngine(make(), zero_stage=stage, options=options)
+    plain = TorchEngine(make(), options=options)
+    draw, windows, switches = random.Random(5), [], 0
+    for _ in range(steps):
+        plan = at_random(ours.space, draw)
+        switches += plan != ours.plan
+        ours.apply(plan)
+        plain.apply(plan)
+        windows.append((ours.run(1), plain.run(1)))
+    apart = [abs(one.loss - other.loss) for one, other in windows]
+    norms = [
+        abs(one.gradient.norm / other.gradient.norm - 1)
+        for one, other in windows
+        if one.gradient is not None and other.gradient is not None
+    ]
+    last = ours.monitor.state.latest
+    assert last is not None
+    return {
+        "apart": farthest(whole(ours), list(plain.model.parameters())),
+        "loss_apart": max(apart),
+        "norm_apart": max(norms),
+        "sampled": len(norms),
+        "switches": switches,
+        "failures": sum(one.failure is not None for one, _ in windows),
+        "samples": ours.progress.samples,
+        "micro_batches": sum(plan_window.steps for plan_window, _ in windows),
+        "noise_scale": last.noise_scale,
+        "per_unit": {name: unit.rms for name, unit in last.per_unit.items()},
+        "per_unit_torch": {name: unit.rms for name, unit in plain.monitor.state.latest.per_unit.items()},  # type: ignore[union-attr]
+        "metric_apart": abs(ours.evaluate() - plain.evaluate()),
+        "digest": digest(whole(ours)),
+        "k": list(ours.space.accumulation_choices),
+    }
+
+
+def storage_is_exact(stage: int, steps: int) -> dict[str, Any]:
+    """Train twice with dropout: as it is, and with units recomputed at random."""
+    digests, recomputed = [], 0
+    for switching in (False, True):
+        engine = DeepSpeedEngine(make(dropout=0.1), zero_stage=stage, options=EngineOptions(meter_memory=False))
+        draw = random.Random(2)
+        for _ in range(steps):
+            if switching:
+                engine.apply(at_random(engine.space, draw).changed(accumulation_steps=1))
+            engine.run(1)
+        digests.append(digest(whole(engine)))
+        recomputed += sum(engine.recomputations().values())
+        engine.close()
+    return {"digests": digests, "recomputed": recomputed}
+
+
+def troubles(stage: int, steps: int) -> dict[str, Any]:
+    """Meet losses that are not finite on one rank alone, and return to a snapshot."""
+    import torch.distributed as dist
+
+    bad = {"rank": -1}
+
+    def troubled(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        found = loss(model, batch)
+        return found * float("nan") if bad["rank"] == dist.get_rank() else found
+
+    engine = DeepSpeedEngine(make(loss=troubled), zero_stage=stage)
+    engine.apply(engine.space.plan(accumulation_steps=2, precision=engine.space.precisions[0]))
+    engine.run(steps)
+    before = digest(whole(engine))
+    saved = engine.snapshot()
+    failures = []
+    for rank in range(engine.world):
+        bad["rank"] = rank
+        failures.append(str(engine.run(2).failure))
+    bad["rank"] = -1
+    kept = digest(whole(engine)) == before
+    engine.restore(saved)
+    restored = digest(whole(engine)) == before
+    first = engine.run(steps)
+    after = digest(whole(engine))
+    engine.evaluate()
+    engine.restore(saved)
+    again = engine.run(steps)
+    return {
+        "failures": failures,
+        "kept": kept,
+        "restored": restored,
+        "same_after": after == digest(whole(engine)) and first.loss == again.loss,
+        "after": after,
+        "peak": first.peak_bytes,
+        "failure": str(first.failure),
+    }
+
+
+def other_arguments(stage: int, _steps: int) -> dict[str, Any]:
+    """Start ranks with different seeds."""
+    import torch.distributed as dist
+
+    from autotune.errors import InputError
+
+    dist.init_process_group("gloo")
+    try:
+        DeepSpeedEngine(make(), zero_stage=stage, seed=dist.get_rank())
+    except InputError as error:
+        return {"refused": str(error)}
+    return {}
+
+
+def main() -> None:
+    """Run what the arguments name, and write what came of it for each rank."""
+    folder, what, stage, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    torch.set_num_threads(1)
+    found = globals()[what](stage, steps)
+    import torch.distributed as dist
+
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
