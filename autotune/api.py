@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +26,17 @@ from autotune.campaign.progress import Reporter, Silent
 from autotune.campaign.runs import RunDirectory, device_name, require_writable
 from autotune.campaign.tracking import Tracker, send_pending
 from autotune.catalog import content_folder, load_job
+from autotune.engines.deepspeed_config import STAGES
 from autotune.engines.engine import Engine
+from autotune.engines.isolated_engine import Ranks
 from autotune.engines.profiler import ProfilerOptions
-from autotune.errors import InputError, JobError, RunDirectoryError
+from autotune.errors import BudgetError, InputError, JobError, RunDirectoryError
 from autotune.job import Job
 from autotune.physics.memory_model import peak_bytes
 from autotune.physics.profile import Profile
 from autotune.physics.solver import Goal, require_feasible, solve, with_shadow_price
 from autotune.physics.time_model import seconds_per_step
-from autotune.plan import Plan
+from autotune.plan import Launch, Plan
 from autotune.report.figures import draw_comparison
 
 if TYPE_CHECKING:
@@ -56,6 +59,7 @@ class Session:
             dip leaves.
         profiler: what a profile may cost, where there is none yet.
         isolate: the job's reference, if its windows shall run in a process of their own; ``None`` for this one.
+        ranks: how many such processes train it together, through DeepSpeed; ``None`` for one without.
         asked: the arguments of the command, to take it up with.
         journal: what the campaign did so far.
         run: the run directory of a campaign that is taken up; ``None`` makes one.
@@ -69,6 +73,7 @@ class Session:
     dips: comparison.Dips | None = None
     profiler: ProfilerOptions = field(default_factory=ProfilerOptions)
     isolate: str | None = None
+    ranks: Ranks | None = None
     asked: Mapping[str, Any] = field(default_factory=dict)
     journal: Journal = field(default_factory=Journal)
     run: RunDirectory | None = None
@@ -81,6 +86,12 @@ class Session:
         """
         if method not in tuning.METHODS:
             raise InputError(f"method is {method!r}", where="--method", allowed=tuning.METHODS)
+        if self.ranks is not None and method in tuning.PROFILED:
+            raise InputError(
+                f"{method} plans from a profile, and none is taken of several ranks",
+                where="--method",
+                allowed=[name for name in tuning.METHODS if name not in tuning.PROFILED],
+            )
         require_writable(self.runs)
         self._refuse_budget_early()
         engine, references = self._references(require_leanest=method not in PLANNERS)
@@ -92,6 +103,9 @@ class Session:
         tracker = Tracker(self.runs, run.path, f"tune {self.job.name} {method}")
         result = self._search(method, engine, references, profile, run, tracker)
         engine.close()
+        if self.ranks is not None:
+            launched = result.plan.changed(launch=Launch(zero_stage=self.ranks.zero_stage))
+            result = replace(result, plan=launched)
         document = {
             "plan": result.plan.to_json(),
             "predicted": None if profile is None else predicted(profile, result.plan, references.memory_budget_bytes),
@@ -228,7 +242,7 @@ class Session:
 
     def _references(self, *, require_leanest: bool = True) -> tuple[Engine, tuning.References]:
         self.reporter.stage("measure the baseline and the leanest plan", 1)
-        engine = JournaledEngine(tuning.make_engine(self.job, self.settings.seed, isolate=self.isolate), self.journal)
+        engine = JournaledEngine(_made(self), self.journal)
         references = tuning.measure_references(
             engine, self.budget, require_leanest=require_leanest, clock=self.journal.clock
         )
@@ -302,6 +316,7 @@ def tune(
     seed: int = 0,
     lean: bool = False,
     isolate: bool = False,
+    ranks: Ranks | None = None,
     runs_dir: str | Path = "runs",
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
@@ -318,6 +333,8 @@ def tune(
         lean: whether a profile, where there is none yet, may be one in half the steps.
         isolate: whether windows run in a process of their own, so that what kills or hangs it is a failed window. The
             job is then given by its reference.
+        ranks: how many such processes train it together, through DeepSpeed, at which ZeRO stage; ``None`` for one
+            without.
         runs_dir: where the run directory is made.
         reporter: shows progress; ``None`` shows nothing.
 
@@ -327,8 +344,56 @@ def tune(
     Raises:
         InputError: for wrong input, before anything is written.
     """
-    session = _session(job, memory_budget, steps, trials, seed, runs_dir, reporter, lean=lean, isolate=isolate)
+    session = _session(
+        job, memory_budget, steps, trials, seed, runs_dir, reporter, lean=lean, isolate=isolate, ranks=ranks
+    )
     return session.tune(method)
+
+
+def tune_stages(
+    job: str,
+    method: str,
+    count: int,
+    *,
+    memory_budget: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Tune a job at every ZeRO stage in turn, and return the fastest plan of all of them.
+
+    Args:
+        job: the job's reference.
+        method: as for :func:`tune`.
+        count: how many ranks.
+        memory_budget: as for :func:`tune`; a share is one of the baseline's peak at stage 0, for all stages.
+        config: a DeepSpeed configuration of the user's own.
+        settings: what else :func:`tune` takes, for each stage.
+
+    Returns:
+        The fastest one's document, and under ``stages`` what was measured at each, or why it was not.
+
+    Raises:
+        InputError: for wrong input; or for a budget that is met at no stage.
+    """
+    budget, found, stages = memory_budget, [], {}
+    for stage in STAGES:
+        try:
+            document = tune(
+                job, method, memory_budget=budget, ranks=Ranks(count=count, zero_stage=stage, config=config), **settings
+            )
+        except BudgetError as error:
+            if budget is not None and MemoryBudget.parse(budget).share is not None:
+                raise
+            stages[str(stage)] = {"refused": str(error)}
+            continue
+        found.append(document)
+        stages[str(stage)] = {"measured": document["measured"], "run": document["run"]}
+        if budget is not None:
+            budget = f"{document['measured']['memory_budget_bytes']}B"
+    if not found:
+        raise BudgetError(f"{memory_budget} is met at no ZeRO stage", where="--memory-budget", allowed="a larger one")
+    best = min(found, key=lambda document: document["measured"]["seconds_per_step"] or math.inf)
+    return {**best, "stages": stages}
 
 
 def resume(run: str | Path, *, job: Job | None = None, reporter: Reporter | None = None) -> dict[str, Any]:
@@ -369,6 +434,7 @@ def resume(run: str | Path, *, job: Job | None = None, reporter: Reporter | None
             reporter,
             lean=asked["lean"],
             isolate=asked["isolate"],
+            ranks=None if asked.get("ranks") is None else Ranks(**asked["ranks"]),
         ),
         journal=Journal.opened(folder.path),
         run=folder,
@@ -588,6 +654,10 @@ def fine_tune(
     return document
 
 
+def _made(session: Session) -> Engine:
+    return tuning.make_engine(session.job, session.settings.seed, isolate=session.isolate, ranks=session.ranks)
+
+
 def _session(
     job: str | Job,
     memory_budget: str | None,
@@ -599,7 +669,9 @@ def _session(
     *,
     lean: bool = False,
     isolate: bool = False,
+    ranks: Ranks | None = None,
 ) -> Session:
+    isolate = isolate or ranks is not None
     if isolate and not isinstance(job, str):
         raise JobError(
             f"is {type(job).__name__}", where="isolate", allowed="a job's name, since it crosses a process border"
@@ -612,6 +684,7 @@ def _session(
         "seed": seed,
         "lean": lean,
         "isolate": isolate,
+        "ranks": None if ranks is None else asdict(ranks),
     }
     budget = None if memory_budget is None else MemoryBudget.parse(memory_budget)
     settings = tuning.TuningSettings(steps=steps, trials=trials, seed=seed)
@@ -622,6 +695,7 @@ def _session(
         settings=settings,
         reporter=reporter or Silent(),
         isolate=job if isolate and isinstance(job, str) else None,
+        ranks=ranks,
         asked=asked,
     )
     return replace(session, profiler=ProfilerOptions.lean()) if lean else session

@@ -17,7 +17,7 @@ from torch import nn
 
 from autotune import EngineOptions, Job, TorchEngine
 from autotune.engines.deepspeed_engine import DeepSpeedEngine
-from autotune.plan import Plan, PlanSpace
+from autotune.plan import Plan, PlanSpace, Precision
 
 BATCH, LENGTH = 8, 6
 IGNORED = -100
@@ -59,13 +59,31 @@ def make(dropout: float = 0.0, **changes: Any) -> Job:
     return Job(**{**settings, **changes})
 
 
-def at_random(space: PlanSpace, draw: random.Random) -> Plan:
+def one_sample() -> Job:
+    return make(batch_size=1, accumulation_choices=(1,))
+
+
+def at_random(space: PlanSpace, draw: random.Random, precision: Precision = Precision.FP32) -> Plan:
     recomputed = [name for name in space.recomputable if draw.random() < 0.5]
-    return space.plan(
-        accumulation_steps=draw.choice(space.accumulation_choices),
-        precision=space.precisions[0],
-        recomputed=recomputed,
-    )
+    k = draw.choice(space.accumulation_choices)
+    return space.plan(accumulation_steps=k, precision=precision, recomputed=recomputed)
+
+
+def mixed_precision(stage: int, steps: int) -> dict[str, Any]:
+    """Train with units in bf16 and in fp32, drawn at random, and the same with plain torch."""
+    options = EngineOptions(meter_memory=False, statistics_every=None)
+    ours, plain = DeepSpeedEngine(make(), zero_stage=stage, options=options), TorchEngine(make(), options=options)
+    if Precision.BF16 not in ours.space.precisions:
+        return {"skipped": ours.locks}
+    draw, apart, kinds = random.Random(3), [], set()
+    for _ in range(steps):
+        precision = {name: draw.choice((Precision.FP32, Precision.BF16)) for name in ours.plan.precision}
+        plan = at_random(ours.space, draw).changed(precision=precision)
+        kinds |= set(precision.values())
+        ours.apply(plan)
+        plain.apply(plan)
+        apart.append(abs(ours.run(1).loss - plain.run(1).loss))
+    return {"loss_apart": max(apart), "kinds": len(kinds)}
 
 
 def whole(engine: DeepSpeedEngine) -> list[torch.Tensor]:
@@ -199,7 +217,7 @@ def main() -> None:
     """Run what the arguments name, and write what came of it for each rank."""
     folder, what, stage, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(1)
-    found = globals()[what](stage, steps)
+    found = {name: globals()[name](stage, steps) for name in what.split(",")}
     import torch.distributed as dist
 
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))

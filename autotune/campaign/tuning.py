@@ -23,7 +23,7 @@ from autotune.budget import MemoryBudget, format_bytes
 from autotune.campaign.runs import RunDirectory
 from autotune.campaign.tracking import Tracker
 from autotune.engines.engine import Engine
-from autotune.engines.isolated_engine import IsolatedEngine
+from autotune.engines.isolated_engine import IsolatedEngine, Ranks
 from autotune.engines.metered_engine import MeteredEngine, StepsSpentError
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import BudgetError, InputError, JobError
@@ -161,17 +161,18 @@ class TuningResult:
     trials: tuple[Trial, ...]
 
 
-def make_engine(job: Job, seed: int, *, isolate: str | None = None) -> Engine:
+def make_engine(job: Job, seed: int, *, isolate: str | None = None, ranks: Ranks | None = None) -> Engine:
     """Return the engine that tuning measures on.
 
     Args:
         job: the job.
         seed: of weights, batches and everything random.
         isolate: the job's reference, if it shall train in a process of its own.
+        ranks: how many such processes train it together, through DeepSpeed; ``None`` for one without.
     """
     options = EngineOptions(discard_steps=_DISCARDED, split_to_learn_noise=True)
     if isolate is not None:
-        return IsolatedEngine(isolate, seed=seed, options=options)
+        return IsolatedEngine(isolate, seed=seed, options=options, ranks=ranks)
     return TorchEngine(job, seed=seed, options=options)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,6 +12,10 @@ from rich.table import Table
 from autotune.budget import format_bytes
 from autotune.cli import console as shared
 from autotune.cli.console import BudgetOption, JsonOption, LeanOption, RunsOption, SeedOption, StepsOption, TrialsOption
+from autotune.errors import InputError
+
+if TYPE_CHECKING:
+    from autotune.engines.isolated_engine import Ranks
 
 
 def command(
@@ -25,6 +30,14 @@ def command(
     isolate: Annotated[
         bool, typer.Option("--isolate", help="Train in a process of its own: what kills or hangs it is a failed trial.")
     ] = False,
+    engine: Annotated[str, typer.Option("--engine", help="torch, or deepspeed for several ranks.")] = "torch",
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="With deepspeed: how many ranks, on this machine.")] = 2,
+    zero_stage: Annotated[
+        str, typer.Option("--zero-stage", help="With deepspeed: 0, 1, 2, 3, or all to choose the fastest.")
+    ] = "0",
+    ds_config: Annotated[
+        Path | None, typer.Option("--ds-config", help="With deepspeed: a configuration of your own (JSON).")
+    ] = None,
     seed: SeedOption = 0,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
@@ -32,21 +45,44 @@ def command(
     """Find the fastest plan within a memory budget by measuring plans on the real job."""
     from autotune import api
 
+    asked = _ranks(engine, ranks, zero_stage, ds_config)
     output = shared.console(as_json=as_json)
     with shared.Bars(output) as bars:
-        document = api.tune(
-            job,
-            method,
-            memory_budget=memory_budget,
-            steps=steps,
-            trials=trials,
-            seed=seed,
-            lean=lean,
-            isolate=isolate,
-            runs_dir=runs_dir,
-            reporter=bars,
-        )
+        settings: dict[str, Any] = {
+            "memory_budget": memory_budget,
+            "steps": steps,
+            "trials": trials,
+            "seed": seed,
+            "lean": lean,
+            "runs_dir": runs_dir,
+            "reporter": bars,
+        }
+        if asked is not None and zero_stage == "all":
+            document = api.tune_stages(job, method, asked.count, config=asked.config, **settings)
+        else:
+            document = api.tune(job, method, isolate=isolate, ranks=asked, **settings)
     show(document, job, method, output, as_json=as_json)
+
+
+def _ranks(engine: str, count: int, zero_stage: str, config: Path | None) -> Ranks | None:
+    """Return what was asked of DeepSpeed.
+
+    Raises:
+        InputError: if an option is wrong, or stands beside another engine.
+    """
+    from autotune.engines.isolated_engine import Ranks
+    from autotune.files import read_json
+
+    if engine not in ("torch", "deepspeed"):
+        raise InputError(f"engine is {engine!r}", where="--engine", allowed="torch, deepspeed")
+    if engine == "torch":
+        if zero_stage != "0" or config is not None:
+            raise InputError("is for DeepSpeed", where="--zero-stage, --ds-config", allowed="--engine deepspeed beside")
+        return None
+    if zero_stage not in ("0", "1", "2", "3", "all"):
+        raise InputError(f"ZeRO stage is {zero_stage!r}", where="--zero-stage", allowed="0, 1, 2, 3, all")
+    stage = 0 if zero_stage == "all" else int(zero_stage)
+    return Ranks(count=count, zero_stage=stage, config=None if config is None else read_json(config))
 
 
 def show(document: dict[str, Any], job: str, method: str, output: Console, *, as_json: bool) -> None:

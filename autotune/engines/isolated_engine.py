@@ -254,10 +254,12 @@ class IsolatedEngine:
     def _answer(self, call: str, timeout_s: float, **request: Any) -> Any:
         document = self._exchange({"call": call, **request}, timeout_s)
         if "answer" not in document:
-            # After an exception that the engine does not make a value of, its state is unknown.
+            # After an exception that the engine does not make a value of, its state is unknown. Where another rank
+            # raised first, what the first one met is only that it was gone.
+            elsewhere = None if self._child is None else _rank_that_raised(self._child.output)
             self._end()
-            failure = Failure(document.get("failure", Failure.CRASHED))
-            raise _ChildError(failure, str(document.get("raised", "the answer cannot be read")))
+            own = Failure(document.get("failure", Failure.CRASHED)), str(document.get("raised", "it cannot be read"))
+            raise _ChildError(*(elsewhere or own))
         return document["answer"]
 
     def _open(self) -> dict[str, Any]:

@@ -1,0 +1,260 @@
+"""DeepSpeed on two ranks: the updates of one process, whatever the plan; one decision for all; failures as values."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import failing_job
+import pytest
+import sharded_rank
+
+from autotune.cli.main import run
+from autotune.engines.deepspeed_config import engine_config
+from autotune.engines.isolated_engine import IsolatedEngine, Ranks
+from autotune.errors import InputError, JobError
+from autotune.measurement import Failure
+
+TESTS = Path(__file__).parent
+installed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+
+def run_ranks(folder: Path, what: str, stage: int, steps: int) -> list[dict[str, Any]]:
+    """Run parts of sharded_rank.py on two ranks, with a watchdog, and return what each rank wrote."""
+    beside = str(Path(sys.executable).parent)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
+        "PATH": os.pathsep.join([beside, os.environ["PATH"]]),
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(TESTS / "sharded_rank.py"), str(folder), what, str(stage), str(steps)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def assert_equals_torch(ranks: list[dict[str, Any]], steps: int) -> None:
+    for found in (rank["equals_torch"] for rank in ranks):
+        assert found["apart"] <= 1e-6
+        assert found["loss_apart"] <= 1e-6 * 10
+        assert found["norm_apart"] <= 1e-5
+        assert found["metric_apart"] <= 1e-5
+        assert found["failures"] == 0
+        assert found["samples"] == steps * sharded_rank.BATCH
+        assert found["switches"] >= steps * 0.8
+        assert found["sampled"] == steps
+        assert found["per_unit"] == pytest.approx(found["per_unit_torch"], rel=1e-4)
+    assert ranks[0]["equals_torch"]["digest"] == ranks[1]["equals_torch"]["digest"]
+
+
+@installed
+def test_two_ranks_make_the_updates_of_one_process(tmp_path: Path) -> None:
+    ranks = run_ranks(tmp_path, "equals_torch,storage_is_exact,troubles", 2, 30)
+    assert_equals_torch(ranks, 30)
+    assert_storage_is_exact(ranks)
+    assert_troubles_are_shared(ranks)
+
+
+@installed
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
+def test_every_stage_equals_plain_torch_over_200_steps_of_random_plans(stage: int, tmp_path: Path) -> None:
+    assert_equals_torch(run_ranks(tmp_path, "equals_torch", stage, 200), 200)
+
+
+@installed
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_every_stage_switches_storage_exactly_and_shares_its_troubles(stage: int, tmp_path: Path) -> None:
+    ranks = run_ranks(tmp_path, "storage_is_exact,troubles,mixed_precision", stage, 30)
+    assert_storage_is_exact(ranks)
+    assert_troubles_are_shared(ranks)
+    for found in (rank["mixed_precision"] for rank in ranks):
+        if "skipped" not in found:
+            assert found["kinds"] == 2
+            assert found["loss_apart"] < 0.02
+
+
+def assert_storage_is_exact(ranks: list[dict[str, Any]]) -> None:
+    for found in (rank["storage_is_exact"] for rank in ranks):
+        assert len(set(found["digests"])) == 1
+        assert found["recomputed"] > 10
+
+
+def assert_troubles_are_shared(ranks: list[dict[str, Any]]) -> None:
+    for found in (rank["troubles"] for rank in ranks):
+        # A loss that is not finite on either rank ends the window on both, and no weight has moved.
+        assert found["failures"] == ["non_finite"] * 2
+        assert found["kept"]
+        assert found["restored"]
+        assert found["same_after"]
+        assert found["failure"] == "None"
+        assert found["peak"] > 0
+    assert ranks[0]["troubles"]["after"] == ranks[1]["troubles"]["after"]
+    assert ranks[0]["troubles"]["peak"] == ranks[1]["troubles"]["peak"]
+
+
+@installed
+@pytest.mark.slow
+def test_ranks_with_other_arguments_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    for found in run_ranks(tmp_path, "other_arguments", 1, 1):
+        assert "seed differs between ranks" in found["other_arguments"]["refused"]
+
+
+# ------------------------------------------------------------------------------------------- ranks that are children
+
+
+@installed
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "failure", "words"),
+    [
+        ("exception", Failure.CRASHED, "rank 1: KeyError"),
+        ("out_of_memory", Failure.OUT_OF_MEMORY, "rank 1: RuntimeError"),
+        ("kill", Failure.CRASHED, ""),
+        ("nan", Failure.NON_FINITE, ""),
+    ],
+)
+def test_what_becomes_of_one_rank_is_a_value_and_the_next_window_goes_on(
+    kind: str, failure: Failure, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(failing_job.FAILURE, kind)
+    monkeypatch.setenv(failing_job.AT, "4")
+    engine = IsolatedEngine(str(TESTS / "failing_job.py"), ranks=Ranks(count=2, zero_stage=2), threads=1)
+    try:
+        assert engine.run(2).failure is None
+        engine.snapshot()
+        broken = engine.run(3)
+        assert broken.failure is failure, broken.failure_detail
+        assert words in broken.failure_detail
+        monkeypatch.delenv(failing_job.FAILURE)
+        again = engine.run(3)
+        assert again.failure is None, again.failure_detail
+        assert again.steps == 3
+        child = engine._child
+        assert child is not None
+        processes = (child.process.pid, *child.processes)
+        assert len(processes) == 3
+    finally:
+        engine.close()
+    for process in processes:
+        assert not _runs(process)
+
+
+def _runs(process: int) -> bool:
+    """Tell whether a process is there and no corpse; a rank that lost its parent is buried by the system."""
+    for _ in range(50):
+        try:
+            state = (Path("/proc") / str(process) / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        if state == "Z":
+            return False
+        time.sleep(0.1)
+    return True
+
+
+@installed
+@pytest.mark.slow
+def test_tune_over_ranks_writes_the_stage_into_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = str(TESTS / "tiny_job.py")
+    command = ["tune", job, "--engine", "deepspeed", "--zero-stage", "1", "--method", "random", "--steps", "60"]
+    assert run([*command, "--runs-dir", str(tmp_path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["plan"]["launch"] == {"zero_stage": 1}
+    assert document["measured"]["peak_bytes"] > 0
+
+
+# ----------------------------------------------------------------------------------------------------- configurations
+
+
+def test_the_configuration_always_says_what_clips_and_never_accumulates_by_itself() -> None:
+    config = engine_config(sharded_rank.make(), 2, {"wall_clock_breakdown": False, "gradient_clipping": "auto"})
+    assert config["gradient_clipping"] == 1.0
+    assert engine_config(sharded_rank.make(clip_norm=None), 0)["gradient_clipping"] == 0.0
+    assert config["zero_optimization"]["stage"] == 2
+    assert config["gradient_accumulation_steps"] == config["train_micro_batch_size_per_gpu"] == 1
+    assert config["wall_clock_breakdown"] is False
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"gradient_clipping": 0.5}, "gradient_clipping is 0.5, and the job's clip_norm is 1.0"),
+        ({"train_batch_size": 64}, "train_batch_size is 64, and the job's batch_size is 8"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3, and the plan's is 1"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
+        ({"bf16": {"enabled": True}}, "bf16 is set"),
+        ({"fp16": {"enabled": True}}, "fp16 is set"),
+        ({"pipeline": {"stages": 2}}, "pipeline is set"),
+        ({"compile": {"deepcompile": True}}, "deepcompile"),
+        ({"optimizer": {"type": "AdamW"}}, "optimizer is set"),
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler is set"),
+    ],
+)
+def test_a_configuration_that_contradicts_is_refused_by_key_and_value(config: dict[str, Any], named: str) -> None:
+    with pytest.raises(InputError, match="configuration") as caught:
+        engine_config(sharded_rank.make(), 1, config)
+    assert named in str(caught.value)
+
+
+def test_what_is_automatic_or_off_is_no_contradiction() -> None:
+    user = {
+        "train_batch_size": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": False},
+        "optimizer": "auto",
+        "zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto", "overlap_comm": False},
+    }
+    config = engine_config(sharded_rank.make(), 1, user)
+    assert config["zero_optimization"] == {"overlap_comm": False, "stage": 1}
+    assert not {"bf16", "fp16", "optimizer"} & set(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--engine", "spark"], "engine is 'spark'"),
+        (["--engine", "deepspeed", "--zero-stage", "4", "--method", "random"], "ZeRO stage is '4'"),
+        (["--zero-stage", "2"], "is for DeepSpeed"),
+        (["--engine", "deepspeed", "--method", "exact"], "exact plans from a profile"),
+        (["--engine", "deepspeed", "--method", "random", "--ds-config", "nowhere.json"], "cannot be read"),
+    ],
+)
+def test_wrong_options_are_one_line(
+    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["tune", str(TESTS / "tiny_job.py"), "--runs-dir", str(tmp_path / "runs")]
+    assert run([*command, *options]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_ranks_are_counted_from_one() -> None:
+    with pytest.raises(InputError, match="whole number"):
+        Ranks(count=0)
+    with pytest.raises(InputError, match="ZeRO stage"):
+        Ranks(zero_stage=7)
+
+
+@installed
+@pytest.mark.slow
+def test_a_batch_smaller_than_the_ranks_is_refused() -> None:
+    with pytest.raises(JobError, match="there are 2 ranks"):
+        IsolatedEngine(f"{TESTS / 'sharded_rank.py'}:one_sample", ranks=Ranks(count=2))
