@@ -28,7 +28,8 @@ from autotune.units import Unit, find_units, name_units
 
 if TYPE_CHECKING:
     from autotune.api import compare, resume, tune
-    from autotune.engines.isolated_engine import IsolatedEngine
+    from autotune.engines.deepspeed_engine import DeepSpeedEngine
+    from autotune.engines.isolated_engine import IsolatedEngine, RankOptions
     from autotune.engines.torch_engine import EngineOptions, TorchEngine
     from autotune.live.attach import attach
     from autotune.live.limits import Limits
@@ -41,6 +42,7 @@ __all__ = [
     "AutotuneError",
     "BudgetError",
     "DataSource",
+    "DeepSpeedEngine",
     "EngineError",
     "EngineOptions",
     "Failure",
@@ -58,6 +60,7 @@ __all__ = [
     "PlanSpace",
     "PolicyFileError",
     "Precision",
+    "RankOptions",
     "RunDirectoryError",
     "Storage",
     "TorchEngine",
@@ -81,7 +84,9 @@ _LAZY = {
     "Limits": "autotune.live.limits",
     "LiveTuner": "autotune.live.tuner",
     "attach": "autotune.live.attach",
+    "DeepSpeedEngine": "autotune.engines.deepspeed_engine",
     "IsolatedEngine": "autotune.engines.isolated_engine",
+    "RankOptions": "autotune.engines.isolated_engine",
     "EngineOptions": "autotune.engines.torch_engine",
     "TorchEngine": "autotune.engines.torch_engine",
     "compare": "autotune.api",

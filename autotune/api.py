@@ -28,7 +28,7 @@ from autotune.campaign.tracking import Tracker, send_pending
 from autotune.catalog import content_folder, load_job
 from autotune.engines.deepspeed_config import STAGES
 from autotune.engines.engine import Engine
-from autotune.engines.isolated_engine import Ranks
+from autotune.engines.isolated_engine import RankOptions
 from autotune.engines.profiler import ProfilerOptions
 from autotune.errors import BudgetError, InputError, JobError, RunDirectoryError
 from autotune.job import Job
@@ -73,7 +73,7 @@ class Session:
     dips: comparison.Dips | None = None
     profiler: ProfilerOptions = field(default_factory=ProfilerOptions)
     isolate: str | None = None
-    ranks: Ranks | None = None
+    ranks: RankOptions | None = None
     asked: Mapping[str, Any] = field(default_factory=dict)
     journal: Journal = field(default_factory=Journal)
     run: RunDirectory | None = None
@@ -316,7 +316,7 @@ def tune(
     seed: int = 0,
     lean: bool = False,
     isolate: bool = False,
-    ranks: Ranks | None = None,
+    ranks: RankOptions | None = None,
     runs_dir: str | Path = "runs",
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
@@ -379,7 +379,11 @@ def tune_stages(
     for stage in STAGES:
         try:
             document = tune(
-                job, method, memory_budget=budget, ranks=Ranks(count=count, zero_stage=stage, config=config), **settings
+                job,
+                method,
+                memory_budget=budget,
+                ranks=RankOptions(count=count, zero_stage=stage, config=config),
+                **settings,
             )
         except BudgetError as error:
             if budget is not None and MemoryBudget.parse(budget).share is not None:
@@ -434,7 +438,7 @@ def resume(run: str | Path, *, job: Job | None = None, reporter: Reporter | None
             reporter,
             lean=asked["lean"],
             isolate=asked["isolate"],
-            ranks=None if asked.get("ranks") is None else Ranks(**asked["ranks"]),
+            ranks=None if asked.get("ranks") is None else RankOptions(**asked["ranks"]),
         ),
         journal=Journal.opened(folder.path),
         run=folder,
@@ -669,7 +673,7 @@ def _session(
     *,
     lean: bool = False,
     isolate: bool = False,
-    ranks: Ranks | None = None,
+    ranks: RankOptions | None = None,
 ) -> Session:
     isolate = isolate or ranks is not None
     if isolate and not isinstance(job, str):

@@ -84,7 +84,7 @@ def test_a_job_is_returned_as_it_is(job_file: Path):
 @pytest.mark.parametrize("reference", ["nothing", "", "charlm2", ":"])
 def test_an_unknown_name_is_refused_with_the_known_ones(reference):
     with pytest.raises(
-        JobError, match=r"no job has the name .* \(allowed: charlm, charlm_long, charlm_ragged, digits, "
+        JobError, match=r"no job has the name .* \(allowed: charlm, charlm_long, charlm_ragged, charlm_zero, digits, "
     ):
         load_job(reference)
 

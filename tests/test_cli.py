@@ -18,6 +18,7 @@ VERBS = [
     "demo",
     "doctor",
     "explain",
+    "export",
     "plan",
     "profile",
     "replay",

@@ -17,7 +17,7 @@ import sharded_rank
 
 from autotune.cli.main import run
 from autotune.engines.deepspeed_config import engine_config
-from autotune.engines.isolated_engine import IsolatedEngine, Ranks
+from autotune.engines.isolated_engine import IsolatedEngine, RankOptions
 from autotune.errors import InputError, JobError
 from autotune.measurement import Failure
 
@@ -134,7 +134,7 @@ def test_what_becomes_of_one_rank_is_a_value_and_the_next_window_goes_on(
 ) -> None:
     monkeypatch.setenv(failing_job.FAILURE, kind)
     monkeypatch.setenv(failing_job.AT, "4")
-    engine = IsolatedEngine(str(TESTS / "failing_job.py"), ranks=Ranks(count=2, zero_stage=2), threads=1)
+    engine = IsolatedEngine(str(TESTS / "failing_job.py"), ranks=RankOptions(count=2, zero_stage=2), threads=1)
     try:
         assert engine.run(2).failure is None
         engine.snapshot()
@@ -248,13 +248,13 @@ def test_wrong_options_are_one_line(
 
 def test_ranks_are_counted_from_one() -> None:
     with pytest.raises(InputError, match="whole number"):
-        Ranks(count=0)
+        RankOptions(count=0)
     with pytest.raises(InputError, match="ZeRO stage"):
-        Ranks(zero_stage=7)
+        RankOptions(zero_stage=7)
 
 
 @installed
 @pytest.mark.slow
 def test_a_batch_smaller_than_the_ranks_is_refused() -> None:
     with pytest.raises(JobError, match="there are 2 ranks"):
-        IsolatedEngine(f"{TESTS / 'sharded_rank.py'}:one_sample", ranks=Ranks(count=2))
+        IsolatedEngine(f"{TESTS / 'sharded_rank.py'}:one_sample", ranks=RankOptions(count=2))

@@ -16,7 +16,7 @@ HEAVY = {
     "sb3_contrib": {"agents/ppo.py"},
     "optuna": {"agents/optuna_search.py"},
     "mlflow": {"campaign/tracking.py"},
-    "deepspeed": set(),
+    "deepspeed": {"engines/deepspeed_engine.py"},
     "ray": set(),
     "matplotlib": {"report/figures.py"},
     "transformers": {"live/integrations/transformers.py"},

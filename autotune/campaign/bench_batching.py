@@ -89,7 +89,7 @@ class _Way:
 
 
 def bench_growing_noise(
-    reference: str, *, seeds: int, policy: str = "ppo", reporter: Reporter | None = None
+    reference: str | Job, *, seeds: int, policy: str = "ppo", reporter: Reporter | None = None
 ) -> dict[str, Any]:
     """Return the time to target of a live run with adaptive batching over that of every constant k, paired.
 

@@ -23,7 +23,7 @@ from autotune.budget import MemoryBudget, format_bytes
 from autotune.campaign.runs import RunDirectory
 from autotune.campaign.tracking import Tracker
 from autotune.engines.engine import Engine
-from autotune.engines.isolated_engine import IsolatedEngine, Ranks
+from autotune.engines.isolated_engine import IsolatedEngine, RankOptions
 from autotune.engines.metered_engine import MeteredEngine, StepsSpentError
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import BudgetError, InputError, JobError
@@ -161,7 +161,7 @@ class TuningResult:
     trials: tuple[Trial, ...]
 
 
-def make_engine(job: Job, seed: int, *, isolate: str | None = None, ranks: Ranks | None = None) -> Engine:
+def make_engine(job: Job, seed: int, *, isolate: str | None = None, ranks: RankOptions | None = None) -> Engine:
     """Return the engine that tuning measures on.
 
     Args:

@@ -13,7 +13,21 @@ from typing import Annotated, cast
 import typer
 
 from autotune import __version__
-from autotune.cli import bench, compare, demo, doctor, explain, plan, profile, replay, report, resume, train, tune
+from autotune.cli import (
+    bench,
+    compare,
+    demo,
+    doctor,
+    explain,
+    export,
+    plan,
+    profile,
+    replay,
+    report,
+    resume,
+    train,
+    tune,
+)
 from autotune.cli.console import keep_stdout_for_json
 from autotune.errors import AutotuneError, InputError
 
@@ -24,7 +38,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for module in (demo, profile, plan, tune, train, compare, resume, explain, replay, report, doctor):
+for module in (demo, profile, plan, tune, train, compare, resume, explain, export, replay, report, doctor):
     app.command(module.__name__.rpartition(".")[2])(module.command)
 app.add_typer(bench.app, name="bench")
 

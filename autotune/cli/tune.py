@@ -15,7 +15,7 @@ from autotune.cli.console import BudgetOption, JsonOption, LeanOption, RunsOptio
 from autotune.errors import InputError
 
 if TYPE_CHECKING:
-    from autotune.engines.isolated_engine import Ranks
+    from autotune.engines.isolated_engine import RankOptions
 
 
 def command(
@@ -64,13 +64,13 @@ def command(
     show(document, job, method, output, as_json=as_json)
 
 
-def _ranks(engine: str, count: int, zero_stage: str, config: Path | None) -> Ranks | None:
+def _ranks(engine: str, count: int, zero_stage: str, config: Path | None) -> RankOptions | None:
     """Return what was asked of DeepSpeed.
 
     Raises:
         InputError: if an option is wrong, or stands beside another engine.
     """
-    from autotune.engines.isolated_engine import Ranks
+    from autotune.engines.isolated_engine import RankOptions
     from autotune.files import read_json
 
     if engine not in ("torch", "deepspeed"):
@@ -82,7 +82,7 @@ def _ranks(engine: str, count: int, zero_stage: str, config: Path | None) -> Ran
     if zero_stage not in ("0", "1", "2", "3", "all"):
         raise InputError(f"ZeRO stage is {zero_stage!r}", where="--zero-stage", allowed="0, 1, 2, 3, all")
     stage = 0 if zero_stage == "all" else int(zero_stage)
-    return Ranks(count=count, zero_stage=stage, config=None if config is None else read_json(config))
+    return RankOptions(count=count, zero_stage=stage, config=None if config is None else read_json(config))
 
 
 def show(document: dict[str, Any], job: str, method: str, output: Console, *, as_json: bool) -> None:

@@ -59,7 +59,7 @@ class Patience:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
+class RankOptions:
     """Ask for several processes that train one job together, through DeepSpeed.
 
     Attributes:
@@ -117,7 +117,7 @@ class IsolatedEngine:
         patience: Patience | None = None,
         predict: Predict | None = None,
         threads: int | None = None,
-        ranks: Ranks | None = None,
+        ranks: RankOptions | None = None,
     ) -> None:
         if not isinstance(job, str):
             raise JobError(
@@ -432,7 +432,7 @@ def _rank_that_raised(output: Path) -> tuple[Failure, str] | None:
     return None
 
 
-def _launcher(ranks: Ranks | None) -> list[str]:
+def _launcher(ranks: RankOptions | None) -> list[str]:
     """Return the command that starts a module in a process, or in each of several ranks."""
     if ranks is None:
         return [sys.executable]

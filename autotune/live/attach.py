@@ -6,6 +6,7 @@ import os
 import platform
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args
@@ -18,6 +19,7 @@ from autotune.errors import AttachError, InputError
 from autotune.live.attached import Attached, Budget, LearningRateRule
 from autotune.live.deciding import find_policy
 from autotune.live.decision_log import LOG_NAME, LOG_VERSION, DecisionLog, make_run_folder
+from autotune.live.deepspeed_engines import held_bytes, is_engine, update_of
 from autotune.live.follower import follow
 from autotune.live.limits import Limits, Mode, Stage
 from autotune.live.pilot import Pilot
@@ -26,6 +28,7 @@ from autotune.live.screen import screen_of
 from autotune.live.tuner import LiveTuner
 from autotune.mechanics import controls, randomness
 from autotune.mechanics.precision import useful_precisions
+from autotune.mechanics.sharded import ShardedUpdate
 from autotune.mechanics.stepping import Update
 from autotune.plan import PlanSpace, Precision
 from autotune.units import Unit, find_units, name_units
@@ -39,10 +42,11 @@ _attached: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionar
 
 @randomness.isolated()
 def attach(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     policy: object = "ppo",
     *,
+    engine: Any = None,
     mode: str = "exact",
     stage: str = "act",
     batching: str = "fixed",
@@ -66,6 +70,8 @@ def attach(
         optimizer: its optimizer.
         policy: ``ppo`` (the shipped policy), ``planner``, ``exact``, ``greedy``, a policy folder, a plan file, a
             decision log to repeat, or an object with ``decide(observation, plan)``.
+        engine: what ``deepspeed.initialize`` returned, in place of model and optimizer: mode ``exact`` alone, and at
+            ZeRO stage 3 observed only. It clips, and its ``gradient_accumulation_steps`` are the loop's own.
         mode: ``exact`` changes storage alone, so that training stays bit-identical; ``rounding`` also k at a fixed
             batch, if cutting one in two was seen to keep its gradient; ``tolerant`` also the precision of units.
         stage: ``observe`` changes nothing and scores its own advice; ``act`` switches.
@@ -92,12 +98,19 @@ def attach(
         AttachError: naming what cannot be attached to, and the remedy; the model stays untouched.
         PolicyFileError: if a policy folder is not a policy.
     """
-    inner = _inner(model)
-    _check(inner, optimizer)
     chosen_mode, chosen_stage = _choice(Mode, mode, "mode"), _choice(Stage, stage, "stage")
+    sharded = None if engine is None else _through(engine, model, optimizer, chosen_mode, clip_norm)
+    if sharded is not None:
+        model, optimizer = engine, sharded.optimizer
+        accumulation_steps = engine.gradient_accumulation_steps()
+    elif is_engine(model):
+        raise AttachError("model is a DeepSpeed engine", where="attach", allowed="autotune.attach(engine=engine)")
+    inner = _inner(model)
+    _check(inner, optimizer, sharded)
+    assert model is not None
+    assert optimizer is not None
+    limits = _limits(limits, sharded)
     adaptive = _is_adaptive(batching, lr_rule, chosen_mode, accumulation_steps, parallel=model is not inner)
-    if limits is not None and not isinstance(limits, Limits):
-        raise AttachError(f"limits is {limits!r}", where="attach", allowed="autotune.Limits(...)")
     if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
         raise AttachError(
             f"accumulation_steps is {accumulation_steps!r}", where="attach", allowed="a whole number >= 1"
@@ -106,17 +119,15 @@ def attach(
         raise AttachError("mlflow is set and runs_dir is None", where="attach", allowed="a folder for the run's log")
     budget = _budget(memory_budget_bytes)
     if os.environ.get(KILL_VARIABLE, "0") not in ("", "0"):
-        return _inert(inner, model, optimizer, clip_norm)
+        device = next(inner.parameters()).device
+        return _inert(inner, model, optimizer, sharded or _update(device, optimizer, clip_norm))
     found = find_policy(policy)
     space, locks = _space(
         inner, units, chosen_mode, accumulation_steps, _choices_of_k(accumulation_choices), adaptive=adaptive
     )
-    if not space.units:
-        chosen_stage = Stage.OBSERVE
-        locks["units"] = "the model has no run of like blocks, and no part to tune: observed only"
-    if _is_compiled_whole(model, inner):
-        chosen_stage = Stage.OBSERVE
-        locks["units"] = "the model is compiled as a whole, and a switch would compile it again: observed only"
+    unfit = _unfit(space, model, inner, sharded)
+    if unfit is not None:
+        chosen_stage, locks["units"] = Stage.OBSERVE, f"{unfit}: observed only"
     facts = Attached(
         name=name or type(inner).__name__,
         model=inner,
@@ -126,12 +137,12 @@ def attach(
         locks=locks,
         mode=chosen_mode,
         stage=chosen_stage,
-        limits=limits or Limits(),
+        limits=limits,
         budget=budget,
         total_steps=total_steps,
         adaptive=adaptive,
         lr_rule=lr_rule,
-        bucket_bytes=_bucket_bytes(model),
+        bucket_bytes=_bucket_bytes(model) if sharded is None else held_bytes(sharded, inner),
         accumulation_steps=accumulation_steps,
     )
     config = {
@@ -164,7 +175,7 @@ def attach(
     return LiveTuner(
         facts,
         model,
-        _update(facts.device, optimizer, clip_norm),
+        sharded or _update(facts.device, optimizer, clip_norm),
         Pilot(facts, found, log, ranks),
         stop_file=None if folder is None else folder / _STOP_FILE,
         folder=folder,
@@ -189,7 +200,7 @@ def _environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _inert(inner: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> LiveTuner:
+def _inert(inner: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer, update: Update) -> LiveTuner:
     """Return a tuner that runs the loop and does nothing else."""
     facts = Attached(
         name=type(inner).__name__,
@@ -205,12 +216,36 @@ def _inert(inner: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer,
         total_steps=None,
         accumulation_steps=1,
     )
-    update = _update(facts.device, optimizer, clip_norm)
     return LiveTuner(facts, model, update, None, stop_file=None, folder=None, on_detach=lambda: None)
 
 
 def _update(device: torch.device, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> Update:
     return Update(optimizer, clip_norm=clip_norm, device_type=device.type)
+
+
+def _through(engine: Any, model: Any, optimizer: Any, mode: Mode, clip_norm: float | None) -> ShardedUpdate:
+    if model is not None or optimizer is not None:
+        raise AttachError("model or optimizer stands beside engine", where="attach", allowed="the engine alone")
+    return update_of(engine, mode, clip_norm)
+
+
+def _limits(limits: Any, sharded: ShardedUpdate | None) -> Limits:
+    if limits is not None and not isinstance(limits, Limits):
+        raise AttachError(f"limits is {limits!r}", where="attach", allowed="autotune.Limits(...)")
+    found = limits or Limits()
+    # No rank has the whole gradient that would be sampled.
+    return found if sharded is None else replace(found, statistics_every=None)
+
+
+def _unfit(space: PlanSpace, model: nn.Module, inner: nn.Module, sharded: ShardedUpdate | None) -> str | None:
+    """Return why nothing can be switched; ``None`` if something can."""
+    if not space.units:
+        return "the model has no run of like blocks, and no part to tune"
+    if _is_compiled_whole(model, inner):
+        return "the model is compiled as a whole, and a switch would compile it again"
+    if sharded is not None and sharded.stage == 3:
+        return "ZeRO stage 3 gathers weights by hooks in each unit"
+    return None
 
 
 def _inner(model: Any) -> nn.Module:
@@ -221,10 +256,10 @@ def _inner(model: Any) -> nn.Module:
         return inner
     if isinstance(model, nn.DataParallel):
         raise AttachError("the model is in DataParallel", where="attach", allowed="DistributedDataParallel")
-    return model
+    return model.module if is_engine(model) else model  # type: ignore[return-value]
 
 
-def _check(model: nn.Module, optimizer: Any) -> None:
+def _check(model: nn.Module, optimizer: Any, sharded: Update | None) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
         raise AttachError(f"optimizer is a {kind}", where="attach", allowed="a torch.optim.Optimizer")
@@ -237,7 +272,8 @@ def _check(model: nn.Module, optimizer: Any) -> None:
     if not trained:
         raise AttachError("the model has no parameter that requires a gradient", where="attach", allowed="at least one")
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if not trained & owned:
+    # Of an engine's optimizer, the parameters are shards.
+    if sharded is None and not trained & owned:
         raise AttachError(
             "the optimizer owns none of the model's parameters",
             where="attach",

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autotune.live.deepspeed_engines import is_engine
+
 
 class RanksError(Exception):
     """Say that the ranks could not agree; the run goes on without the tuner."""
@@ -33,10 +35,13 @@ class Ranks:
     """
 
     def __init__(self, model: nn.Module, timeout_s: float) -> None:
-        parallel = isinstance(model, nn.parallel.DistributedDataParallel)
         self._group: Any = None
         self.rank, self.world = 0, 1
-        theirs: Any = getattr(model, "process_group", None) if parallel else None
+        theirs: Any = None
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            theirs = model.process_group
+        elif is_engine(model):
+            theirs = model.data_parallel_group
         if theirs is not None and dist.is_initialized() and dist.get_world_size(theirs) > 1:
             self.rank, self.world = dist.get_rank(theirs), dist.get_world_size(theirs)
             members = dist.get_process_group_ranks(theirs)

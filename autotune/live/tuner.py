@@ -167,6 +167,8 @@ class LiveTuner:
             if not self._facts.adaptive:
                 # A loop that accumulates by itself weighs as it likes: only one call's micro-batches can be compared.
                 running.weights, running.micro_samples = [], []
+            own = self._facts.accumulation_steps
+            self._update.begin(len(pieces) if own == 1 else max(own - running.batches + 1, 1))
             for number, (piece, weight) in enumerate(pieces, 1):
                 self._weight = weight
                 running.weights.append(weight)

@@ -56,7 +56,8 @@ class ShardedUpdate(Update):
     def backward(self, loss: torch.Tensor, weight: float) -> None:
         """Accumulate the gradient of one micro-batch; the last one's is reduced over the ranks."""
         self._accumulating = True
-        self.engine.backward(loss * weight, scale_wrt_gas=False)
+        # It divides by its own number of accumulation steps, which is 1 where the steps are a plan's.
+        self.engine.backward(loss * weight)
         self._left -= 1
         self._mark()
 

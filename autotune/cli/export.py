@@ -1,0 +1,43 @@
+"""``autotune export``: what to launch a plan with elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autotune.cli import console as shared
+from autotune.cli.console import JsonOption
+
+
+def command(
+    plan: Annotated[str, typer.Argument(metavar="PLAN|RUN", help="A plan file, or a run directory with one.")],
+    job: Annotated[str, typer.Option("--job", help="The job that it is a plan of.")],
+    to: Annotated[str, typer.Option("--to", help="deepspeed or json.")] = "deepspeed",
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="How many ranks will train it.")] = 1,
+    out: Annotated[Path, typer.Option("--out", help="The folder to write to.")] = Path(),
+    as_json: JsonOption = False,
+) -> None:
+    """Write the files that another program is launched with, and say what of the plan they cannot hold."""
+    from autotune.campaign.runs import read_plan
+    from autotune.catalog import load_job
+    from autotune.errors import InputError
+    from autotune.files import write_json
+    from autotune.report.export import export
+
+    path = Path(plan)
+    found = read_plan(path / "plan.json" if path.is_dir() else path)
+    made = export(found, load_job(job), to, ranks=ranks)
+    if not out.is_dir():
+        raise InputError("is no folder", where=f"--out {out}", allowed="a folder that is there")
+    for name, document in made.files.items():
+        write_json(out / name, dict(document))
+    if as_json:
+        shared.print_json(made.to_json())
+        return
+    output = shared.console(as_json=False)
+    output.print(f"written: {', '.join(str(out / name) for name in made.files)}", soft_wrap=True)
+    output.print(f"launch: {made.command}", soft_wrap=True, markup=False)
+    for note in made.notes:
+        output.print(f"note: {note}", soft_wrap=True, markup=False)

@@ -1,0 +1,64 @@
+"""Attach to a DeepSpeed engine: what of it the tuner works with, and what it cannot work with. It is not imported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotune.errors import AttachError
+from autotune.live.limits import Mode
+from autotune.mechanics.memory_meter import resident_tensors, tensor_bytes
+from autotune.mechanics.sharded import ShardedUpdate
+
+
+def is_engine(value: object) -> bool:
+    """Tell whether something is what ``deepspeed.initialize`` returns, or a kind of it."""
+    return any(kind.__module__.startswith("deepspeed.") for kind in type(value).__mro__[:-1])
+
+
+def update_of(engine: Any, mode: Mode, clip_norm: float | None) -> ShardedUpdate:
+    """Return what makes updates through an engine.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned.
+        mode: what the tuner may change.
+        clip_norm: what the caller asked to clip at.
+
+    Raises:
+        AttachError: naming what of the engine is not supported, and the remedy.
+    """
+    if not is_engine(engine):
+        raise _refused(f"engine is a {type(engine).__name__}", "what deepspeed.initialize returned")
+    if any(kind.__name__ == "PipelineEngine" for kind in type(engine).__mro__):
+        raise _refused("the engine is a pipeline, which accumulates by itself", "an engine without pipeline stages")
+    if engine.is_deepcompile_enabled():
+        raise _refused("the engine uses DeepCompile, which owns the backward pass", "compile.deepcompile false")
+    if not engine.managed_gradient_accumulation():
+        raise _refused("managed_gradient_accumulation is false", "true, its default")
+    if engine.fp16_enabled():
+        raise _refused("fp16 is enabled, whose loss scale is not the tuner's", "bf16, or a torch_autocast section")
+    if mode is not Mode.EXACT:
+        raise _refused(f"mode is {mode}, and no rank has the gradient that it would be checked by", "mode exact")
+    clip = engine.gradient_clipping()
+    if clip_norm is not None and clip_norm != clip:
+        raise _refused(f"clip_norm is {clip_norm}, and gradient_clipping is {clip}", "the engine's alone")
+    # The one that it shards, or its own.
+    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise _refused(f"the engine's optimizer is a {type(optimizer).__name__}", "a torch optimizer inside")
+    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    update = ShardedUpdate(engine, optimizer, trained, clip or None)
+    if update.stage and not hasattr(engine.optimizer, "averaged_gradients"):
+        raise _refused(f"the engine's optimizer is a {type(engine.optimizer).__name__}", "ZeRO stages 0 to 3")
+    return update
+
+
+def held_bytes(update: ShardedUpdate, model: nn.Module) -> int:
+    """Return what an engine holds besides weights, buffers and optimizer state: masters and communication buffers."""
+    return tensor_bytes(update.resident(model, [])) - tensor_bytes(resident_tensors(model, update.optimizer, []))
+
+
+def _refused(problem: str, allowed: str) -> AttachError:
+    return AttachError(problem, where="attach(engine=)", allowed=allowed)

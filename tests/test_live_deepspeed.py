@@ -1,0 +1,73 @@
+"""Attached to a DeepSpeed engine: the same bits on every rank, whatever the policy does; what cannot be is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autotune
+from autotune.errors import AttachError
+
+TESTS = Path(__file__).parent
+
+
+def test_what_is_no_engine_is_refused() -> None:
+    with pytest.raises(AttachError, match=r"engine is a dict .*deepspeed\.initialize"):
+        autotune.attach(engine={})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+@pytest.mark.parametrize("stage", range(4))
+def test_an_engine_trains_the_same_bits_attached_and_switching(stage: int, tmp_path: Path) -> None:
+    ranks = run_ranks(tmp_path, stage, 60)
+    for found in (rank["runs"] for rank in ranks):
+        for way in found:
+            plain = found["plain" + way.partition("ing")[2]] if "ing" in way else found[way]
+            for kind in ("losses", "weights", "random"):
+                assert found[way][kind] == plain[kind], way
+            if way.startswith("wandering"):
+                assert found[way]["attached"], found[way]["why"]
+                # Stage 3 is observed only.
+                least = 0 if stage == 3 else 20
+                assert least <= found[way]["switches"] <= 10**6 * least
+    for way in ("wandering", "insisting"):
+        plans = [rank["runs"][way]["plans"] for rank in ranks]
+        # While each rank profiles its own steps, storage is its own business.
+        assert plans[0][12:] == plans[1][12:]
+    refused = ranks[0]["refusals"]
+    assert "mode is rounding" in refused["mode"]
+    assert "stands beside engine" in refused["beside"]
+    assert "clip_norm is 0.5, and gradient_clipping is 1.0" in refused["clip"]
+    assert "managed_gradient_accumulation" in refused["managed"]
+    assert "attach(engine=engine)" in refused["as a model"]
+    assert "attach" in refused["none"]
+
+
+def run_ranks(folder: Path, stage: int, steps: int) -> list[dict[str, Any]]:
+    """Run sharded_live_rank.py on two ranks, with a watchdog, and return what each rank wrote."""
+    beside = str(Path(sys.executable).parent)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
+        "PATH": os.pathsep.join([beside, os.environ["PATH"]]),
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(TESTS / "sharded_live_rank.py"), str(folder), str(stage), str(steps)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=290,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
