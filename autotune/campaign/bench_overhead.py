@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,7 +31,23 @@ def bench_overhead(job: Job, *, pairs: int, seed: int, on_pair: Callable[[int], 
         on_pair: is told of pairs done.
     """
     engine = TorchEngine(job, seed=seed, options=EngineOptions())
-    plain = PlainLoop(job, seed)
+    document = compare_loops(job, engine, PlainLoop(job, seed), pairs=pairs, on_pair=on_pair)
+    engine.close()
+    return document
+
+
+def compare_loops(
+    job: Job, engine: Loop, plain: Loop, *, pairs: int, on_pair: Callable[[int], None] | None = None
+) -> dict[str, Any]:
+    """Return the ratio of an engine's time to a plain loop's, block by block in turn.
+
+    Args:
+        job: the job that both train.
+        engine: the engine.
+        plain: the loop.
+        pairs: pairs of blocks.
+        on_pair: is told of pairs done.
+    """
     engine.run(4)
     plain.run(4)
     ratios, seconds = [], {"engine": 0.0, "plain": 0.0}
@@ -46,7 +62,6 @@ def bench_overhead(job: Job, *, pairs: int, seed: int, on_pair: Callable[[int], 
         ratios.append(times["engine"] / times["plain"])
         if on_pair is not None:
             on_pair(pair + 1)
-    engine.close()
     low, high = bootstrap_median(ratios)
     return {
         "version": 1,
@@ -63,6 +78,14 @@ def bench_overhead(job: Job, *, pairs: int, seed: int, on_pair: Callable[[int], 
         "pairs": pairs,
         "plain_s_per_step": seconds["plain"] / pairs / _BLOCK,
     }
+
+
+class Loop(Protocol):
+    """Be something that trains."""
+
+    def run(self, steps: int) -> object:
+        """Train some steps."""
+        ...
 
 
 class PlainLoop:

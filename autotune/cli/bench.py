@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,26 +25,39 @@ def _group() -> None:
 def overhead(
     job: Annotated[str, typer.Option("--job", help="The job to train.")] = "charlm",
     pairs: Annotated[int, typer.Option("--pairs", min=2, help="Pairs of blocks of ten steps.")] = 8,
+    engine: Annotated[str, typer.Option("--engine", help="torch, or deepspeed for several ranks.")] = "torch",
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="With deepspeed: how many ranks.")] = 2,
+    zero_stage: Annotated[int, typer.Option("--zero-stage", min=0, max=3, help="With deepspeed: the stage.")] = 2,
     seed: SeedOption = 0,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
 ) -> None:
     """Compare the engine's step with a hand-written loop of the same job, interleaved."""
+    from autotune.campaign.bench_deepspeed import bench_deepspeed
     from autotune.campaign.bench_overhead import bench_overhead
     from autotune.campaign.runs import require_writable
     from autotune.catalog import load_job
 
     require_writable(runs_dir)
+    if engine not in ("torch", "deepspeed"):
+        raise InputError(f"engine is {engine!r}", where="--engine", allowed="torch, deepspeed")
     found = load_job(job)
     with shared.Bars(shared.console(as_json=as_json)) as bars:
         bars.stage(f"{found.name}: engine against a plain loop", pairs)
-        document = bench_overhead(found, pairs=pairs, seed=seed, on_pair=bars.advance)
+        if engine == "deepspeed":
+            with tempfile.TemporaryDirectory() as folder:
+                document = bench_deepspeed(
+                    job, Path(folder), ranks=ranks, zero_stage=zero_stage, pairs=pairs, seed=seed
+                )
+        else:
+            document = bench_overhead(found, pairs=pairs, seed=seed, on_pair=bars.advance)
     low, high = document["ratio_ci95"]
     line = (
         f"engine / plain loop = {document['ratio_median']:.4f} (median of {pairs} pairs, 95 % interval {low:.4f} to "
         f"{high:.4f})"
     )
-    _finish(document, f"overhead-{found.name}", line, runs_dir, as_json)
+    kind = f"-zero{zero_stage}" if engine == "deepspeed" else ""
+    _finish(document, f"overhead-{found.name}{kind}", line, runs_dir, as_json)
 
 
 @app.command("solver")

@@ -14,7 +14,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -103,9 +103,7 @@ class DeepSpeedEngine(TorchEngine):
         """Put DeepSpeed's engine round the model and the optimizer."""
         self._restrict_space()
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        # A buffer of this many numbers is made whether or not there are as many.
-        entries = sum(parameter.numel() for parameter in trained)
-        self._config["zero_optimization"].setdefault("reduce_bucket_size", min(entries, _BUCKET))
+        self._config = sized(self._config, trained)
         # What it prints is of no use to whoever reads this program's own output.
         with redirect_stdout(sys.stderr):
             engine, *_ = self._deepspeed.initialize(model=self.model, optimizer=optimizer, config=self._config)
@@ -249,6 +247,16 @@ class DeepSpeedEngine(TorchEngine):
         told: list[Any] = [None] * self.world
         distributed.all_gather_object(told, _digest(document))
         return len(set(told)) == 1
+
+
+def sized(config: Mapping[str, Any], trained: Iterable[torch.nn.Parameter]) -> dict[str, Any]:
+    """Return a configuration whose communication buffer, if nobody said how large, is no larger than the model.
+
+    DeepSpeed makes a buffer of as many numbers as it is told, however few there are: 2 GB by default.
+    """
+    entries = sum(parameter.numel() for parameter in trained)
+    zero = {"reduce_bucket_size": min(entries, _BUCKET), **config["zero_optimization"]}
+    return {**config, "zero_optimization": zero}
 
 
 def imported(device: str) -> ModuleType:
