@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.agents.planner import PLANNERS, planned
+from autotune.agents.study_store import checked, without_password
 from autotune.budget import MemoryBudget, format_bytes
 from autotune.campaign import comparison, tuning
 from autotune.campaign.arms import (
@@ -317,6 +318,7 @@ def tune(
     lean: bool = False,
     isolate: bool = False,
     ranks: RankOptions | None = None,
+    storage: str | None = None,
     runs_dir: str | Path = "runs",
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
@@ -335,6 +337,8 @@ def tune(
             job is then given by its reference.
         ranks: how many such processes train it together, through DeepSpeed, at which ZeRO stage; ``None`` for one
             without.
+        storage: a database for Optuna's studies, ``postgresql://user@host:port/database``; ``None`` keeps them in the
+            run directory.
         runs_dir: where the run directory is made.
         reporter: shows progress; ``None`` shows nothing.
 
@@ -345,7 +349,17 @@ def tune(
         InputError: for wrong input, before anything is written.
     """
     session = _session(
-        job, memory_budget, steps, trials, seed, runs_dir, reporter, lean=lean, isolate=isolate, ranks=ranks
+        job,
+        memory_budget,
+        steps,
+        trials,
+        seed,
+        runs_dir,
+        reporter,
+        lean=lean,
+        isolate=isolate,
+        ranks=ranks,
+        storage=storage,
     )
     return session.tune(method)
 
@@ -439,6 +453,7 @@ def resume(run: str | Path, *, job: Job | None = None, reporter: Reporter | None
             lean=asked["lean"],
             isolate=asked["isolate"],
             ranks=None if asked.get("ranks") is None else RankOptions(**asked["ranks"]),
+            storage=asked.get("storage"),
         ),
         journal=Journal.opened(folder.path),
         run=folder,
@@ -461,6 +476,7 @@ def compare(
     seed: int = 0,
     dips: str | None = None,
     lean: bool = False,
+    storage: str | None = None,
     runs_dir: str | Path = "runs",
     reporter: Reporter | None = None,
     verb: str = "compare",
@@ -477,6 +493,7 @@ def compare(
         seed: of the searches and of the tuning engine.
         dips: how the budget dips in compared runs, ``EVERY:SHARE`` as in ``5:70%``; ``None`` if it stays.
         lean: as for :func:`tune`.
+        storage: as for :func:`tune`.
         runs_dir: where the run directory is made.
         reporter: shows progress; ``None`` shows nothing.
         verb: what the run directory is called after.
@@ -491,7 +508,7 @@ def compare(
     moves = None if dips is None else comparison.Dips.parse(dips)
     if moves is not None and memory_budget is None:
         raise InputError("dips are given without a memory budget", where="--dips", allowed="--memory-budget beside it")
-    session = _session(job, memory_budget, steps, trials, seed, runs_dir, reporter, lean=lean)
+    session = _session(job, memory_budget, steps, trials, seed, runs_dir, reporter, lean=lean, storage=storage)
     session = replace(session, dips=moves, asked={**session.asked, "dips": dips})
     return session.compare(names, drawn, verb=verb)
 
@@ -674,6 +691,7 @@ def _session(
     lean: bool = False,
     isolate: bool = False,
     ranks: RankOptions | None = None,
+    storage: str | None = None,
 ) -> Session:
     isolate = isolate or ranks is not None
     if isolate and not isinstance(job, str):
@@ -689,9 +707,13 @@ def _session(
         "lean": lean,
         "isolate": isolate,
         "ranks": None if ranks is None else asdict(ranks),
+        # Where it is taken up, a password comes from PGPASSWORD.
+        "storage": None if storage is None else without_password(storage),
     }
     budget = None if memory_budget is None else MemoryBudget.parse(memory_budget)
-    settings = tuning.TuningSettings(steps=steps, trials=trials, seed=seed)
+    settings = tuning.TuningSettings(
+        steps=steps, trials=trials, seed=seed, storage=None if storage is None else checked(storage)
+    )
     session = Session(
         job=load_job(job),
         runs=Path(runs_dir),

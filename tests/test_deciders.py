@@ -20,10 +20,11 @@ from test_env import SPACE, plain_window, replay_env
 from autotune import GradientStatistics, Measurement, Plan, PolicyFileError, Precision, Storage
 from autotune.agents import bundle, ppo
 from autotune.agents.network import Layout, LearnedPolicy, PolicyNetwork, most_likely
-from autotune.agents.optuna_search import STORAGE_FILE, OptunaSearch
+from autotune.agents.optuna_search import OptunaSearch
 from autotune.agents.policy import Policy
 from autotune.agents.rules import PAPER_ACCUMULATION, RULES, PaperPolicy, rule_policy
 from autotune.agents.search import RandomSearch, Search
+from autotune.agents.study_store import STORAGE_FILE
 from autotune.gym.env import TuningEnv
 from autotune.gym.observation import Observation
 from autotune.measurement import Failure

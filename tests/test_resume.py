@@ -185,23 +185,25 @@ def test_a_campaign_that_is_interrupted_20_times_finds_the_same_trials(killed_at
     assert len(trials) == len(found)
 
 
-def test_a_study_that_is_taken_up_proposes_what_it_would_have_proposed(tmp_path: Path) -> None:
-    first = [SPACE.baseline(), SPACE.leanest()]
+def tell(search: OptunaSearch, plan: Plan) -> None:
+    """Tell a search what a plan is known to cost."""
     engine = KnownEngine()
     reference = engine.run(3)
+    engine.apply(plan)
+    seen = Observation(
+        space=SPACE,
+        plan=plan,
+        window=engine.run(3),
+        reference=reference,
+        memory_budget_bytes=None,
+        batch_size=8,
+        adaptive=False,
+    )
+    search.tell(plan, seen, known_cost(plan))
 
-    def tell(search: OptunaSearch, plan: Plan) -> None:
-        engine.apply(plan)
-        seen = Observation(
-            space=SPACE,
-            plan=plan,
-            window=engine.run(3),
-            reference=reference,
-            memory_budget_bytes=None,
-            batch_size=8,
-            adaptive=False,
-        )
-        search.tell(plan, seen, known_cost(plan))
+
+def test_a_study_that_is_taken_up_proposes_what_it_would_have_proposed(tmp_path: Path) -> None:
+    first = [SPACE.baseline(), SPACE.leanest()]
 
     def go(folder: Path, *, interrupted: bool) -> list[Any]:
         folder.mkdir()

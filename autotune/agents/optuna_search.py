@@ -14,15 +14,17 @@ import optuna
 
 from autotune.agents.priced_plans import PRICES, SHARES, PricedPlans
 from autotune.agents.recipe_space import Choice, Range, Space
+from autotune.agents.study_store import StudyStore
 from autotune.errors import RunDirectoryError
 from autotune.gym.observation import Observation
 from autotune.gym.reward import overshoot
 from autotune.measurement import Failure
 from autotune.plan import Plan, PlanSpace, Precision, Storage
 
-logger = logging.getLogger(__name__)
+# A run's folder, or a shared database.
+Place = Path | StudyStore
 
-STORAGE_FILE = "optuna.db"
+logger = logging.getLogger(__name__)
 
 
 class _StudySearch:
@@ -33,14 +35,15 @@ class _StudySearch:
     when the process is killed; a trial that was running then is told as failed when the study is opened again.
 
     Args:
-        folder: where the study is stored; an existing study is continued.
+        place: where the study is stored, a run's folder or a shared database; an existing study is continued.
+        name: of the study.
         seed: of the sampler.
         first: parameters to propose before TPE does.
     """
 
-    def __init__(self, folder: Path, seed: int, first: Sequence[dict[str, object]] = ()) -> None:
+    def __init__(self, place: Place, name: str, seed: int, first: Sequence[dict[str, object]] = ()) -> None:
         self._seed, self._first = seed, list(first)
-        self._storage, self.study = _opened(folder, "tune", seed, "minimize")
+        self._storage, self.study = _opened(place, name, seed, "minimize")
         for stale in self.study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
             self.study.tell(stale.number, state=optuna.trial.TrialState.FAIL)
         self._trial: optuna.Trial | None = None
@@ -91,16 +94,16 @@ class OptunaSearch(_StudySearch):
 
     Args:
         space: the plans that can be proposed.
-        folder: where the study is stored; an existing study is continued.
+        place: where the study is stored, a run's folder or a shared database; an existing study is continued.
         seed: of the sampler.
         first: plans to propose before TPE does (hand-made rules).
     """
 
     name = "optuna"
 
-    def __init__(self, space: PlanSpace, folder: Path, seed: int, first: Sequence[Plan] = ()) -> None:
+    def __init__(self, space: PlanSpace, place: Place, seed: int, first: Sequence[Plan] = ()) -> None:
         self._space = space
-        super().__init__(folder, seed, [self._parameters(plan) for plan in dict.fromkeys(first)])
+        super().__init__(place, "tune", seed, [self._parameters(plan) for plan in dict.fromkeys(first)])
 
     def _propose(self, trial: optuna.Trial) -> Plan:
         precisions = [str(precision) for precision in self._space.precisions]
@@ -139,11 +142,11 @@ class OptunaPriceSearch(_StudySearch):
 
     name = "optuna-prices"
 
-    def __init__(self, priced: PricedPlans, space: PlanSpace, folder: Path, seed: int) -> None:
+    def __init__(self, priced: PricedPlans, space: PlanSpace, place: Place, seed: int) -> None:
         self._priced = priced
         self._choices = space.accumulation_choices
         first: list[dict[str, object]] = [{"k": k, "share": 1.0, "price_16_bit": 0.0} for k in self._choices]
-        super().__init__(folder, seed, first)
+        super().__init__(place, "prices", seed, first)
 
     def _propose(self, trial: optuna.Trial) -> Plan:
         return self._priced.plan(
@@ -258,23 +261,27 @@ def _distribution(place: Range | Choice) -> optuna.distributions.BaseDistributio
 
 
 def _opened(
-    folder: Path, name: str, seed: int, direction: Literal["minimize", "maximize"]
+    place: Place, name: str, seed: int, direction: Literal["minimize", "maximize"]
 ) -> tuple[optuna.storages.RDBStorage, optuna.Study]:
-    """Return a folder's study, a new one where there is none.
+    """Return a store's study, a new one where there is none.
 
     Raises:
         RunDirectoryError: if what is stored there is no study.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    path = folder / STORAGE_FILE
+    store = StudyStore.of(place)
     try:
-        storage = optuna.storages.RDBStorage(f"sqlite:///{path}")
+        storage = optuna.storages.RDBStorage(store.url, engine_kwargs=store.engine_options)
         study = optuna.create_study(
-            study_name=name, storage=storage, sampler=_sampler(seed), direction=direction, load_if_exists=True
+            study_name=store.prefix + name,
+            storage=storage,
+            sampler=_sampler(seed),
+            direction=direction,
+            load_if_exists=True,
         )
     except Exception as error:  # the database's driver is Optuna's business, and so are its exceptions
         raise RunDirectoryError(
-            f"is no Optuna study ({type(error).__name__})", where=str(path), allowed="what a search stored"
+            f"is no Optuna study ({type(error).__name__})", where=store.where, allowed="what a search stored"
         ) from error
     return storage, study
 

@@ -19,6 +19,7 @@ from autotune.agents.planner import PLANNERS, planned
 from autotune.agents.priced_plans import PricedPlans
 from autotune.agents.rules import RULES
 from autotune.agents.search import RandomSearch, Search
+from autotune.agents.study_store import StudyStore
 from autotune.budget import MemoryBudget, format_bytes
 from autotune.campaign.runs import RunDirectory
 from autotune.campaign.tracking import Tracker
@@ -66,6 +67,8 @@ class TuningSettings:
         warm_start: whether Optuna measures the hand-made rules before it proposes plans of its own.
         seed: of the search and of the engine.
         objective: what is minimised.
+        storage: a database for Optuna's studies, as :func:`autotune.agents.study_store.checked` returns it; ``None``
+            keeps them in the run's folder.
     """
 
     steps: int = 120
@@ -73,6 +76,7 @@ class TuningSettings:
     warm_start: bool = True
     seed: int = 0
     objective: Objective = field(default_factory=Objective)
+    storage: str | None = None
 
     def __post_init__(self) -> None:
         least = 2 * WINDOW_STEPS + WINDOW_STEPS + _RESERVE
@@ -366,10 +370,14 @@ class _Tuning:
         if self._method == "optuna-prices":
             assert self._profile is not None
             priced = PricedPlans(self._profile, self._references.memory_budget_bytes)
-            return OptunaPriceSearch(priced, env.plan_space, self._run.path, self._settings.seed)
+            return OptunaPriceSearch(priced, env.plan_space, self._store(), self._settings.seed)
         rules = [env.plan_space.baseline(), env.plan_space.leanest(), *_first_plans(env)]
         first = rules if self._settings.warm_start else []
-        return OptunaSearch(env.plan_space, self._run.path, self._settings.seed, first)
+        return OptunaSearch(env.plan_space, self._store(), self._settings.seed, first)
+
+    def _store(self) -> Path | StudyStore:
+        storage = self._settings.storage
+        return self._run.path if storage is None else StudyStore.shared(storage, self._run.path.name)
 
     def _train(self, env: TuningEnv) -> Plan:
         """Train PPO from the best hand-made rule that fits; return what it would choose."""

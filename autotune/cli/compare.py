@@ -8,7 +8,16 @@ import typer
 from rich.console import Console
 
 from autotune.cli import console as shared
-from autotune.cli.console import BudgetOption, JsonOption, LeanOption, RunsOption, SeedOption, StepsOption, TrialsOption
+from autotune.cli.console import (
+    BudgetOption,
+    JsonOption,
+    LeanOption,
+    RunsOption,
+    SeedOption,
+    StepsOption,
+    StorageOption,
+    TrialsOption,
+)
 
 
 def command(
@@ -25,6 +34,7 @@ def command(
     steps: StepsOption = 120,
     trials: TrialsOption = None,
     lean: LeanOption = False,
+    storage: StorageOption = None,
     seed: SeedOption = 0,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
@@ -43,6 +53,7 @@ def command(
             steps=steps,
             trials=trials,
             lean=lean,
+            storage=storage,
             seed=seed,
             runs_dir=runs_dir,
             reporter=bars,

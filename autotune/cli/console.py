@@ -25,6 +25,10 @@ BudgetOption = Annotated[
     typer.Option("--memory-budget", help="A size (20GiB, 900MiB) or a share of the FP32 baseline's peak (75%)."),
 ]
 StepsOption = Annotated[int, typer.Option("--steps", help="Real optimizer steps that each search may spend.")]
+StorageOption = Annotated[
+    str | None,
+    typer.Option("--storage", help="A database for Optuna's studies: postgresql://user@host:port/database."),
+]
 TrialsOption = Annotated[int | None, typer.Option("--trials", help="Plans that each search may measure at most.")]
 RUNS = Path("runs")
 

@@ -11,7 +11,16 @@ from rich.table import Table
 
 from autotune.budget import format_bytes
 from autotune.cli import console as shared
-from autotune.cli.console import BudgetOption, JsonOption, LeanOption, RunsOption, SeedOption, StepsOption, TrialsOption
+from autotune.cli.console import (
+    BudgetOption,
+    JsonOption,
+    LeanOption,
+    RunsOption,
+    SeedOption,
+    StepsOption,
+    StorageOption,
+    TrialsOption,
+)
 from autotune.errors import InputError
 
 if TYPE_CHECKING:
@@ -38,6 +47,7 @@ def command(
     ds_config: Annotated[
         Path | None, typer.Option("--ds-config", help="With deepspeed: a configuration of your own (JSON).")
     ] = None,
+    storage: StorageOption = None,
     seed: SeedOption = 0,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
@@ -54,6 +64,7 @@ def command(
             "trials": trials,
             "seed": seed,
             "lean": lean,
+            "storage": storage,
             "runs_dir": runs_dir,
             "reporter": bars,
         }

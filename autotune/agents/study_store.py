@@ -1,0 +1,101 @@
+"""Say where studies are kept: in a run's own folder, or in a database that several machines reach."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import InputError
+
+STORAGE_FILE = "optuna.db"
+# Seconds in which a database must answer.
+TIMEOUT_S = 10
+_DRIVER = "postgresql+psycopg"
+_INSTALL = "pip install 'autotune-rl[postgres]'"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyStore:
+    """Name a database and the studies in it that belong to one run.
+
+    Attributes:
+        url: as SQLAlchemy takes it.
+        prefix: what the names of the run's studies begin with.
+        where: what an error calls it.
+    """
+
+    url: str
+    prefix: str
+    where: str
+
+    @classmethod
+    def of(cls, place: Path | StudyStore) -> StudyStore:
+        """Return the store of a run's folder, or the store itself."""
+        if isinstance(place, StudyStore):
+            return place
+        path = place / STORAGE_FILE
+        return cls(url=f"sqlite:///{path}", prefix="", where=str(path))
+
+    @classmethod
+    def shared(cls, url: str, run: str) -> StudyStore:
+        """Return the store of a run in a database that :func:`checked` has seen."""
+        return cls(url=url, prefix=f"{run} ", where=without_password(url))
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """Return what SQLAlchemy's engine is made with."""
+        return _options(self.url)
+
+
+def checked(url: str, where: str = "--storage") -> str:
+    """Return a database's address as SQLAlchemy takes it, once the database has answered.
+
+    Args:
+        url: ``postgresql://user@host:port/database``; the password may also be in ``PGPASSWORD``.
+        where: what an error calls it.
+
+    Raises:
+        InputError: if it is no such address, the driver is missing, or nothing answers within ten seconds.
+    """
+    import sqlalchemy
+
+    allowed = "postgresql://user@host:port/database"
+    scheme, _, rest = url.partition("://")
+    if scheme not in ("postgresql", "postgres", _DRIVER) or not rest:
+        raise InputError(f"is {without_password(url)!r}", where=where, allowed=allowed)
+    if _place(url) == _place(os.environ.get("MLFLOW_TRACKING_URI", "")):
+        # Both keep the version of their tables in a table of one name.
+        raise InputError(f"{without_password(url)} is MLflow's database", where=where, allowed="another one beside it")
+    found = f"{_DRIVER}://{rest}"
+    try:
+        engine = sqlalchemy.create_engine(found, **_options(found))
+        with engine.connect() as connection:
+            connection.execute(sqlalchemy.text("select 1"))
+        engine.dispose()
+    except ModuleNotFoundError as error:
+        raise InputError(f"the driver is missing ({error.name})", where=where, allowed=_INSTALL) from error
+    except (sqlalchemy.exc.SQLAlchemyError, ValueError) as error:
+        reason = str(getattr(error, "orig", None) or error).splitlines()[0]
+        shown = without_password(url)
+        raise InputError(f"{shown} does not answer ({reason})", where=where, allowed="a database that does") from error
+    return found
+
+
+def without_password(url: str) -> str:
+    """Return an address that may be written down."""
+    scheme, mark, rest = url.partition("://")
+    user, at, host = rest.rpartition("@")
+    return f"{scheme}{mark}{user.partition(':')[0]}{at}{host}"
+
+
+def _place(url: str) -> str:
+    """Return host and database."""
+    return url.partition("://")[2].rpartition("@")[2]
+
+
+def _options(url: str) -> dict[str, Any]:
+    if not url.startswith("postgresql"):
+        return {}
+    return {"pool_pre_ping": True, "connect_args": {"connect_timeout": TIMEOUT_S}}

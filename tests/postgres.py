@@ -1,0 +1,94 @@
+"""Install, start and stop a real PostgreSQL for tests, on loopback and in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# A server refuses to run as root.
+_USER = "postgres"
+
+
+def binary(name: str) -> str | None:
+    """Return a server's program; ``None`` where there is none."""
+    found = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"))
+    return str(found[-1]) if found else shutil.which(name)
+
+
+def available() -> bool:
+    """Tell whether a server can be had."""
+    return binary("initdb") is not None and binary("pg_ctl") is not None
+
+
+@contextmanager
+def server() -> Iterator[Server]:
+    """Yield a running server, and stop it."""
+    folder = Path(tempfile.mkdtemp(prefix="autotune-postgres-"))
+    found = Server(folder)
+    try:
+        found.make()
+        found.start()
+        yield found
+    finally:
+        found.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Server:
+    """Be a server in a folder.
+
+    Args:
+        folder: where its data lie.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = int(free.getsockname()[1])
+        self.url = f"postgresql://{_USER}@127.0.0.1:{self._port}/postgres"
+
+    def make(self) -> None:
+        """Make its folder."""
+        if os.geteuid() == 0:
+            shutil.chown(self._folder, _USER)
+        self._run("initdb", "-D", str(self._folder / "data"), "-U", _USER, "-A", "trust", "-E", "UTF8", "--no-sync")
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        options = f"-p {self._port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={self._folder}"
+        self._run(
+            "pg_ctl", "-D", str(self._folder / "data"), "-o", options, "-l", str(self._folder / "log"), "-w", "start"
+        )
+
+    def database(self, name: str) -> str:
+        """Make another database and return its address."""
+        self._run("createdb", "-h", "127.0.0.1", "-p", str(self._port), "-U", _USER, name)
+        return self.url.removesuffix("postgres") + name
+
+    def stop(self) -> None:
+        """Stop it at once."""
+        if (self._folder / "data" / "postmaster.pid").exists():
+            self._run("pg_ctl", "-D", str(self._folder / "data"), "-m", "immediate", "stop")
+
+    def _run(self, name: str, *arguments: str) -> None:
+        program = binary(name)
+        assert program is not None
+        user = _USER if os.geteuid() == 0 else None
+        done = subprocess.run(
+            [program, *arguments],
+            user=user,
+            cwd=self._folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stdout

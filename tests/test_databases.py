@@ -1,0 +1,209 @@
+"""Studies and logs in a real PostgreSQL: nothing told is lost or doubled, and ordinary tools open what is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import optuna
+import postgres
+import pytest
+import sqlalchemy
+from test_env import SPACE
+from test_resume import tell
+
+from autotune.agents.optuna_search import OptunaSearch, _StudySearch
+from autotune.agents.study_store import StudyStore, checked, without_password
+from autotune.campaign.runs import RunDirectory
+from autotune.cli.main import run
+from autotune.errors import InputError
+
+JOB = Path(__file__).parent / "tiny_job.py"
+reachable = pytest.mark.skipif(
+    not postgres.available() or importlib.util.find_spec("psycopg") is None, reason="there is no PostgreSQL here"
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[postgres.Server]:
+    with postgres.server() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def url(server: postgres.Server) -> str:
+    return server.url
+
+
+def studies(url: str) -> dict[str, list[optuna.trial.FrozenTrial]]:
+    storage = optuna.storages.RDBStorage(url)
+    try:
+        return {study.study_name: storage.get_all_trials(study._study_id) for study in storage.get_all_studies()}
+    finally:
+        storage.remove_session()
+        storage.engine.dispose()
+
+
+@reachable
+def test_a_study_in_postgresql_proposes_what_one_in_sqlite_does(url: str, tmp_path: Path) -> None:
+    def go(place: Path | StudyStore) -> list[object]:
+        search = OptunaSearch(SPACE, place, 5, [SPACE.baseline()])
+        plans = []
+        for _ in range(12):
+            plans.append(search.ask())
+            tell(search, plans[-1])
+        search.close()
+        return plans
+
+    assert go(StudyStore.shared(checked(url), "here")) == go(tmp_path)
+    assert len(studies(checked(url))["here tune"]) == 12
+
+
+@reachable
+def test_a_tuning_keeps_its_study_and_its_log_in_postgresql(server: postgres.Server, tmp_path: Path) -> None:
+    url, log = server.url, checked(server.database("mlflow"))
+    command = [sys.executable, "-m", "autotune.cli.main", "tune", str(JOB), "--method", "optuna", "--steps", "70"]
+    environment = {**os.environ, "PYTHONPATH": str(JOB.parent.parent), "MLFLOW_TRACKING_URI": log}
+    done = subprocess.run(
+        [*command, "--storage", url, "--runs-dir", str(tmp_path), "--json"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    folder = RunDirectory.open(Path(json.loads(done.stdout)["run"]))
+    assert folder.read("config.json")["asked"]["storage"] == url
+    assert not (folder.path / "optuna.db").exists()
+    told = studies(checked(url))[f"{folder.path.name} tune"]
+    measured = [trial for trial in folder.lines("trials.jsonl") if not trial["final"]]
+    # A plan that was proposed again was told again, and not measured again.
+    plans = [trial.user_attrs["plan"] for trial in told if trial.state.name == "COMPLETE"]
+    assert len(plans) >= len(measured) > 5
+    assert all(trial["plan"] in plans for trial in measured)
+    engine = sqlalchemy.create_engine(log)
+    with engine.connect() as connection:
+        names = [name for (name,) in connection.execute(sqlalchemy.text("select name from runs"))]
+    engine.dispose()
+    assert any(name.startswith("tune tiny optuna") for name in names)
+    assert not (tmp_path / "mlflow.db").exists()
+
+
+@reachable
+@pytest.mark.slow
+def test_kill_9_at_random_instants_loses_nothing_in_postgresql(url: str, tmp_path: Path) -> None:
+    generator = random.Random(4)
+    program = [sys.executable, "-m", "autotune.cli.main"]
+    command = [*program, "tune", str(JOB), "--method", "optuna", "--steps", "120", "--storage", url]
+    command += ["--runs-dir", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(JOB.parent.parent), "OMP_NUM_THREADS": "1"}
+    kills, acknowledged = 0, 0
+    while True:
+        process = subprocess.Popen(
+            command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
+        )
+        try:
+            process.wait(generator.uniform(2.0, 7.0) if kills < 6 else 120)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            kills += 1
+        said = process.communicate()[1].decode()
+        begun = [path for path in tmp_path.iterdir() if (path / "config.json").is_file()]
+        if begun:
+            command = [*program, "resume", str(begun[0])]
+            began = time.perf_counter()
+            told = studies(checked(url)).get(f"{begun[0].name} tune", [])
+            assert time.perf_counter() - began < 5
+            complete = [trial for trial in told if trial.state.name == "COMPLETE"]
+            assert len(complete) >= acknowledged
+            acknowledged = len(complete)
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, said
+    states = [trial.state.name for trial in studies(checked(url))[f"{begun[0].name} tune"]]
+    measured = [trial for trial in RunDirectory.open(begun[0]).lines("trials.jsonl") if not trial["final"]]
+    assert "RUNNING" not in states
+    assert states.count("COMPLETE") >= len(measured)
+    assert kills >= 1
+
+
+@reachable
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("optuna_dashboard") is None, reason="optuna-dashboard is not installed")
+def test_the_ordinary_dashboard_opens_our_studies(url: str) -> None:
+    search = OptunaSearch(SPACE, StudyStore.shared(checked(url), "shown"), 5)
+    tell(search, search.ask())
+    search.close()
+    program = Path(sys.executable).parent / "optuna-dashboard"
+    process = subprocess.Popen([str(program), checked(url), "--port", "18099", "--host", "127.0.0.1"])
+    try:
+        for _ in range(60):
+            time.sleep(0.5)
+            try:
+                with urllib.request.urlopen("http://127.0.0.1:18099/api/studies", timeout=5) as answer:
+                    names = [study["study_name"] for study in json.load(answer)["study_summaries"]]
+                    break
+            except OSError:
+                continue
+        assert "shown tune" in names
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("storage", "said"),
+    [
+        ("mysql://somewhere/x", "--storage: is 'mysql://somewhere/x' (allowed: postgresql://user@host:port/database)"),
+        ("postgresql://", "is 'postgresql://'"),
+        ("postgresql://me:secret@127.0.0.1:1/x", "postgresql://me@127.0.0.1:1/x does not answer"),
+    ],
+)
+def test_a_storage_that_cannot_be_used_is_one_line(
+    storage: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "does not answer" in said and importlib.util.find_spec("psycopg") is None:
+        said = "the driver is missing"
+    options = ["--method", "optuna", "--storage", storage, "--runs-dir", str(tmp_path / "runs")]
+    assert run(["tune", str(JOB), *options]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert "secret" not in told
+    assert told.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_database_of_mlflow_s_own_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql+psycopg2://you:secret@host:5432/x")
+    options = ["--method", "optuna", "--storage", "postgresql://me@host:5432/x", "--runs-dir", str(tmp_path / "runs")]
+    assert run(["tune", str(JOB), *options]) == 2
+    assert "MLflow's database" in capsys.readouterr().err
+
+
+def test_a_password_is_not_written_down() -> None:
+    assert without_password("postgresql://me:se:cr@t@host:5/x") == "postgresql://me@host:5/x"
+    assert without_password("postgresql://host/x") == "postgresql://host/x"
+    with pytest.raises(InputError) as caught:
+        checked("redis://me:secret@host")
+    assert "secret" not in str(caught.value)
+
+
+def test_two_kinds_of_search_in_one_run_have_studies_of_their_own(tmp_path: Path) -> None:
+    for name, told in (("tune", 1), ("prices", 2)):
+        search = _StudySearch(tmp_path, name, 1)
+        for _ in range(told):
+            search.study.tell(search.study.ask(), 1.0)
+        search.close()
+    found = studies(f"sqlite:///{tmp_path / 'optuna.db'}")
+    assert {name: len(trials) for name, trials in found.items()} == {"tune": 1, "prices": 2}
