@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import optuna
+import sqlalchemy
 
 from autotune.agents.priced_plans import PRICES, SHARES, PricedPlans
 from autotune.agents.recipe_space import Choice, Range, Space
@@ -43,6 +44,7 @@ class _StudySearch:
 
     def __init__(self, place: Place, name: str, seed: int, first: Sequence[dict[str, object]] = ()) -> None:
         self._seed, self._first = seed, list(first)
+        self._where = StudyStore.of(place).where
         self._storage, self.study = _opened(place, name, seed, "minimize")
         for stale in self.study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
             self.study.tell(stale.number, state=optuna.trial.TrialState.FAIL)
@@ -58,11 +60,12 @@ class _StudySearch:
             return Plan.from_json(self._stored[number].user_attrs["plan"])
         # Seeded anew, so that what is proposed depends on what was told alone, and on no interruption.
         self.study.sampler = _sampler((self._seed + number) % 2**32)
-        waiting = self.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.WAITING,))
-        if number < len(self._first) and not waiting:
-            self.study.enqueue_trial(self._first[number])
-        self._trial = self.study.ask()
-        return self._propose(self._trial)
+        with _writing(self._where):
+            waiting = self.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.WAITING,))
+            if number < len(self._first) and not waiting:
+                self.study.enqueue_trial(self._first[number])
+            self._trial = self.study.ask()
+            return self._propose(self._trial)
 
     def _propose(self, trial: optuna.Trial) -> Plan:
         raise NotImplementedError
@@ -74,12 +77,13 @@ class _StudySearch:
             return
         failure = observation.window.failure
         over = overshoot(observation)
-        trial.set_user_attr("plan", plan.to_json())
-        trial.set_user_attr("failure", None if failure is None else str(failure))
         # A plan that cannot run at all is as far from being allowed as one that needs twice the budget.
         broken = failure not in (None, Failure.OVER_BUDGET, Failure.OUT_OF_MEMORY)
-        trial.set_constraint("memory", max(over, 1.0) if broken else over)
-        self.study.tell(trial, cost)
+        with _writing(self._where):
+            trial.set_user_attr("plan", plan.to_json())
+            trial.set_user_attr("failure", None if failure is None else str(failure))
+            trial.set_constraint("memory", max(over, 1.0) if broken else over)
+            self.study.tell(trial, cost)
 
     def close(self) -> None:
         """Close the database; a proposal that was never told is told as failed."""
@@ -270,7 +274,7 @@ def _opened(
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     store = StudyStore.of(place)
-    try:
+    with _writing(store.where), _reading(store.where):
         storage = optuna.storages.RDBStorage(store.url, engine_kwargs=store.engine_options)
         study = optuna.create_study(
             study_name=store.prefix + name,
@@ -279,11 +283,34 @@ def _opened(
             direction=direction,
             load_if_exists=True,
         )
+    return storage, study
+
+
+@contextlib.contextmanager
+def _reading(where: str) -> Iterator[None]:
+    try:
+        yield
+    except (sqlalchemy.exc.OperationalError, optuna.exceptions.StorageInternalError):
+        raise
     except Exception as error:  # the database's driver is Optuna's business, and so are its exceptions
         raise RunDirectoryError(
-            f"is no Optuna study ({type(error).__name__})", where=store.where, allowed="what a search stored"
+            f"is no Optuna study ({type(error).__name__})", where=where, allowed="what a search stored"
         ) from error
-    return storage, study
+
+
+@contextlib.contextmanager
+def _writing(where: str) -> Iterator[None]:
+    """Turn what a database raises that is full, locked or gone into one line."""
+    try:
+        yield
+    except (sqlalchemy.exc.OperationalError, optuna.exceptions.StorageInternalError) as error:
+        cause = error.__cause__ or error
+        reason = str(getattr(cause, "orig", None) or cause).splitlines()[0]
+        raise RunDirectoryError(
+            f"cannot be written ({reason}); what is there is kept, and autotune resume takes it up",
+            where=where,
+            allowed="a database with room that answers",
+        ) from error
 
 
 def _close(storage: optuna.storages.RDBStorage) -> None:

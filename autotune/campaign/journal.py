@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from autotune.campaign.runs import BEGUN_WITH
+from autotune.campaign.runs import BEGUN_WITH, writing
 from autotune.engines.engine import Engine
 from autotune.errors import InputError, RunDirectoryError
 from autotune.files import append_json_line, parse_json, write_atomic
@@ -115,14 +115,8 @@ class Journal:
 
     def _write(self, record: dict[str, Any]) -> None:
         assert self._path is not None
-        try:
+        with writing(self._path):
             append_json_line(self._path, {**record, "crc32": _sum(record)})
-        except OSError as error:
-            raise RunDirectoryError(
-                f"cannot be written ({error.strerror}); what is there is kept, and autotune resume takes it up",
-                where=str(self._path),
-                allowed="room on the disk",
-            ) from error
 
 
 class JournaledEngine:

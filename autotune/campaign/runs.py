@@ -7,7 +7,8 @@ import os
 import platform
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -84,14 +85,24 @@ class RunDirectory:
         return cls(path)
 
     def write(self, name: str, document: object) -> Path:
-        """Write one JSON document atomically and return its path."""
+        """Write one JSON document atomically and return its path.
+
+        Raises:
+            RunDirectoryError: if it cannot be written.
+        """
         path = self.path / name
-        write_json(path, document)
+        with writing(path):
+            write_json(path, document)
         return path
 
     def append(self, name: str, record: object) -> None:
-        """Append one record to a JSON-lines file; it is on the disk when this returns."""
-        append_json_line(self.path / name, record)
+        """Append one record to a JSON-lines file; it is on the disk when this returns.
+
+        Raises:
+            RunDirectoryError: if it cannot be written.
+        """
+        with writing(self.path / name):
+            append_json_line(self.path / name, record)
 
     def read(self, name: str) -> dict[str, Any]:
         """Read one of the run's documents.
@@ -125,6 +136,19 @@ class RunDirectory:
         if rows and not rows[-1].endswith("\n"):
             rows.pop()
         return [parse_json(row, where=f"{path} line {number}") for number, row in enumerate(rows, 1)]
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a full disk, or whatever else keeps a run's file from being written, into one line."""
+    try:
+        yield
+    except OSError as error:
+        raise RunDirectoryError(
+            f"cannot be written ({error.strerror}); what is there is kept, and autotune resume takes it up",
+            where=str(path),
+            allowed="room on the disk",
+        ) from error
 
 
 def require_writable(runs: Path) -> None:

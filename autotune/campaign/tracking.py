@@ -8,6 +8,7 @@ The only file that knows mlflow.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -48,6 +49,9 @@ class Tracker:
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._sender = _Sender(tracking_uri(runs), runs, folder)
         self._thread = threading.Thread(target=self._work, name="autotune-tracking", daemon=True)
+        for row in _rows(folder / SPOOL)[self._sender.sent :]:
+            # What a command that is taken up again did not get sent goes before all else.
+            self._queue.put(row or {"kind": "torn"})
         self._names, left = _begun(folder / SPOOL)
         for key in left:
             # A command that is taken up again was killed: what it left open is over.
@@ -126,10 +130,24 @@ class Tracker:
             if record["kind"] == "event":
                 record["event"].set()
             else:
-                self._sender.send(record)
+                self._sender.send(None if record["kind"] == "torn" else record)
                 if self._queue.empty():
                     self._sender.finish()
         self._sender.finish()
+
+
+def _make_database(path: Path) -> None:
+    """Make MLflow's database whole or not at all: one whose making was cut off is of no use any more."""
+    from mlflow import MlflowClient
+
+    making = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        MlflowClient(tracking_uri=f"sqlite:///{making}").search_experiments(max_results=1)
+        # Another process may have been faster.
+        with contextlib.suppress(FileExistsError):
+            os.link(making, path)
+    finally:
+        making.unlink(missing_ok=True)
 
 
 def _begun(spool: Path) -> tuple[list[str], list[str]]:
@@ -221,10 +239,16 @@ class _Sender:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(_REQUEST_TIMEOUT_S))
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
         # Read when mlflow is imported: its migrations would announce themselves line by line.
-        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "CRITICAL")
         logging.getLogger("alembic").setLevel(logging.ERROR)
+        # What fails is told by this sender, in one line.
+        for name in ("mlflow", "sqlalchemy.pool"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         from mlflow import MlflowClient
 
+        path = Path(self.uri.removeprefix("sqlite:///"))
+        if self.uri.startswith("sqlite:///") and not path.exists():
+            _make_database(path)
         self._client = MlflowClient(tracking_uri=self.uri)
         found = self._client.get_experiment_by_name(EXPERIMENT)
         if found is not None:

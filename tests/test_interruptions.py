@@ -1,0 +1,119 @@
+"""What befalls a machine in days of tuning: a disk that fills up, processes that are stopped for a minute."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy
+
+from autotune.campaign.journal import JOURNAL
+from autotune.campaign.runs import RunDirectory
+from autotune.campaign.tracking import Tracker
+
+JOB = Path(__file__).parent / "tiny_job.py"
+PROGRAM = [sys.executable, "-m", "autotune.cli.main"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(JOB.parent.parent), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Return a function that mounts a disk of a size, or gives it another one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def of_size(size: str) -> Path:
+        remount = "remount," if os.path.ismount(folder) else ""
+        command = ["mount", "-t", "tmpfs", "-o", f"{remount}size={size}", "tmpfs", str(folder)]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("a small disk cannot be mounted here")
+        return folder
+
+    yield of_size
+    if os.path.ismount(folder):
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def tune(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*PROGRAM, *arguments], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["64k", "700k", "1100k", "1250k"])
+def test_a_disk_that_fills_up_is_one_line_and_nothing_is_lost(size: str, small_disk: Callable[[str], Path]) -> None:
+    disk = small_disk(size)
+    done = tune("tune", str(JOB), "--method", "optuna", "--steps", "90", "--runs-dir", str(disk))
+    said = [line for line in done.stderr.splitlines() if line.startswith("autotune: ")]
+    assert done.returncode == 2, done.stderr
+    assert len(said) == 1
+    assert "cannot be written" in said[0]
+    assert "Traceback" not in done.stderr
+    (folder,) = [path for path in disk.iterdir() if (path / "config.json").is_file()]
+    before = RunDirectory.open(folder).whole_lines(JOURNAL)
+    small_disk("64m")
+    done = tune("resume", str(folder), "--json")
+    assert done.returncode == 0, done.stderr
+    after = RunDirectory.open(folder).lines(JOURNAL)
+    assert after[: len(before)] == before
+    assert len(after) > len(before)
+    assert json.loads(done.stdout)["measured"]["peak_bytes"] > 0
+    # The log is whole, too: every run of the command, the one that the full disk ended included.
+    engine = sqlalchemy.create_engine(f"sqlite:///{disk / 'mlflow.db'}")
+    with engine.connect() as connection:
+        runs = connection.execute(sqlalchemy.text("select name, status from runs")).all()
+    engine.dispose()
+    assert ("tune tiny optuna", "FINISHED") in [tuple(run) for run in runs]
+    assert not [status for _, status in runs if status == "RUNNING"]
+
+
+@pytest.mark.slow
+def test_a_tuning_that_stands_still_for_a_while_goes_on(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*PROGRAM, "tune", str(JOB), "--method", "optuna", "--steps", "200", "--runs-dir", str(tmp_path), "--json"],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    time.sleep(4.0)
+    os.killpg(process.pid, signal.SIGSTOP)
+    time.sleep(60.0)
+    os.killpg(process.pid, signal.SIGCONT)
+    said, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    document = json.loads(said)
+    trials = RunDirectory.open(Path(document["run"])).lines("trials.jsonl")
+    assert [trial["number"] for trial in trials] == list(range(len(trials)))
+    assert not [trial for trial in trials if trial["measurement"]["failure"]]
+
+
+def test_what_an_earlier_command_could_not_send_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    first = Tracker(tmp_path, folder, "killed")
+    first.params({"seed": 1})
+    first.close()
+    # A kill cut a record off, too.
+    with (folder / "tracking.jsonl").open("a") as spool:
+        spool.write('{"kind": "par')
+        spool.write("\n")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    second = Tracker(tmp_path, folder, "taken up")
+    second.metrics({"cost": 1.0})
+    second.close()
+    engine = sqlalchemy.create_engine(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    with engine.connect() as connection:
+        runs = dict(tuple(run) for run in connection.execute(sqlalchemy.text("select name, status from runs")).all())
+        assert connection.execute(sqlalchemy.text("select count(*) from params")).scalar() == 1
+        assert connection.execute(sqlalchemy.text("select count(*) from metrics")).scalar() == 1
+    engine.dispose()
+    assert runs == {"killed": "FINISHED", "taken up": "FINISHED"}
