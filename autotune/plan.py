@@ -94,6 +94,8 @@ class Plan:
     precision: Mapping[str, Precision] = field(default_factory=dict)
     storage: Mapping[str, Storage] = field(default_factory=dict)
     launch: Launch = field(default_factory=Launch)
+    # Made when it is first asked for: plans are compared at every step, and to write one takes a while.
+    _text: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
         steps = self.accumulation_steps
@@ -172,10 +174,13 @@ class Plan:
             raise PlanError(problem, where=where, allowed=getattr(error, "allowed", "")) from error
 
     def _canonical(self) -> str:
-        return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        if not self._text:
+            text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+            object.__setattr__(self, "_text", text)
+        return self._text
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Plan) and self._canonical() == other._canonical()
+        return self is other or (isinstance(other, Plan) and self._canonical() == other._canonical())
 
     def __hash__(self) -> int:
         return hash(self._canonical())

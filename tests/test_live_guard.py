@@ -76,6 +76,16 @@ def test_what_is_larger_than_anything_traced_is_taken_to_grow_fast(profile: Prof
     assert steep.peak_bytes(plan, 100.0) == float("inf")
 
 
+def test_a_plan_that_is_made_anew_is_predicted_as_before(
+    placements: Placements, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = placements.plans[0]
+    peak = placements.peak_bytes(plan, 1.0)
+    # Policies make the same plan anew at each decision: to predict it takes longer than a short step may.
+    monkeypatch.setattr(placements, "_peaks_of", None)
+    assert placements.peak_bytes(Plan.from_json(plan.to_json()), 1.0) == peak
+
+
 def test_the_fastest_that_fits_is_the_fastest_of_all_that_fit(placements: Placements) -> None:
     profile = placements.profile
     highest = max(placements.peak_bytes(plan, 1.0) for plan in placements.plans)

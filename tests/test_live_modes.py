@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +28,8 @@ from torch import nn
 import autotune
 from autotune import AttachError
 from autotune.mechanics.precision import useful_precisions
+from autotune.physics.profile import Profile
+from autotune.physics.time_model import summed_seconds
 from autotune.plan import Plan, Precision, Storage
 
 
@@ -56,6 +59,27 @@ class Holds:
 
     def decide(self, observation: Any, plan: Plan) -> Plan:
         return plan.changed(accumulation_steps=self.k)
+
+
+class Notes(Holds):
+    """Hold one k, and keep the profiles that were to be planned from."""
+
+    def __init__(self, k: int) -> None:
+        super().__init__(k)
+        self.profiles: list[Profile] = []
+
+    def begin(self, profile: Profile, budget_bytes: int | None) -> Plan:
+        self.profiles.append(profile)
+        return profile.space.baseline()
+
+
+class Mixes(Holds):
+    """Hold one k, with every third unit in 16 bits."""
+
+    def decide(self, observation: Any, plan: Plan) -> Plan:
+        lower = observation.space.precisions[-1]
+        names = [unit.name for unit in observation.space.units]
+        return plan.changed(accumulation_steps=self.k, precision=dict.fromkeys(names[1::3], lower))
 
 
 def plain_gpt() -> nn.Module:
@@ -291,11 +315,72 @@ def test_an_adaptive_step_consumes_k_batches_and_weighs_them_by_their_items(k: i
     )  # fmt: skip
     events = [event for event in tuned.tuner.events if event["event"] == "switched"]
     assert ks_of(tuned) == {k}
-    # The steps before the switch, as they came: each k was traced once.
+    # The steps before the switch, as they came: each k was traced once, and each precision timed three times.
     assert len(events) == 1
     status = tuned.tuner.status
     assert status["plan"].accumulation_steps == k
-    assert status["steps"] < 80 // k + 8
+    assert status["steps"] < 80 // k + 14
+
+
+@pytest.mark.parametrize("budget", [None, 10**9])
+def test_under_adaptive_batching_k_differ_by_the_update_that_their_batches_share(budget: int | None) -> None:
+    policy = Notes(2)
+    tuned = train(
+        plain_gpt, padded(80), padded_loss, num_targets, policy=policy, mode="tolerant", batching="adaptive",
+        memory_budget_bytes=budget, limits=RESTLESS,
+    )  # fmt: skip
+    pilot: Any = tuned.tuner._pilot
+    # What a policy begins with, and what became known once another k had run.
+    for profile in (policy.profiles[0], pilot.placements.profile):
+        update = profile.tables[0].update_s
+        assert update > 0
+        assert [table.accumulation_steps for table in profile.tables] == [1, 2, 4, 8]
+        single = summed_seconds(profile, profile.space.baseline()) - update
+        for k in (2, 4, 8):
+            seconds = summed_seconds(profile, profile.space.baseline().changed(accumulation_steps=k))
+            assert seconds == pytest.approx(k * single + update, rel=1e-6)
+
+
+def test_an_adaptive_steps_seconds_are_those_of_all_its_batches_and_of_nothing_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batches = list(texts(72))
+    seeded()
+    model = plain_gpt()
+    tuner = autotune.attach(
+        model, torch.optim.SGD(model.parameters(), 0.05), Holds(4), mode="tolerant", batching="adaptive",
+        limits=RESTLESS, runs_dir=None,
+    )  # fmt: skip
+    pilot: Any = tuner._pilot
+    after_step, steps, noted = pilot.after_step, [], []
+    monkeypatch.setattr(pilot, "after_step", lambda step: (steps.append(step), after_step(step)))
+    monkeypatch.setattr(pilot._check, "note", noted.append)
+    held: list[torch.Tensor] = []
+    for number, batch in enumerate(batches):
+        for micro in tuner.micro_batches(batch):
+            tuner.backward(gpt_loss(model, micro))
+        held.append(batch)
+        if not tuner.step():
+            # Only towards the end, where all is profiled.
+            time.sleep(0.2 if number > 40 else 0.0)
+            continue
+        assert steps[-1].all_bytes == sum(one.nbytes for one in held)
+        # A longer step than the baseline's is not a slower one.
+        assert noted[-1] == steps[-1].seconds / steps[-1].all_bytes
+        held = []
+    assert steps[-1].samples == 4 * 8
+    assert min(step.seconds for step in steps[-5:]) < 0.2
+
+
+def test_a_plan_that_none_is_known_to_stand_in_for_runs_as_it_was_decided() -> None:
+    tuned = train(
+        lambda: TinyGPT(width=16, blocks=6, dropout=0.0), texts(80), gpt_loss, policy=Mixes(4), mode="tolerant",
+        batching="adaptive", memory_budget_bytes=10**9, limits=RESTLESS,
+    )  # fmt: skip
+    status = tuned.tuner.status
+    assert status["decided"].accumulation_steps == 4
+    assert status["plan"].accumulation_steps == 4
+    assert status["plan"].precision == status["decided"].precision
 
 
 def test_an_adaptive_run_equals_the_same_steps_by_hand() -> None:

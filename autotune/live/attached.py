@@ -60,9 +60,11 @@ class Step:
     """Hold what one optimizer step of the run came to.
 
     Attributes:
-        seconds: from its first micro-batch to the end of its update.
+        seconds: from its first micro-batch to the end of its update; where it consumes several batches, without what
+            the caller did between them.
         samples: samples consumed.
         batch_bytes: bytes of its batch; of the largest, where the caller accumulates several.
+        all_bytes: bytes of all batches that it consumed.
         later_bytes: bytes of the largest batch after the first one; 0 where there was one alone.
         losses: weighed losses of its micro-batches, still on the device.
         norm: 2-norm of its gradient.
@@ -72,6 +74,7 @@ class Step:
     seconds: float
     samples: int
     batch_bytes: int
+    all_bytes: int
     later_bytes: int
     losses: tuple[torch.Tensor, ...]
     norm: float

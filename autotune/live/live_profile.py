@@ -7,7 +7,7 @@ may not fit) is bounded from above by what has: while a unit is recomputed in ba
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -62,6 +62,8 @@ class Timed:
 
 
 _Step = TypeVar("_Step", Seen, Timed)
+# A unit's kind, and its parameters.
+_Kind = tuple[str, int]
 
 
 def seen_of(
@@ -107,16 +109,24 @@ class _Clock:
         seen: traced steps.
         timed: timed steps.
         reference_bytes: the size of batch; seconds are taken to be in proportion to it.
+        kinds: what units that cost the same have in common, by unit.
     """
 
     def __init__(
-        self, calls: Sequence[str], seen: Sequence[Seen], timed: Sequence[Timed], reference_bytes: int
+        self,
+        calls: Sequence[str],
+        seen: Sequence[Seen],
+        timed: Sequence[Timed],
+        reference_bytes: int,
+        kinds: Mapping[str, _Kind],
     ) -> None:
         self._calls = calls
+        self._kinds = kinds
         self._timed = self._medians([(one.plan, one.seconds, reference_bytes / one.batch_bytes) for one in timed])
         traced = [(one.plan, one.seconds, reference_bytes / one.traced_bytes) for one in seen]
         self._traced = self._medians(traced)
-        both = self._timed.keys() & self._traced.keys()
+        # Of an update a trace shows what lies between batches alone.
+        both = {key for key in self._timed.keys() & self._traced.keys() if key[0] != "update"}
         longer = sum(self._traced[key] for key in both)
         self._scale = sum(self._timed[key] for key in both) / longer if longer > 0 else 1.0
 
@@ -125,18 +135,25 @@ class _Clock:
         key = phase, segment, choice
         return self._timed.get(key, self._scale * self._traced.get(key, 0.0))
 
-    def corrected(self, segment: int, costs: Mapping[str, Cost]) -> dict[str, Cost]:
-        """Return a segment's costs with the seconds of choices that were timed, though none of their traces is known.
+    def corrected(self, segment: int, costs: Mapping[str, Cost], seen: Collection[str]) -> dict[str, Cost]:
+        """Return a segment's costs with the seconds of choices that were run, though none of their traces is known.
 
         Args:
             segment: the segment.
             costs: by choice.
+            seen: choices whose traces are known; the others' seconds are bounds.
         """
+
+        def seconds(phase: Phase, name: str, otherwise: float) -> float:
+            key = phase, segment, name
+            ran = key in self._timed or (name not in seen and key in self._traced)
+            return self.seconds(*key) if ran else otherwise
+
         found = {
             name: replace(
                 cost,
-                forward_s=self._timed.get(("forward", segment, name), cost.forward_s),
-                backward_s=self._timed.get(("backward", segment, name), cost.backward_s),
+                forward_s=seconds("forward", name, cost.forward_s),
+                backward_s=seconds("backward", name, cost.backward_s),
             )
             for name, cost in costs.items()
         }
@@ -149,7 +166,26 @@ class _Clock:
         for plan, seconds, share in steps:
             for (phase, segment), value in seconds.items():
                 found.setdefault((phase, segment, _choice(plan, self._calls, segment)), []).append(value * share)
-        return {key: statistics.median(values) for key, values in found.items()}
+        return self._alike({key: statistics.median(values) for key, values in found.items()})
+
+    def _alike(self, seconds: dict[tuple[Phase, int, str], float]) -> dict[tuple[Phase, int, str], float]:
+        """Return the seconds with what a 16-bit precision does to a unit's the same for all units of its kind.
+
+        Of many units that are alike, some would else look faster in it by chance, and be chosen for that.
+        """
+        sums: dict[tuple[Phase, _Kind, str], tuple[float, float]] = {}
+        pairs = {}
+        for (phase, segment, name), value in seconds.items():
+            precision, _, storage = name.partition("/")
+            own = seconds.get((phase, segment, f"{Precision.INHERIT}/{storage}"))
+            kind = None if segment < 0 or segment % 2 == 0 else self._kinds.get(self._calls[segment // 2])
+            if kind is None or own is None or precision == Precision.INHERIT:
+                continue
+            first, other = sums.get((phase, kind, name), (0.0, 0.0))
+            sums[phase, kind, name] = first + own, other + value
+            pairs[phase, segment, name] = own, (phase, kind, name)
+        shared = {key: own * sums[like][1] / max(sums[like][0], 1e-12) for key, (own, like) in pairs.items()}
+        return seconds | shared
 
 
 def _choice(plan: Plan, calls: Sequence[str], segment: int) -> str:
@@ -185,17 +221,17 @@ def build_profile(
         length_spread: of the batches' bytes; see :class:`autotune.physics.profile.Profile`.
         growth: exponent with which memory grows with a batch's size.
     """
-    fit = timed
+    own = seen
     if batching == "adaptive":
         seen = [*seen, *_longer(seen, space.accumulation_choices)]
-        timed = [*timed, *_timed_longer(timed, sorted({one.plan.accumulation_steps for one in seen}))]
     reference_bytes = max(one.batch_bytes for one in seen)
     ks = sorted({one.plan.accumulation_steps for one in seen})
+    kinds = {unit.name: (unit.kind, unit.num_parameters) for unit in space.units}
     tables = tuple(
         _table(
             k,
             [_at_size(one, reference_bytes, growth) for one in seen if one.plan.accumulation_steps == k],
-            [one for one in timed if one.plan.accumulation_steps == k],
+            _Clock(own[0].calls, _clocked(own, k, batching), _clocked(timed, k, batching), reference_bytes, kinds),
             space,
             batch_size,
         )
@@ -221,7 +257,7 @@ def build_profile(
         steps=len(seen),
         length_spread=length_spread,
     )
-    return _fitted(profile, fit, reference_bytes)
+    return _fitted(profile, timed, reference_bytes)
 
 
 def _longer(seen: Sequence[Seen], ks: Sequence[int]) -> list[Seen]:
@@ -238,10 +274,15 @@ def _longer(seen: Sequence[Seen], ks: Sequence[int]) -> list[Seen]:
     return [_of_batches(one, k) for k in ks if k > several[0] and k not in several for one in own]
 
 
-def _timed_longer(timed: Sequence[Timed], ks: Sequence[int]) -> list[Timed]:
-    """Return how long steps of more or fewer batches would take, where none was timed."""
-    own = {one.plan.accumulation_steps for one in timed}
-    return [_of_batches(one, k) for k in ks if k not in own for one in timed]
+def _clocked(steps: Sequence[_Step], k: int, batching: str) -> list[_Step]:
+    """Return the steps that tell the time of those at one k.
+
+    Under adaptive batching these are all, each as if it had k batches: steps of each k alone, run when the machine was
+    as busy as it happened to be, would tell k apart by that.
+    """
+    if batching == "adaptive":
+        return [_of_batches(one, k) for one in steps]
+    return [one for one in steps if one.plan.accumulation_steps == k]
 
 
 def _of_batches(one: _Step, k: int) -> _Step:
@@ -265,11 +306,10 @@ def _precision(plan: Plan) -> Precision:
     return next(iter(plan.precision.values()), Precision.INHERIT)
 
 
-def _table(k: int, scaled: Sequence[Seen], timed: Sequence[Timed], space: PlanSpace, batch_size: int) -> StepTable:
+def _table(k: int, scaled: Sequence[Seen], clock: _Clock, space: PlanSpace, batch_size: int) -> StepTable:
     """Return the costs at one k, bounds filled in."""
     calls = scaled[0].calls
     reference_bytes = max(one.batch_bytes for one in scaled)
-    clock = _Clock(calls, scaled, timed, reference_bytes)
     segments = []
     by_name = {unit.name: unit for unit in space.units}
     sightings = [_sightings(index, calls, scaled, clock) for index in range(2 * len(calls) + 1)]
@@ -285,10 +325,9 @@ def _table(k: int, scaled: Sequence[Seen], timed: Sequence[Timed], space: PlanSp
         if unit is None:
             one = Segment(unit=None, gradient_bytes=gradients[index], costs={FIXED: most(list(known.values()))})
         else:
-            filled = clock.corrected(
-                index, _filled(known, unit, classes) if unit.recomputable else without_storage(known)
-            )
-            one = Segment(unit=unit.name, gradient_bytes=gradients[index], costs=filled)
+            filled = _filled(known, unit, classes) if unit.recomputable else without_storage(known)
+            costs_of = clock.corrected(index, filled, known)
+            one = Segment(unit=unit.name, gradient_bytes=gradients[index], costs=costs_of)
         segments.append(one)
     return StepTable(
         accumulation_steps=k,

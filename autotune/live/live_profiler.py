@@ -89,6 +89,8 @@ class LiveProfiler:
         self._task: _Task | None = None
         self._traces = 0
         self._tries = 0
+        self._timings = 0
+        self._likeliest: Placements | None = None
         self._complete = False
         self._began = False
         self._shadowed = False
@@ -314,6 +316,10 @@ class LiveProfiler:
         if due is not None and self._tries < _TRIES + 2 * len(self._ks) * len(self.space.precisions):
             self._tries += 1
             return _Task("trace", due)
+        due = self._untimed(lean=lean)
+        if due is not None and self._timings < _TRIES * len(self.space.precisions):
+            self._timings += 1
+            return _Task("time", self._likely(due, budget_bytes) if lean else due)
         self._complete = self.rebuild() is not None
         if not self._complete:
             self.failed = "no step of the run could be traced"
@@ -327,6 +333,37 @@ class LiveProfiler:
         ks = (self._ks if lean else self._ks[:1]) if self.space.k_splits else self._ks[:2]
         wanted = [self._plan_of(k, precision, lean=lean) for precision in self.space.precisions for k in ks]
         return next((plan for plan in wanted if plan not in self._seen), None)
+
+    def _untimed(self, *, lean: bool) -> Plan | None:
+        """Return a traced plan of the precision that was timed least, to be timed before anybody plans; mostly none.
+
+        Under adaptive batching k hangs on the time of an update, which its batches share and no trace shows; and
+        policies plan from the first profile. Precisions take turns, so that a busy machine meets all alike.
+        """
+        if not self._attached.adaptive:
+            return None
+        plans = [self._plan_of(self._ks[0], precision, lean=lean) for precision in self.space.precisions]
+        counts = {
+            plan: sum(one.plan.precision == plan.precision for one in self._timed)
+            for plan in plans
+            if plan in self._seen
+        }
+        least = min(counts, key=lambda plan: counts[plan], default=None)
+        return None if least is None or counts[least] >= _TIMED_EACH else least
+
+    def _likely(self, like: Plan, budget_bytes: int | None) -> Plan:
+        """Return a lean plan with the storage that the next batch would most likely get; as it is, if unknown."""
+        if self._likeliest is None:
+            profile = self.rebuild()
+            self._likeliest = None if profile is None else Placements(profile, budget_bytes, self.growth)
+        placements = self._likeliest
+        if placements is None:
+            return like
+        length = self._largest / placements.profile.tables[0].batch_bytes
+        room = usable(budget_bytes)
+        found = placements.fastest(room, length, placements.group(self.leanest))
+        plan = like if found is None else like.changed(storage=found.storage)
+        return plan if placements.peak_bytes(plan, length) <= room else like
 
     def _fuller(self, budget_bytes: int | None) -> Plan | None:
         """Return the fastest plan that is known to fit the next batch, while others were not traced often enough."""

@@ -95,7 +95,7 @@ class Pilot:
         self._reference: Measurement | None = None
         self._latest: Measurement | None = None
         self._last_ran: Ran | None = None
-        self._told: dict[int, tuple[Plan, float]] = {}
+        self._told: dict[Plan, float] = {}
         self._previous_loss: float | None = None
         self._since_switch = 10**9
         self._rows: Any = None
@@ -161,7 +161,8 @@ class Pilot:
             samples: samples of its batch.
         """
         self._budget, self._size = self._read_budget(), largest
-        plan = None if self._profiler.done else self._profiler.plan_for(size, largest, samples, self._budget)
+        learns = not self._profiler.done
+        plan = self._profiler.plan_for(size, largest, samples, self._budget) if learns else None
         if plan is None:
             if self._profiler.complete and self.placements is None and not self.ranks.many:
                 self._take_profile()
@@ -170,7 +171,8 @@ class Pilot:
                 plan = self.baseline
             else:
                 self._profiler.also_watch(plan, size)
-        self._learns = self._profiler.watching or not self._profiler.done
+        # To plan from a first profile is part of learning, too.
+        self._learns = learns or self._profiler.watching
         every = self.attached.limits.statistics_every
         sampled = every is not None and self.step % every == every - 1 and not self._profiler.watching
         self._apply(self._of_several(plan, largest) if sampled else plan)
@@ -228,7 +230,8 @@ class Pilot:
                 self._take_profile()
         self.run_s += step.seconds
         self._take(step, ordinary=not watched)
-        self._check.note(step.seconds / max(step.batch_bytes, 1))
+        # Under adaptive batching a longer step than the baseline's consumes more.
+        self._check.note(step.seconds / max(step.all_bytes, 1))
         rounds = self.plan.precision != self.baseline.precision
         reason = self._wires.after_step(stepped=step.stepped, rounds=rounds)
         if reason is not None:
@@ -284,7 +287,9 @@ class Pilot:
         if self.ranks.many:
             length, room = self.ranks.largest([length, -room])
             room = -room
-        if not (self._follows and self._trusted()) and placements.peak_bytes(self.decided, length) <= room:
+        # A plan that none is known to stand in for is not exchanged.
+        stays = self._rows is None or not (self._follows and self._trusted())
+        if stays and placements.peak_bytes(self.decided, length) <= room:
             return self.decided
         found = placements.fastest(room, length, self._rows) if self._rows is not None else None
         if found is None:
@@ -351,11 +356,10 @@ class Pilot:
         return None if gradient is None else gradient.noise_scale
 
     def _seconds_of(self, plan: Plan, placements: Placements) -> float:
-        known = self._told.get(id(plan))
+        known = self._told.get(plan)
         if known is None:
-            # The plan is kept with its prediction, so that its id stays its own.
-            known = self._told[id(plan)] = plan, placements.seconds_of(plan)
-        return known[1]
+            known = self._told[plan] = placements.seconds_of(plan)
+        return known
 
     def _measure(self) -> tuple[Measurement, int]:
         """Return the window since the last decision and how many losses were not finite, and begin another window."""

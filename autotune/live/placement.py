@@ -59,8 +59,7 @@ class Placements:
         keys = [self._group_of(int(one), row) for one, row in zip(k, choices, strict=True)]
         for key in dict.fromkeys(keys):
             self._groups[key] = np.array([number for number, other in enumerate(keys) if other == key])
-        # By identity: to compare plans takes longer than to predict one.
-        self._own: dict[int, tuple[Plan, NDArray[np.float64]]] = {}
+        self._known: dict[Plan, NDArray[np.float64]] = {}
 
     def effective(self, length: float) -> float:
         """Return the length that memory is predicted at: beyond the traced size it may grow faster than the batch."""
@@ -96,9 +95,9 @@ class Placements:
 
     def peak_bytes(self, plan: Plan, length: float) -> float:
         """Return a plan's predicted peak at a batch size; infinite for one that the profile cannot predict."""
-        if id(plan) not in self._own:
-            self._own[id(plan)] = plan, self._peaks_of(plan)
-        peaks = self._own[id(plan)][1]
+        peaks = self._known.get(plan)
+        if peaks is None:
+            peaks = self._known[plan] = self._peaks_of(plan)
         return float(self._at(peaks, length)[0]) if peaks.size else float("inf")
 
     def _peaks_of(self, plan: Plan) -> NDArray[np.float64]:

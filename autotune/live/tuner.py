@@ -46,13 +46,16 @@ class _Running:
     Attributes:
         began: when it did.
         own_s: seconds of it that the tuner took for itself.
+        away_s: seconds between its batches: the caller loads the next one, or evaluates.
+        left: when the caller left with batches still to come; ``None`` while a batch runs.
         wanted: batches that it is to consume; more than one under adaptive batching.
         batches: batches so far.
         samples: samples so far.
         items: their loss-bearing items, where several batches are weighed by them.
         size: bytes of the largest batch.
+        all_bytes: bytes of all batches.
         later: bytes of the largest batch after the first one.
-        weights: of its micro-batches, relative to the first one's under adaptive batching.
+        weights: of its micro-batches; under adaptive batching as if all to come had as many items as the first one.
         micro_samples: samples of its micro-batches.
         losses: weighed losses, detached.
         norm: 2-norm of the gradient, once it was unscaled.
@@ -61,11 +64,14 @@ class _Running:
 
     began: float = field(default_factory=time.perf_counter)
     own_s: float = 0.0
+    away_s: float = 0.0
+    left: float | None = None
     wanted: int = 1
     batches: int = 0
     samples: int = 0
     items: list[int] = field(default_factory=list)
     size: int = 0
+    all_bytes: int = 0
     later: int = 0
     weights: list[float] = field(default_factory=list)
     micro_samples: list[int] = field(default_factory=list)
@@ -78,14 +84,26 @@ class _Running:
         size = tensor_bytes(tensors(batch))
         self.samples += _num_samples(batch)
         self.size = max(self.size, size)
+        self.all_bytes += size
         if self.batches:
             self.later = max(self.later, size)
         self.batches += 1
 
+    def come_back(self) -> None:
+        """Go on with the next batch."""
+        if self.left is not None:
+            self.away_s += time.perf_counter() - self.left
+            self.left = None
+
     @property
     def average(self) -> float:
-        """Return what the accumulated gradient is to be multiplied by, where weights are relative to the first's."""
-        return self.items[0] / sum(self.items) if len(self.items) > 1 else 1.0
+        """Return what the accumulated gradient is to be multiplied by: 1 where all batches had the first's items."""
+        return self.items[0] * self.wanted / sum(self.items) if self.items else 1.0
+
+    @property
+    def growth(self) -> float:
+        """Return by how much more items than in its first batch the step has."""
+        return sum(self.items) / self.items[0] if self.items else 1.0
 
 
 class LiveTuner:
@@ -244,6 +262,7 @@ class LiveTuner:
                 allowed="micro_batches(), backward() for each of them, then step()",
             )
         if not self._is_full(running):
+            running.left = time.perf_counter()
             return False
         norm = self.unscale()
         scales = [weight * self._update.loss_scale for weight in running.weights]
@@ -421,9 +440,10 @@ class LiveTuner:
         self._largest_bytes = max(self._largest_bytes, running.size)
         average = running.average
         report = Step(
-            seconds=time.perf_counter() - running.began - running.own_s,
+            seconds=time.perf_counter() - running.began - running.own_s - running.away_s,
             samples=running.samples,
             batch_bytes=running.size,
+            all_bytes=running.all_bytes,
             later_bytes=running.later,
             losses=tuple(running.losses if average == 1.0 else [loss * average for loss in running.losses]),
             norm=norm,
@@ -444,7 +464,8 @@ class LiveTuner:
             bounded: whether the caller knows that a step begins here, whatever gradients are alive.
         """
         if self._running is not None and self._running.pending:
-            # Without a step() in between: accumulation, in which nothing may be switched.
+            # Without a full step() in between: accumulation, in which nothing may be switched.
+            self._running.come_back()
             self._running.add(batch)
             return 1
         if self._running is not None:
@@ -469,11 +490,11 @@ class LiveTuner:
         return plan.accumulation_steps if own == 1 else 1
 
     def _whole(self, batch: Any, count: Count | None, running: _Running) -> list[tuple[Any, float]]:
-        """Return a batch as one micro-batch, weighed by its items against the step's first."""
+        """Return a batch as one micro-batch, weighed by its items against a step of batches like the first."""
         running.items.append(_counted(batch, count))
         if not running.items[0]:
             raise _nothing_to_learn()
-        return [(batch, running.items[-1] / running.items[0])] if running.items[-1] else []
+        return [(batch, running.items[-1] / (running.items[0] * running.wanted))] if running.items[-1] else []
 
     def _is_full(self, running: _Running) -> bool:
         """Tell whether a step has the batches that it was to consume; once detached, any number will do."""
@@ -481,7 +502,7 @@ class LiveTuner:
 
     def _rate_factor(self, running: _Running) -> float:
         """Return by what the learning rate follows a step of several batches, if the user asked for it."""
-        return batch_factor(self._facts.lr_rule, 1.0, running.average) if self._facts.adaptive else 1.0
+        return batch_factor(self._facts.lr_rule, running.growth, 1.0) if self._facts.adaptive else 1.0
 
     def _tell_phase(self, name: Any) -> None:
         if self._pilot is not None:

@@ -180,8 +180,10 @@ class Update:
 
     def average(self, factor: float) -> None:
         """Multiply the accumulated gradients, where their weights did not sum to 1; before :meth:`unscale`."""
+        if factor == 1.0:
+            return
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        if factor != 1.0 and gradients:
+        if gradients:
             torch._foreach_mul_(gradients, factor)
 
     def unscale(self) -> float:
