@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml | $(VENV)/bin/python
 $(DEV): pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	@# Its build asks for torch, which a build of its own does not see.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[deepspeed]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation "deepspeed>=0.19"
 	@touch $@ $(STAMP)
 
 demo: $(STAMP)

@@ -22,7 +22,7 @@ from autotune.campaign.arms import (
     static_arm,
 )
 from autotune.campaign.journal import Journal, JournaledEngine
-from autotune.campaign.profiling import cached_profile, find_profile
+from autotune.campaign.profiling import cached_profile, find_profile, profile_elsewhere
 from autotune.campaign.progress import Reporter, Silent
 from autotune.campaign.runs import RunDirectory, device_name, require_writable
 from autotune.campaign.tracking import Tracker, send_pending
@@ -256,6 +256,8 @@ class Session:
         if not set(names) & set(tuning.PROFILED) and not any(needs_profile(name) for name in names):
             return None
         self.reporter.stage("profile the units, once", 1)
+        if self.isolate is not None and find_profile(self.job, self.runs) is None:
+            profile_elsewhere(self.isolate, self.runs, lean=self.profiler.is_lean)
         profile, _, _ = cached_profile(self.job, self.runs, options=self.profiler, on_progress=self.reporter.advance)
         return profile
 

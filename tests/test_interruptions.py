@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import failing_job
 import pytest
 import sqlalchemy
 
 from autotune.campaign.journal import JOURNAL
 from autotune.campaign.runs import RunDirectory
 from autotune.campaign.tracking import Tracker
+from autotune.cli.main import run
 
 JOB = Path(__file__).parent / "tiny_job.py"
 PROGRAM = [sys.executable, "-m", "autotune.cli.main"]
@@ -117,3 +119,17 @@ def test_what_an_earlier_command_could_not_send_goes_first(tmp_path: Path, monke
         assert connection.execute(sqlalchemy.text("select count(*) from metrics")).scalar() == 1
     engine.dispose()
     assert runs == {"killed": "FINISHED", "taken up": "FINISHED"}
+
+
+def test_a_job_that_dies_while_it_is_profiled_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The references take a few steps each in children of their own; the profile's first steps reach this one.
+    monkeypatch.setenv(failing_job.FAILURE, "segfault")
+    monkeypatch.setenv(failing_job.AT, "9")
+    command = ["tune", str(Path(failing_job.__file__)), "--method", "exact", "--isolate", "--lean"]
+    assert run([*command, "--runs-dir", str(tmp_path)]) == 2
+    assert "profiling it ends with signal 11" in capsys.readouterr().err
+    monkeypatch.delenv(failing_job.FAILURE)
+    assert run([*command, "--runs-dir", str(tmp_path), "--json"]) == 0
+    assert len(list((tmp_path / "profiles").glob("*-lean.json"))) == 1

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
+import os
+import signal
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +21,7 @@ import numpy as np
 from autotune.campaign.runs import device_name
 from autotune.engines.profiler import ProfilerOptions, calibration_plan, fixed_shape, profile, profile_key
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
-from autotune.errors import InputError, ProfileError
+from autotune.errors import InputError, JobError, ProfileError
 from autotune.files import read_json, write_json
 from autotune.job import Job
 from autotune.physics.memory_model import peak_bytes
@@ -90,6 +95,40 @@ def cached_profile(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, measured.to_json())
     return measured, path, False
+
+
+def profile_elsewhere(reference: str, runs: Path, *, lean: bool) -> None:
+    """Profile a job in a process of its own, into the cache: what kills that process is the job's error.
+
+    Args:
+        reference: the job's reference.
+        runs: the folder of runs.
+        lean: whether to take half the steps.
+
+    Raises:
+        JobError: if the process does not bring a profile.
+    """
+    command = [sys.executable, "-m", "autotune.cli.main", "profile", reference, "--runs-dir", str(runs), "--json"]
+    process = subprocess.Popen(
+        [*command, *(["--lean"] if lean else [])],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+    )
+    try:
+        said = process.communicate()[1].decode(errors="replace").strip().splitlines()
+    finally:
+        # Whatever it started goes with it, also if this process is interrupted.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode:
+        code = process.returncode
+        how = f"exit code {code}" if code > 0 else f"signal {-code}"
+        last = said[-1].removeprefix("autotune: ") if said else "nothing was said"
+        raise JobError(f"profiling it ends with {how}: {last}", where=reference)
 
 
 def find_profile(job: Job, runs: Path) -> Profile | None:

@@ -30,7 +30,6 @@ from autotune.errors import EngineError, InputError, JobError
 from autotune.job import Job
 from autotune.mechanics import randomness, stepping
 from autotune.mechanics.gradient_stats import GradientProbe
-from autotune.mechanics.memory_meter import tensor_bytes
 from autotune.mechanics.sharded import ShardedProbe, ShardedUpdate
 from autotune.mechanics.trees import tensors
 from autotune.plan import Plan, Precision
@@ -300,8 +299,3 @@ def connect(library: ModuleType, device: str) -> None:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def shard_bytes(engine: DeepSpeedEngine) -> int:
-    """Return the bytes of weights, masters, buffers and optimizer state that this rank holds."""
-    return tensor_bytes([*engine.tensors().values(), *tensors(list(engine.sharded.optimizer.state.values()))])
