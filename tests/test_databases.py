@@ -71,16 +71,21 @@ def test_a_study_in_postgresql_proposes_what_one_in_sqlite_does(url: str, tmp_pa
 @reachable
 def test_a_tuning_keeps_its_study_and_its_log_in_postgresql(server: postgres.Server, tmp_path: Path) -> None:
     url, log = server.url, checked(server.database("mlflow"))
+    here = tmp_path / "here"
+    here.mkdir()
     command = [sys.executable, "-m", "autotune.cli.main", "tune", str(JOB), "--method", "optuna", "--steps", "70"]
     environment = {**os.environ, "PYTHONPATH": str(JOB.parent.parent), "MLFLOW_TRACKING_URI": log}
     done = subprocess.run(
         [*command, "--storage", url, "--runs-dir", str(tmp_path), "--json"],
         env=environment,
+        cwd=here,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert not list(here.iterdir())
+    assert list((tmp_path / "artifacts").rglob("tuned.json"))
     folder = RunDirectory.open(Path(json.loads(done.stdout)["run"]))
     assert folder.read("config.json")["asked"]["storage"] == url
     assert not (folder.path / "optuna.db").exists()

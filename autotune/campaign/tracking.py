@@ -253,7 +253,8 @@ class _Sender:
         found = self._client.get_experiment_by_name(EXPERIMENT)
         if found is not None:
             self._experiment = found.experiment_id
-        elif self.uri.startswith("sqlite"):
+        elif not self.uri.startswith(("http://", "https://")):
+            # A database keeps no files: they would go to wherever the command was called.
             location = (self._runs / "artifacts").absolute().as_uri()
             self._experiment = self._client.create_experiment(EXPERIMENT, artifact_location=location)
         else:
