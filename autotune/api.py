@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -95,15 +96,15 @@ class Session:
             )
         require_writable(self.runs)
         self._refuse_budget_early()
-        engine, references = self._references(require_leanest=method not in PLANNERS)
-        profile = self._profile([method])
-        if profile is not None:
-            # A budget that cannot be met is answered here, before anything is written.
-            planned(method if method in PLANNERS else "exact", profile, references.memory_budget_bytes, Goal())
-        run = self._create("tune", {"method": method})
-        tracker = Tracker(self.runs, run.path, f"tune {self.job.name} {method}")
-        result = self._search(method, engine, references, profile, run, tracker)
-        engine.close()
+        with contextlib.closing(self._engine()) as engine:
+            references = self._references(engine, require_leanest=method not in PLANNERS)
+            profile = self._profile([method])
+            if profile is not None:
+                # A budget that cannot be met is answered here, before anything is written.
+                planned(method if method in PLANNERS else "exact", profile, references.memory_budget_bytes, Goal())
+            run = self._create("tune", {"method": method})
+            tracker = Tracker(self.runs, run.path, f"tune {self.job.name} {method}")
+            result = self._search(method, engine, references, profile, run, tracker)
         if self.ranks is not None:
             launched = result.plan.changed(launch=Launch(zero_stage=self.ranks.zero_stage))
             result = replace(result, plan=launched)
@@ -145,7 +146,15 @@ class Session:
         require_writable(self.runs)
         refuse_broken_policies(names)
         self._refuse_budget_early()
-        engine, references = self._references()
+        with contextlib.closing(self._engine()) as engine:
+            run, tracker, arms, references = self._arms(engine, names, seeds, verb)
+        return self._compare(names, arms, seeds, references, run, tracker)
+
+    def _arms(
+        self, engine: Engine, names: Sequence[str], seeds: Sequence[int], verb: str
+    ) -> tuple[RunDirectory, Tracker, dict[str, comparison.Arm], tuning.References]:
+        """Make the run directory, and find the arms that must be searched for."""
+        references = self._references(engine)
         profile = self._profile(names)
         budget = references.memory_budget_bytes
         arms: dict[str, comparison.Arm] = {}
@@ -172,8 +181,7 @@ class Session:
             result = self._search(method, engine, lowest, profile, run, tracker)
             tuning.save_tuned_plan(run, result, f"plan-{method}.json")
             arms[method] = static_arm(method, result.plan, tuning_s=result.tuning_s, tuning_steps=result.tuning_steps)
-        engine.close()
-        return self._compare(names, arms, seeds, references, run, tracker)
+        return run, tracker, arms, references
 
     def _compare(
         self,
@@ -241,15 +249,18 @@ class Session:
         if profile is not None and self.budget is not None:
             require_feasible(profile, self.budget.resolve(peak_bytes(profile, profile.space.baseline())))
 
-    def _references(self, *, require_leanest: bool = True) -> tuple[Engine, tuning.References]:
+    def _engine(self) -> JournaledEngine:
         self.reporter.stage("measure the baseline and the leanest plan", 1)
-        engine = JournaledEngine(_made(self), self.journal)
+        made = tuning.make_engine(self.job, self.settings.seed, isolate=self.isolate, ranks=self.ranks)
+        return JournaledEngine(made, self.journal)
+
+    def _references(self, engine: Engine, *, require_leanest: bool = True) -> tuning.References:
         references = tuning.measure_references(
             engine, self.budget, require_leanest=require_leanest, clock=self.journal.clock
         )
         size = references.memory_budget_bytes
         self.reporter.advance(1, "" if size is None else f"budget {format_bytes(size)}")
-        return engine, references
+        return references
 
     def _profile(self, names: Sequence[str]) -> Profile | None:
         """Return the job's profile if any of the named methods plans from it."""
@@ -675,10 +686,6 @@ def fine_tune(
     document = fine_tuning.go_on(found, folder, profile, memory_budget, recipe, run, tracker, shows, seed=seed)
     tracker.close()
     return document
-
-
-def _made(session: Session) -> Engine:
-    return tuning.make_engine(session.job, session.settings.seed, isolate=session.isolate, ranks=session.ranks)
 
 
 def _session(

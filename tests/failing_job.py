@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import signal
 import time
@@ -16,15 +17,17 @@ from autotune import Job
 
 KINDS = ("hang", "segfault", "kill", "exit", "garbage", "out_of_memory", "nan", "exception")
 FAILURE, AT = "FAILING_JOB_KIND", "FAILING_JOB_AT"
+# A file that counts: where it is named, every so many-th call fails, in each of the ways in turn, so often.
+TURNS, TIMES = "FAILING_JOB_TURNS", "FAILING_JOB_TIMES"
 # Where several ranks train it: the one that fails.
 FAILING_RANK = "1"
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-        self.head = nn.Linear(16, 2)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.head = nn.Linear(width, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -32,10 +35,10 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def batches(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(seed: int, size: int = 8, width: int = 16) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     while True:
-        x = torch.randn(8, 16, generator=generator)
+        x = torch.randn(size, width, generator=generator)
         yield x, (x.sum(1) > 0).long()
 
 
@@ -64,6 +67,15 @@ def fail(kind: str) -> None:
         raise KeyError("the job's own")
 
 
+def next_turn(path: str) -> str | None:
+    """Return the way in which to fail now; below 0 none is due yet."""
+    with open(path, "r+") as file:  # noqa: PTH123 - read and written in one go
+        number = int(file.read())
+        file.seek(0)
+        file.write(f"{number + 1:<9}")
+    return KINDS[number % len(KINDS)] if 0 <= number < int(os.environ[TIMES]) else None
+
+
 def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     global calls
     calls += model.training
@@ -73,6 +85,11 @@ def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
         fail(kind)
         if kind == "nan":
             return found * float("nan")
+    if TURNS in os.environ and model.training and calls % int(os.environ[AT]) == 0:
+        kind = next_turn(os.environ[TURNS])
+        if kind == "nan":
+            return found * float("nan")
+        fail(kind or "")
     return found
 
 
@@ -85,4 +102,14 @@ job = Job(
     evaluate=lambda model: float(sum(p.abs().sum() for p in model.parameters())),
     target=0.0,
     batch_size=8,
+)
+
+# Batches so large that a plan saves memory.
+wide = dataclasses.replace(
+    job,
+    name="failing_wide",
+    model=lambda: Net(64),
+    batches=lambda seed: batches(seed, 512, 64),
+    batch_size=512,
+    accumulation_choices=(1, 2, 4),
 )

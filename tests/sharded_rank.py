@@ -106,11 +106,11 @@ def farthest(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
-def equals_torch(stage: int, steps: int) -> dict[str, Any]:
+def equals_torch(stage: int, steps: int, **changes: Any) -> dict[str, Any]:
     """Draw a plan at every step, and train the same with plain torch in this process."""
     options = EngineOptions(meter_memory=False, statistics_every=7)
-    ours = DeepSpeedEngine(make(), zero_stage=stage, options=options)
-    plain = TorchEngine(make(), options=options)
+    ours = DeepSpeedEngine(make(**changes), zero_stage=stage, options=options)
+    plain = TorchEngine(make(**changes), options=options)
     draw, windows, switches = random.Random(5), [], 0
     for _ in range(steps):
         plan = at_random(ours.space, draw)
@@ -142,6 +142,12 @@ def equals_torch(stage: int, steps: int) -> dict[str, Any]:
         "digest": digest(whole(ours)),
         "k": list(ours.space.accumulation_choices),
     }
+
+
+def adaptive_equals_torch(stage: int, steps: int) -> dict[str, Any]:
+    """Do the same where a step consumes k batches and its learning rate follows."""
+    found = equals_torch(stage, steps, batching="adaptive", lr_rule="sqrt")
+    return {name: found[name] for name in ("apart", "loss_apart", "norm_apart", "samples", "failures")}
 
 
 def storage_is_exact(stage: int, steps: int) -> dict[str, Any]:

@@ -80,7 +80,12 @@ def test_every_stage_equals_plain_torch_over_200_steps_of_random_plans(stage: in
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_every_stage_switches_storage_exactly_and_shares_its_troubles(stage: int, tmp_path: Path) -> None:
-    ranks = run_ranks(tmp_path, "storage_is_exact,troubles,mixed_precision", stage, 30)
+    ranks = run_ranks(tmp_path, "storage_is_exact,troubles,mixed_precision,adaptive_equals_torch", stage, 30)
+    for found in (rank["adaptive_equals_torch"] for rank in ranks):
+        assert found["failures"] == 0
+        assert found["apart"] <= 1e-6
+        assert found["loss_apart"] <= 1e-5
+        assert found["samples"] > 30 * sharded_rank.BATCH
     assert_storage_is_exact(ranks)
     assert_troubles_are_shared(ranks)
     for found in (rank["mixed_precision"] for rank in ranks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -15,10 +16,13 @@ import failing_job
 import pytest
 import sqlalchemy
 
+from autotune import api
+from autotune.campaign import tuning
 from autotune.campaign.journal import JOURNAL
 from autotune.campaign.runs import RunDirectory
 from autotune.campaign.tracking import Tracker
 from autotune.cli.main import run
+from autotune.engines.isolated_engine import IsolatedEngine, Patience
 
 JOB = Path(__file__).parent / "tiny_job.py"
 PROGRAM = [sys.executable, "-m", "autotune.cli.main"]
@@ -133,3 +137,51 @@ def test_a_job_that_dies_while_it_is_profiled_is_one_line(
     monkeypatch.delenv(failing_job.FAILURE)
     assert run([*command, "--runs-dir", str(tmp_path), "--json"]) == 0
     assert len(list((tmp_path / "profiles").glob("*-lean.json"))) == 1
+
+
+EXPECTED = {
+    "hang": "timeout",
+    "segfault": "crashed",
+    "kill": "crashed",
+    "exit": "crashed",
+    "garbage": "crashed",
+    "out_of_memory": "out_of_memory",
+    "nan": "non_finite",
+    "exception": "crashed",
+}
+
+
+@pytest.mark.slow
+def test_a_campaign_in_which_every_failure_recurs_completes_and_names_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = int(os.environ.get("FAILURES_EACH", "2"))
+    turns = tmp_path / "turns"
+    # The references are spared.
+    turns.write_text(f"{-3:<9}")
+    monkeypatch.setenv(failing_job.TURNS, str(turns))
+    monkeypatch.setenv(failing_job.AT, "7")
+    # Steps of microseconds: whoever takes five seconds hangs.
+    patience = Patience(opening_s=60, first_s=5, factor=10, grace_s=3)
+    monkeypatch.setattr(tuning, "IsolatedEngine", functools.partial(IsolatedEngine, patience=patience, threads=1))
+    count = len(EXPECTED) * each
+    # The finals are spared, too.
+    monkeypatch.setenv(failing_job.TIMES, str(count))
+    document = api.tune(
+        f"{failing_job.__file__}:wide",
+        "optuna",
+        memory_budget="60%",
+        isolate=True,
+        steps=60 * count,
+        trials=4 * count,
+        runs_dir=tmp_path,
+    )
+    trials = RunDirectory.open(Path(document["run"])).lines("trials.jsonl")
+    found = [trial["measurement"]["failure"] for trial in trials]
+    met = [failure for failure in found if failure not in (None, "over_budget")]
+    assert met == [EXPECTED[kind] for kind in failing_job.KINDS] * each
+    assert document["measured"]["peak_bytes"] <= document["measured"]["memory_budget_bytes"]
+    if each >= 10:
+        searched = [trial["measurement"]["failure"] for trial in trials if not trial["final"]]
+        halves = searched[: len(searched) // 2], searched[len(searched) // 2 :]
+        assert halves[1].count("over_budget") < halves[0].count("over_budget")

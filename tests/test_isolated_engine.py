@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import failing_job
@@ -34,10 +36,27 @@ EXPECTED = {
 }
 
 
-def processes() -> set[int]:
-    found = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-    rows = [row.split(None, 2) for row in found.splitlines()[1:]]
-    return {int(pid) for pid, _, args in rows if "autotune.engines.child" in args and "ps -eo" not in args}
+# What the processes of one test have in their environment: other tests run at the same time.
+MARK = "AUTOTUNE_TEST_MARK"
+
+
+def processes(mark: str) -> set[int]:
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            marked = f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0")
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if marked and state != "Z":
+            found.add(int(folder.name))
+    return found
+
+
+def abandoned() -> set[Path]:
+    """Return shared memory of torch's whose process is gone."""
+    shared = Path("/dev/shm").glob("torch_*")
+    return {path for path in shared if not (Path("/proc") / path.name.split("_")[1]).exists()}
 
 
 def descriptors() -> int:
@@ -45,13 +64,15 @@ def descriptors() -> int:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left() -> object:
-    before, open_before = processes(), descriptors()
-    shared = set(Path("/dev/shm").iterdir())
-    yield
-    assert processes() <= before
+def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Mark what a test starts, and see that nothing of it is left."""
+    name = secrets.token_hex(8)
+    monkeypatch.setenv(MARK, name)
+    open_before, shared = descriptors(), abandoned()
+    yield name
+    assert not processes(name)
     assert descriptors() <= open_before
-    assert set(Path("/dev/shm").iterdir()) <= shared
+    assert abandoned() <= shared
 
 
 def test_a_child_trains_as_this_process_would() -> None:

@@ -102,4 +102,4 @@ def test_optuna_searches_prices_and_begins_with_the_planners_answers(job, tmp_pa
     names = {name for trial in search.study.get_trials() for name in trial.params}
     assert names == {"k", "share", "price_16_bit"}
     search.close()
-    assert optuna.load_study(study_name="tune", storage=f"sqlite:///{tmp_path}/optuna.db").trials
+    assert optuna.load_study(study_name="prices", storage=f"sqlite:///{tmp_path}/optuna.db").trials

@@ -25,6 +25,10 @@ _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 # A format without a native path is emulated: on CPUs fp16 matrix products can run at a hundredth of fp32's rate, and
 # where they do not, fp16 convolutions still do. Ten times slower is far from every useful format and from noise.
 _SLOWEST_USEFUL_RATIO = 10.0
+# Looks that a format gets: on a busy machine one may meet another process's time slice.
+_LOOKS = 5
+# By this factor from the border, two looks are enough.
+_CLEAR = 3.0
 
 
 @contextmanager
@@ -56,14 +60,14 @@ def canonical(tree: Any) -> Any:
 def excluded_precisions(device_type: str) -> MappingProxyType[Precision, str]:
     """Return the precisions that a device has no fast path for, each with the measured reason.
 
-    A small matrix product and a small convolution are timed per format, forward and backward, some tens of milliseconds
-    in all; the answer is kept for the process.
+    A small matrix product and a small convolution are timed per format, forward and backward, some tenths of a
+    second in all; the answer is kept for the process.
     """
     reasons = {}
     for precision in (Precision.BF16, Precision.FP16):
         try:
             ratios = {
-                name: probe(DTYPES[precision], device_type) / probe(torch.float32, device_type)
+                name: _ratio(probe, DTYPES[precision], device_type)
                 for name, probe in (("matrix product", _matrix_s), ("convolution", _convolution_s))
             }
         except RuntimeError as error:
@@ -79,6 +83,17 @@ def useful_precisions(device_type: str) -> tuple[Precision, ...]:
     """Return fp32 and the 16-bit formats that a device does well, fp32 first."""
     excluded = excluded_precisions(device_type)
     return tuple(p for p in (Precision.FP32, Precision.BF16, Precision.FP16) if p not in excluded)
+
+
+def _ratio(probe: Callable[[torch.dtype, str], float], dtype: torch.dtype, device_type: str) -> float:
+    """Return how many times as long as in fp32 a probe takes at its fastest, the two in turn."""
+    own = other = float("inf")
+    for look in range(1, _LOOKS + 1):
+        own, other = min(own, probe(dtype, device_type)), min(other, probe(torch.float32, device_type))
+        beyond = max(own / other, _SLOWEST_USEFUL_RATIO) / min(own / other, _SLOWEST_USEFUL_RATIO)
+        if look >= 2 and beyond > _CLEAR:
+            break
+    return own / other
 
 
 def _matrix_s(dtype: torch.dtype, device_type: str) -> float:
