@@ -32,8 +32,10 @@ _PR_SET_PDEATHSIG = 1
 def main(arguments: list[str]) -> None:
     """Serve the socket in the folder that is the first argument, until it closes."""
     _die_with_parent()
-    folder, rank = Path(arguments[0]), int(os.environ.get("RANK", "0"))
+    folder = Path(arguments[0])
     opening = json.loads((folder / OPENING).read_text())
+    # Where nobody asked for ranks, the number is somebody else's.
+    rank = 0 if opening["ranks"] is None else int(os.environ["RANK"])
     # Without a parent, nobody is there to be told of anything.
     with contextlib.suppress(EOFError, OSError):
         if rank == 0:
