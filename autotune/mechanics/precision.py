@@ -25,10 +25,8 @@ _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 # A format without a native path is emulated: on CPUs fp16 matrix products can run at a hundredth of fp32's rate, and
 # where they do not, fp16 convolutions still do. Ten times slower is far from every useful format and from noise.
 _SLOWEST_USEFUL_RATIO = 10.0
-# Looks that a format gets: on a busy machine one may meet another process's time slice.
-_LOOKS = 5
-# By this factor from the border, two looks are enough.
-_CLEAR = 3.0
+# Looks that a format gets before it is left out: on a busy machine one may meet another process's time slice.
+_LOOKS = 4
 
 
 @contextmanager
@@ -88,12 +86,23 @@ def useful_precisions(device_type: str) -> tuple[Precision, ...]:
 def _ratio(probe: Callable[[torch.dtype, str], float], dtype: torch.dtype, device_type: str) -> float:
     """Return how many times as long as in fp32 a probe takes at its fastest, the two in turn."""
     own = other = float("inf")
-    for look in range(1, _LOOKS + 1):
-        own, other = min(own, probe(dtype, device_type)), min(other, probe(torch.float32, device_type))
-        beyond = max(own / other, _SLOWEST_USEFUL_RATIO) / min(own / other, _SLOWEST_USEFUL_RATIO)
-        if look >= 2 and beyond > _CLEAR:
-            break
+    with _one_thread():
+        for look in range(1, _LOOKS + 1):
+            own, other = min(own, probe(dtype, device_type)), min(other, probe(torch.float32, device_type))
+            if look >= 2 and own / other < _SLOWEST_USEFUL_RATIO / 3:
+                break
     return own / other
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep threads from waiting for each other: where cores are busy, that takes longer than the work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _matrix_s(dtype: torch.dtype, device_type: str) -> float:
