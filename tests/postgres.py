@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import socket
 import subprocess
@@ -11,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# A server refuses to run as root.
 _USER = "postgres"
 
 
@@ -19,6 +19,14 @@ def binary(name: str) -> str | None:
     """Return a server's program; ``None`` where there is none."""
     found = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"))
     return str(found[-1]) if found else shutil.which(name)
+
+
+def account() -> str | None:
+    """Return whom the server runs as: it refuses to run as root."""
+    if os.geteuid() != 0:
+        return None
+    known = {entry.pw_name for entry in pwd.getpwall()}
+    return _USER if _USER in known else "nobody"
 
 
 def available() -> bool:
@@ -56,8 +64,9 @@ class Server:
 
     def make(self) -> None:
         """Make its folder."""
-        if os.geteuid() == 0:
-            shutil.chown(self._folder, _USER)
+        owner = account()
+        if owner is not None:
+            shutil.chown(self._folder, owner)
         self._run("initdb", "-D", str(self._folder / "data"), "-U", _USER, "-A", "trust", "-E", "UTF8", "--no-sync")
 
     def start(self) -> None:
@@ -80,10 +89,9 @@ class Server:
     def _run(self, name: str, *arguments: str) -> None:
         program = binary(name)
         assert program is not None
-        user = _USER if os.geteuid() == 0 else None
         done = subprocess.run(
             [program, *arguments],
-            user=user,
+            user=account(),
             cwd=self._folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

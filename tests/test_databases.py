@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -149,12 +150,15 @@ def test_the_ordinary_dashboard_opens_our_studies(url: str) -> None:
     tell(search, search.ask())
     search.close()
     program = Path(sys.executable).parent / "optuna-dashboard"
-    process = subprocess.Popen([str(program), checked(url), "--port", "18099", "--host", "127.0.0.1"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([str(program), checked(url), "--port", str(port), "--host", "127.0.0.1"])
     try:
         for _ in range(60):
             time.sleep(0.5)
             try:
-                with urllib.request.urlopen("http://127.0.0.1:18099/api/studies", timeout=5) as answer:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/studies", timeout=5) as answer:
                     names = [study["study_name"] for study in json.load(answer)["study_summaries"]]
                     break
             except OSError:
