@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from autotune.campaign.runs import device_name
 from autotune.engines.profiler import ProfilerOptions, calibration_plan, fixed_shape, profile, profile_key
@@ -115,7 +116,12 @@ def profile_elsewhere(reference: str, runs: Path, *, lean: bool) -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+            # A profile is one of so many threads.
+            "OMP_NUM_THREADS": str(torch.get_num_threads()),
+        },
     )
     try:
         said = process.communicate()[1].decode(errors="replace").strip().splitlines()

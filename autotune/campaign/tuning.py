@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from autotune.agents.optuna_search import OptunaPriceSearch, OptunaSearch
 from autotune.agents.planner import PLANNERS, planned
 from autotune.agents.priced_plans import PricedPlans
@@ -176,7 +178,8 @@ def make_engine(job: Job, seed: int, *, isolate: str | None = None, ranks: RankO
     """
     options = EngineOptions(discard_steps=_DISCARDED, split_to_learn_noise=True)
     if isolate is not None:
-        return IsolatedEngine(isolate, seed=seed, options=options, ranks=ranks)
+        threads = torch.get_num_threads() if ranks is None else None
+        return IsolatedEngine(isolate, seed=seed, options=options, ranks=ranks, threads=threads)
     return TorchEngine(job, seed=seed, options=options)
 
 
