@@ -59,7 +59,8 @@ def main() -> None:
         "recomputed": sorted(name for name, kind in tuner.plan.storage.items() if kind == "recompute"),
         "status": str(tuner.status),
     }
-    (folder / "found.json").write_text(json.dumps(found))
+    if torch.distributed.get_rank() == 0:
+        (folder / "found.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

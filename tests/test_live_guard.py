@@ -70,7 +70,7 @@ def test_predictions_between_sizes_are_never_below_the_memory_model(placements: 
 
 def test_what_is_larger_than_anything_traced_is_taken_to_grow_fast(profile: Profile) -> None:
     plan = profile.space.baseline()
-    steep, gentle = Placements(profile, growth=2.0), Placements(profile, growth=1.0)
+    steep, gentle = Placements(profile), Placements(profile, square_share=0.5)
     assert steep.peak_bytes(plan, 1.5) > gentle.peak_bytes(plan, 1.5)
     assert steep.peak_bytes(plan, 0.5) == gentle.peak_bytes(plan, 0.5)
     assert steep.peak_bytes(plan, 100.0) == float("inf")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from test_live import RESTLESS, gpt_loss, seeded
 from torch import nn
 
 import autotune
+from autotune.live.pilot import Pilot
+from autotune.live.placement import Placements
 from autotune.mechanics import controls, randomness
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors
 from autotune.plan import Plan, PlanSpace, Precision
@@ -184,6 +187,51 @@ def test_a_budget_drawn_anew_at_each_step_is_never_exceeded(seed: int, policy: s
     # As long as the law by which memory grows is not known, a long batch may have no plan that is known to fit: then
     # the leanest one runs, and it does fit.
     assert_within(steps, status, known_to_fit=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_no_plan_at_any_length_needs_more_than_is_predicted(
+    seed: int, bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Predictions of every profile that a run makes of itself are held against what each plan then needs.
+
+    The plans that run, and so what is traced of them, are drawn: a policy may choose any of those that fit.
+    """
+    low, high = bounds
+    draw = random.Random(seed)
+    fastest = Placements.fastest
+
+    def any_that_fits(self: Placements, room: float, length: float, rows: Any = None) -> Plan | None:
+        plans = self.plans if rows is None else [self.plans[int(row)] for row in rows]
+        fitting = [plan for plan in plans if self.peak_bytes(plan, length) <= room]
+        return draw.choice(fitting) if fitting else fastest(self, room, length, rows)
+
+    monkeypatch.setattr(Placements, "fastest", any_that_fits)
+    drawn = np.random.default_rng(100 + seed).uniform(low * 1.03, high * 1.05, 30).astype(int)
+    known = []
+    adopt = Pilot._adopt
+
+    def remembered(self: Pilot, *arguments: Any) -> None:
+        adopt(self, *arguments)
+        assert self.placements is not None
+        known.append(self.placements)
+
+    monkeypatch.setattr(Pilot, "_adopt", remembered)
+    steps, status = metered_run(ragged(seed, 30), lambda n: int(drawn[n]), "ppo")
+    assert_within(steps, status, known_to_fit=False)
+    twin, needed = Twin(), {}
+    for batch in batches([LONG, LONG]):
+        train_on(twin.model, twin.optimizer, batch)
+    for placements in known:
+        traced = placements.profile.tables[0].batch_bytes / (8 * 8)
+        for plan in draw.sample(placements.plans, min(20, len(placements.plans))):
+            for length in (SHORT, 20, 28, 36, 44, LONG):
+                key = (str(plan.storage), length)
+                if key not in needed:
+                    needed[key] = twin.peak_bytes(plan, next(batches([length])))
+                assert needed[key] <= placements.peak_bytes(plan, length / traced) * 1.001, (plan, length, traced)
+    assert len(known) >= 3
 
 
 def test_outputs_that_a_loop_holds_until_it_has_others_are_counted() -> None:

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autotune.engines.attribution import Attribution
 from autotune.live.attached import Attached, Step
+from autotune.live.growth import Growth
 from autotune.live.limits import Stage
 from autotune.live.live_profile import Seen, Timed, build_profile, seen_of
-from autotune.live.placement import STEEPEST, Placements, usable
+from autotune.live.placement import Placements, usable
 from autotune.live.probe import UnitProbe
 from autotune.live.shadow import AUTOCAST_TOLERANCE, FP32_TOLERANCE, Outcome, k_lock, precision_lock
 from autotune.mechanics.memory_meter import resident_tensors, tensor_bytes
@@ -42,10 +42,6 @@ _RENEWED_AFTER = (2, 4, 8, 16, 32)
 # A batch this much larger than any that was traced is traced as well, and so often at most.
 _LARGER = 1.1
 _RETRACES = 12
-# Sizes must differ by this factor for the law of growth to be told from them.
-_APART = 1.5
-# What is added to a law of growth that was measured.
-_GROWTH_MARGIN = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +60,7 @@ class LiveProfiler:
         locks: why not, by unit.
         profile: what is known; ``None`` before the first traced steps.
         failed: why there will be none; ``None`` if there will.
-        growth: exponent with which memory grows with a batch's size.
+        growth: how memory grows with a batch's size.
         latest_peak: measured peak of the last traced step; ``None`` before the first.
         autocast: dtype of the user's own autocast; ``None`` for none.
 
@@ -78,13 +74,12 @@ class LiveProfiler:
         self.locks: dict[str, str] = {}
         self.profile: Profile | None = None
         self.failed: str | None = None if attached.space.units else "the model has no units"
-        self.growth = STEEPEST
+        self.growth = Growth()
         self.latest_peak: int | None = None
         self.autocast: torch.dtype | None = None
         self._seen: dict[Plan, Seen] = {}
         self._timed: list[Timed] = []
         self._times: Counter[Plan] = Counter()
-        self._points: dict[Plan, list[tuple[int, int]]] = {}
         self._sizes: list[int] = []
         self._task: _Task | None = None
         self._traces = 0
@@ -188,7 +183,7 @@ class LiveProfiler:
         self._size = size
         own = self._seen.get(plan)
         known = profile.tables[0].batch_bytes if own is None else own.batch_bytes
-        if self._traces < _TRACES + _RETRACES and (size > _LARGER * known or self._tells_growth(plan)):
+        if self._traces < _TRACES + _RETRACES and (size > _LARGER * known or self.growth.told_by(plan, size)):
             self._task = _Task("trace", plan)
         elif len(self._timed) < _RENEWED_AFTER[-1] and self._times[plan] < _TIMED_EACH:
             self._task = _Task("time", plan)
@@ -275,7 +270,7 @@ class LiveProfiler:
             batch_size=max(self._samples, 1),
             batching="adaptive" if self._attached.adaptive else "fixed",
             length_spread=statistics.pstdev(logs) if len(logs) > 1 else 0.0,
-            growth=self.growth,
+            growth=self.growth.within,
         )
         return self.profile
 
@@ -327,7 +322,7 @@ class LiveProfiler:
 
     def _untraced(self, first: Plan, *, lean: bool) -> Plan | None:
         """Return the next plan to trace of those that each k and precision is seen by; ``None`` once all were."""
-        if first not in self._seen or self._tells_growth(first):
+        if first not in self._seen or self.growth.told_by(first, self._size):
             return first
         # Cut, a larger k only saves memory; of a step's batches, each after the first is like the second.
         ks = (self._ks if lean else self._ks[:1]) if self.space.k_splits else self._ks[:2]
@@ -355,7 +350,7 @@ class LiveProfiler:
         """Return a lean plan with the storage that the next batch would most likely get; as it is, if unknown."""
         if self._likeliest is None:
             profile = self.rebuild()
-            self._likeliest = None if profile is None else Placements(profile, budget_bytes, self.growth)
+            self._likeliest = None if profile is None else Placements(profile, budget_bytes, self.growth.beyond)
         placements = self._likeliest
         if placements is None:
             return like
@@ -373,7 +368,7 @@ class LiveProfiler:
         if profile is None:
             return None
         length = self._largest / profile.tables[0].batch_bytes
-        found = Placements(profile, budget_bytes, self.growth).fastest(usable(budget_bytes), length)
+        found = Placements(profile, budget_bytes, self.growth.beyond).fastest(usable(budget_bytes), length)
         return None if found in self._seen else found
 
     def _read_probes(self) -> None:
@@ -419,37 +414,14 @@ class LiveProfiler:
         )
         level = max(itertools.accumulate(change for _, change in trace.changes), default=0)
         self.latest_peak = self._static + step.batch_bytes + max(level, 0)
-        growth = self.growth
-        self._note_growth(plan, seen.attribution)
+        former_law = self.growth.within, self.growth.beyond
+        self.growth.note(plan, self._size, seen.attribution)
         former = self._seen.get(plan)
         if former is not None and former.batch_bytes > size:
             # A smaller batch only tells how memory grows.
-            return growth != self.growth
+            return former_law != (self.growth.within, self.growth.beyond)
         self._seen[plan] = seen
         return True
-
-    def _note_growth(self, plan: Plan, seen: Attribution) -> None:
-        """Tell the law of growth from two sizes of batches under one plan.
-
-        Args:
-            plan: the plan.
-            seen: who kept what, at the size of the moment.
-        """
-        passing = sum(boundary.size for boundary in seen.boundaries.values())
-        level = sum(seen.saved) + passing + max(first for first, _ in seen.backward_peaks)
-        points = self._points.setdefault(plan, [])
-        points.append((self._size, level))
-        (small, low), (large, high) = min(points), max(points)
-        if large > _APART * small and high > low > 0:
-            self.growth = min(max(math.log(high / low) / math.log(large / small), 1.0) + _GROWTH_MARGIN, STEEPEST)
-
-    def _tells_growth(self, plan: Plan) -> bool:
-        """Tell whether a step under a plan would show how memory grows with a batch's size, which is not known yet."""
-        points = self._points.get(plan, [])
-        if self.growth < STEEPEST or len(points) != 1 or not self._size:
-            return False
-        known = points[0][0]
-        return max(known, self._size) > _APART * min(known, self._size)
 
     def _read_times(self, plan: Plan, watch: StepWatch, step: Step) -> bool:
         """Take in a timed step; return whether the profile is to be made anew."""

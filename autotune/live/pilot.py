@@ -429,23 +429,23 @@ class Pilot:
         self._first_trusts = self.breaker.allows(self.step)
         profile = self.placements.profile.to_json() if news and self.placements is not None else None
         told = {"plan": self.decided.to_json(), "open": self.breaker.open, "trusts": self._first_trusts}
-        self.ranks.from_first({**told, "profile": profile, "growth": self._profiler.growth})
+        self.ranks.from_first({**told, "profile": profile, "square_share": self._profiler.growth.beyond})
 
     def _follow_first(self, told: dict[str, Any]) -> None:
         """Take over the first rank's profile and decision."""
         if told["profile"] is not None:
-            self._adopt(Profile.from_json(told["profile"]), float(told["growth"]))
+            self._adopt(Profile.from_json(told["profile"]), float(told["square_share"]))
         self.breaker.open = self.breaker.open or bool(told["open"])
         self._first_trusts = bool(told["trusts"])
         plan = self._space.check(Plan.from_json(told["plan"]))
         if plan != self.decided:
             self._switch(plan)
 
-    def _adopt(self, profile: Profile, growth: float) -> None:
+    def _adopt(self, profile: Profile, square_share: float) -> None:
         """Predict with a profile from now on."""
         self._space = profile.space
         self.baseline = self._space.baseline()
-        self.placements = Placements(profile, self._budget, growth)
+        self.placements = Placements(profile, self._budget, square_share)
         self._decide_on(fallback(self.decided, self.placements, usable(self._budget), self._length()))
         self._told = {}
         event = {"static_bytes": profile.static_bytes, "batch_bytes": profile.tables[0].batch_bytes}
@@ -454,7 +454,7 @@ class Pilot:
             "profiled",
             self.step,
             units=len(profile.units),
-            growth=growth,
+            square_share=square_share,
             autocast=autocast,
             locks=self.locks,
             baseline={
@@ -470,7 +470,7 @@ class Pilot:
         if profile is None:
             return
         self._news = False
-        self._adopt(profile, self._profiler.growth)
+        self._adopt(profile, self._profiler.growth.beyond)
         policy, size = self.decider.policy, profile.tables[0].batch_bytes
         if hasattr(policy, "begin") and size > _BEGIN_AGAIN * self._begun:
             self._begun = size

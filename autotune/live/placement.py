@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.errors import BudgetError, ProfileError
+from autotune.live.growth import grown
 from autotune.physics.cost_arrays import CostArrays, Plans
 from autotune.physics.plan_pool import LENGTHS, PoolSettings, make_pool
 from autotune.physics.profile import Profile
@@ -21,8 +22,6 @@ from autotune.plan import Plan
 _SETTINGS = PoolSettings(size=128, worlds=1, budgets=32, rounds=1, changes=1024)
 # A CPU generator's state: the one part of a recomputed unit that does not shrink with the batch.
 _STATE_BYTES = 5056
-# How much faster than in proportion memory may grow with a batch's size, beyond the largest that was traced.
-STEEPEST = 2.0
 
 
 class Placements:
@@ -31,12 +30,12 @@ class Placements:
     Args:
         profile: what the run costs.
         budget_bytes: the budget of the moment, whose exact optimum shall be among the plans.
-        growth: exponent with which memory grows beyond the profiled size.
+        square_share: share of the profiled size's memory that may grow with the square of the size beyond it.
     """
 
-    def __init__(self, profile: Profile, budget_bytes: int | None = None, growth: float = STEEPEST) -> None:
+    def __init__(self, profile: Profile, budget_bytes: int | None = None, square_share: float = 1.0) -> None:
         self.profile = profile
-        self.growth = growth
+        self._square_share = square_share
         self._arrays = CostArrays([profile])
         try:
             solved = [self._arrays.encode(0, item.plan) for item in solve_each(profile, budget_bytes, Goal())]
@@ -60,10 +59,6 @@ class Placements:
         for key in dict.fromkeys(keys):
             self._groups[key] = np.array([number for number, other in enumerate(keys) if other == key])
         self._known: dict[Plan, NDArray[np.float64]] = {}
-
-    def effective(self, length: float) -> float:
-        """Return the length that memory is predicted at: beyond the traced size it may grow faster than the batch."""
-        return length if length <= 1 else length**self.growth
 
     def group(self, plan: Plan) -> NDArray[np.int64] | None:
         """Return the numbers of the plans that a plan may be exchanged for at any step, the fastest first.
@@ -121,7 +116,7 @@ class Placements:
         return self.plans[int(self._at(self._peaks, 1.0).argmin())]
 
     def _at(self, peaks: NDArray[np.float64], length: float) -> NDArray[np.float64]:
-        size = self.effective(length)
+        size = grown(length, self._square_share)
         if size >= LENGTHS[-1]:
             # Eight times as large as anything that was traced: not to be predicted.
             return np.full(len(peaks), np.inf)

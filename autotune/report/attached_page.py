@@ -226,12 +226,19 @@ def _profiles(run: AttachedRun) -> Html:
                 f"{event['step']:,}",
                 _size(event.get("static_bytes")),
                 _size(event.get("batch_bytes")),
-                f"{event.get('growth') or 0:.2f}",
+                f"{event.get('square_share') or 0:.2f}",
                 _ms(baseline.get("seconds")),
                 _size(baseline.get("peak_bytes")),
             ]
         )
-    columns = ("step", "weights and states", "batch", "growth", "your baseline's step", "your baseline's peak")
+    columns = (
+        "step",
+        "weights and states",
+        "batch",
+        "grows with the square",
+        "your baseline's step",
+        "your baseline's peak",
+    )
     said = (
         "The run's own steps were traced and timed, and the profile made anew as more of them were. Growth is the "
         "exponent with which memory grows with a batch; the baseline is your own plan, as predicted."

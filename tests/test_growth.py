@@ -1,0 +1,64 @@
+"""The law by which memory grows with a batch's size is never below what is measured."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune.engines.attribution import Attribution
+from autotune.live.growth import Growth, grown
+from autotune.plan import Plan
+
+coefficients = st.floats(0.0, 1e3)
+
+
+def seen(*saved: float) -> Attribution:
+    values = tuple(int(value) for value in saved)
+    none = tuple((0, 0) for _ in values)
+    return Attribution(
+        saved=values, gradients=values, forward_peaks=none, backward_peaks=none, boundaries={}, update_peak=0
+    )
+
+
+def learnt(law: np.polynomial.Polynomial, small: int, large: int) -> Growth:
+    growth, plan = Growth(), Plan(accumulation_steps=1)
+    for size in (small, large):
+        growth.note(plan, size, seen(law(size)))
+    return growth
+
+
+@given(coefficients, coefficients, coefficients, st.integers(100, 1000), st.floats(1.6, 6.0), st.floats(1.0, 2.0))
+def test_any_polynomial_without_negative_coefficients_is_bounded_beyond_the_larger_size(
+    constant: float, linear: float, square: float, small: int, ratio: float, further: float
+) -> None:
+    law = np.polynomial.Polynomial([constant * 100, linear, square])
+    large = int(small * ratio)
+    growth = learnt(law, small, large)
+    assert law(large * further) <= law(large) * grown(further, growth.beyond) * 1.001 + 10
+    assert law(large) <= law(small) * (large / small) ** growth.within * 1.001 + 10
+
+
+def test_what_grows_in_proportion_is_told_from_what_grows_faster() -> None:
+    line = np.polynomial.Polynomial([0, 1000])
+    assert learnt(line, 100, 400).within == pytest.approx(1.1, abs=0.01)
+    assert 1.1 < grown(1.1, learnt(line, 100, 160).beyond) < 1.14
+    assert learnt(np.polynomial.Polynomial([0, 0, 10]), 100, 400).within == 2.0
+
+
+def test_the_steepest_part_decides() -> None:
+    growth, plan = Growth(), Plan(accumulation_steps=1)
+    growth.note(plan, 100, seen(100_000, 10_000))
+    growth.note(plan, 200, seen(200_000, 40_000))
+    assert (growth.within, growth.beyond) == (2.0, 1.0)
+
+
+def test_sizes_that_are_alike_and_other_plans_tell_nothing() -> None:
+    growth, plan = Growth(), Plan(accumulation_steps=1)
+    growth.note(plan, 100, seen(1000))
+    assert not growth.told_by(plan, 120)
+    assert not growth.told_by(plan.changed(accumulation_steps=2), 200)
+    assert growth.told_by(plan, 200)
+    growth.note(plan, 120, seen(1200))
+    assert growth.within == 2.0
