@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from autotune.api import compare, resume, tune
     from autotune.engines.deepspeed_engine import DeepSpeedEngine
     from autotune.engines.isolated_engine import IsolatedEngine, RankOptions
+    from autotune.engines.ray_pool import ClusterOptions
     from autotune.engines.torch_engine import EngineOptions, TorchEngine
     from autotune.live.attach import attach
     from autotune.live.limits import Limits
@@ -41,6 +42,7 @@ __all__ = [
     "AttachError",
     "AutotuneError",
     "BudgetError",
+    "ClusterOptions",
     "DataSource",
     "DeepSpeedEngine",
     "EngineError",
@@ -87,6 +89,7 @@ _LAZY = {
     "DeepSpeedEngine": "autotune.engines.deepspeed_engine",
     "IsolatedEngine": "autotune.engines.isolated_engine",
     "RankOptions": "autotune.engines.isolated_engine",
+    "ClusterOptions": "autotune.engines.ray_pool",
     "EngineOptions": "autotune.engines.torch_engine",
     "TorchEngine": "autotune.engines.torch_engine",
     "compare": "autotune.api",

@@ -32,6 +32,7 @@ from autotune.engines.deepspeed_config import STAGES
 from autotune.engines.engine import Engine
 from autotune.engines.isolated_engine import RankOptions
 from autotune.engines.profiler import ProfilerOptions
+from autotune.engines.ray_pool import ClusterOptions
 from autotune.errors import BudgetError, InputError, JobError, RunDirectoryError
 from autotune.job import Job
 from autotune.physics.memory_model import peak_bytes
@@ -62,6 +63,7 @@ class Session:
         profiler: what a profile may cost, where there is none yet.
         isolate: the job's reference, if its windows shall run in a process of their own; ``None`` for this one.
         ranks: how many such processes train it together, through DeepSpeed; ``None`` for one without.
+        cluster: where many such processes measure plans at once; ``None`` for one after another, here.
         asked: the arguments of the command, to take it up with.
         journal: what the campaign did so far.
         run: the run directory of a campaign that is taken up; ``None`` makes one.
@@ -76,6 +78,7 @@ class Session:
     profiler: ProfilerOptions = field(default_factory=ProfilerOptions)
     isolate: str | None = None
     ranks: RankOptions | None = None
+    cluster: ClusterOptions | None = None
     asked: Mapping[str, Any] = field(default_factory=dict)
     journal: Journal = field(default_factory=Journal)
     run: RunDirectory | None = None
@@ -93,6 +96,12 @@ class Session:
                 f"{method} plans from a profile, and none is taken of several ranks",
                 where="--method",
                 allowed=[name for name in tuning.METHODS if name not in tuning.PROFILED],
+            )
+        if self.cluster is not None and method not in tuning.SPREADING:
+            raise InputError(
+                f"{method} measures plans one after another, and a cluster would not make it faster",
+                where="--cluster",
+                allowed=f"--method {', '.join(tuning.SPREADING)}",
             )
         require_writable(self.runs)
         self._refuse_budget_early()
@@ -251,7 +260,9 @@ class Session:
 
     def _engine(self) -> JournaledEngine:
         self.reporter.stage("measure the baseline and the leanest plan", 1)
-        made = tuning.make_engine(self.job, self.settings.seed, isolate=self.isolate, ranks=self.ranks)
+        made = tuning.make_engine(
+            self.job, self.settings.seed, isolate=self.isolate, ranks=self.ranks, cluster=self.cluster
+        )
         return JournaledEngine(made, self.journal)
 
     def _references(self, engine: Engine, *, require_leanest: bool = True) -> tuning.References:
@@ -331,6 +342,7 @@ def tune(
     lean: bool = False,
     isolate: bool = False,
     ranks: RankOptions | None = None,
+    cluster: ClusterOptions | None = None,
     storage: str | None = None,
     runs_dir: str | Path = "runs",
     reporter: Reporter | None = None,
@@ -350,6 +362,8 @@ def tune(
             job is then given by its reference.
         ranks: how many such processes train it together, through DeepSpeed, at which ZeRO stage; ``None`` for one
             without.
+        cluster: a Ray cluster on whose workers plans are measured at once, each in a process of its own; ``None`` for
+            one after another, here. For ``random``, ``optuna`` and ``optuna-prices``.
         storage: a database for Optuna's studies, ``postgresql://user@host:port/database``; ``None`` keeps them in the
             run directory.
         runs_dir: where the run directory is made.
@@ -372,6 +386,7 @@ def tune(
         lean=lean,
         isolate=isolate,
         ranks=ranks,
+        cluster=cluster,
         storage=storage,
     )
     return session.tune(method)
@@ -466,6 +481,7 @@ def resume(run: str | Path, *, job: Job | None = None, reporter: Reporter | None
             lean=asked["lean"],
             isolate=asked["isolate"],
             ranks=None if asked.get("ranks") is None else RankOptions(**asked["ranks"]),
+            cluster=None if asked.get("cluster") is None else ClusterOptions(**asked["cluster"]),
             storage=asked.get("storage"),
         ),
         journal=Journal.opened(folder.path),
@@ -700,9 +716,12 @@ def _session(
     lean: bool = False,
     isolate: bool = False,
     ranks: RankOptions | None = None,
+    cluster: ClusterOptions | None = None,
     storage: str | None = None,
 ) -> Session:
-    isolate = isolate or ranks is not None
+    if ranks is not None and cluster is not None:
+        raise InputError("stands beside ranks", where="--cluster", allowed="one of both: ranks are on one machine")
+    isolate = isolate or ranks is not None or cluster is not None
     if isolate and not isinstance(job, str):
         raise JobError(
             f"is {type(job).__name__}", where="isolate", allowed="a job's name, since it crosses a process border"
@@ -716,6 +735,7 @@ def _session(
         "lean": lean,
         "isolate": isolate,
         "ranks": None if ranks is None else asdict(ranks),
+        "cluster": None if cluster is None else asdict(cluster),
         # Where it is taken up, a password comes from PGPASSWORD.
         "storage": None if storage is None else without_password(storage),
     }
@@ -731,6 +751,7 @@ def _session(
         reporter=reporter or Silent(),
         isolate=job if isolate and isinstance(job, str) else None,
         ranks=ranks,
+        cluster=cluster,
         asked=asked,
     )
     return replace(session, profiler=ProfilerOptions.lean()) if lean else session

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,47 +33,63 @@ class _StudySearch:
     """Ask a study for trials and tell it what they cost.
 
     Being over the budget is told as a constraint: told as a failure it would be invisible to TPE (88-90 of 100 trials
-    ran out of memory then, 41-50 when it was told). Trials are kept in SQLite, which loses nothing of what was told
-    when the process is killed; a trial that was running then is told as failed when the study is opened again.
+    ran out of memory then, 41-50 when it was told). Trials are kept in a database, which loses nothing of what was told
+    when the process is killed; what was proposed and not told of by then is proposed again.
 
     Args:
         place: where the study is stored, a run's folder or a shared database; an existing study is continued.
         name: of the study.
         seed: of the sampler.
         first: parameters to propose before TPE does.
+        ahead: proposals that may be asked for before the first of them is told of.
     """
 
-    def __init__(self, place: Place, name: str, seed: int, first: Sequence[dict[str, object]] = ()) -> None:
-        self._seed, self._first = seed, list(first)
+    def __init__(
+        self, place: Place, name: str, seed: int, first: Sequence[dict[str, object]] = (), ahead: int = 1
+    ) -> None:
+        self._seed, self._first, self._ahead = seed, list(first), ahead
         self._where = StudyStore.of(place).where
         self._storage, self.study = _opened(place, name, seed, "minimize")
-        for stale in self.study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
-            self.study.tell(stale.number, state=optuna.trial.TrialState.FAIL)
-        self._trial: optuna.Trial | None = None
-        # What an earlier process was told, which is proposed again.
-        self._stored = self.study.get_trials(states=(optuna.trial.TrialState.COMPLETE,))
+        states = optuna.trial.TrialState
+        # What an earlier process proposed: it is proposed again, in its order, and what it was not told is told now.
+        self._stored = []
+        for stored in self.study.get_trials(states=(states.COMPLETE, states.RUNNING)):
+            if "plan" in stored.user_attrs:
+                self._stored.append(stored)
+            else:
+                # Killed while it was being proposed.
+                self.study.tell(stored.number, state=states.FAIL)
+        self._open: deque[optuna.Trial | None] = deque()
         self._asked = 0
 
     def ask(self) -> Plan:
-        """Return the next proposal; of a study that is continued, first those that it has been told of."""
+        """Return the next proposal; of a study that is continued, first those that it has made."""
         number, self._asked = self._asked, self._asked + 1
         if number < len(self._stored):
-            return Plan.from_json(self._stored[number].user_attrs["plan"])
+            return self._repeat(self._stored[number])
         # Seeded anew, so that what is proposed depends on what was told alone, and on no interruption.
-        self.study.sampler = _sampler((self._seed + number) % 2**32)
+        self.study.sampler = _sampler((self._seed + number) % 2**32, several=self._ahead > 1)
         with _writing(self._where):
             waiting = self.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.WAITING,))
             if number < len(self._first) and not waiting:
                 self.study.enqueue_trial(self._first[number])
-            self._trial = self.study.ask()
-            return self._propose(self._trial)
+            trial = self.study.ask()
+            plan = self._propose(trial)
+            trial.set_user_attr("plan", plan.to_json())
+        self._open.append(trial)
+        return plan
+
+    def _repeat(self, stored: optuna.trial.FrozenTrial) -> Plan:
+        told = stored.state.is_finished()
+        self._open.append(None if told else optuna.Trial(self.study, stored._trial_id))
+        return Plan.from_json(stored.user_attrs["plan"])
 
     def _propose(self, trial: optuna.Trial) -> Plan:
         raise NotImplementedError
 
     def tell(self, plan: Plan, observation: Observation, cost: float) -> None:
-        """Tell the cost of the last proposal and by how much it was over the budget."""
-        trial, self._trial = self._trial, None
+        """Tell the cost of the first proposal that nothing was told of, and by how much it was over the budget."""
+        trial = self._open.popleft()
         if trial is None:
             return
         failure = observation.window.failure
@@ -80,16 +97,15 @@ class _StudySearch:
         # A plan that cannot run at all is as far from being allowed as one that needs twice the budget.
         broken = failure not in (None, Failure.OVER_BUDGET, Failure.OUT_OF_MEMORY)
         with _writing(self._where):
-            trial.set_user_attr("plan", plan.to_json())
             trial.set_user_attr("failure", None if failure is None else str(failure))
             trial.set_constraint("memory", max(over, 1.0) if broken else over)
             self.study.tell(trial, cost)
 
     def close(self) -> None:
-        """Close the database; a proposal that was never told is told as failed."""
-        if self._trial is not None:
+        """Close the database; proposals that nothing was told of are told as failed."""
+        for trial in filter(None, self._open):
             with contextlib.suppress(Exception):
-                self.study.tell(self._trial, state=optuna.trial.TrialState.FAIL)
+                self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
         _close(self._storage)
 
 
@@ -101,13 +117,16 @@ class OptunaSearch(_StudySearch):
         place: where the study is stored, a run's folder or a shared database; an existing study is continued.
         seed: of the sampler.
         first: plans to propose before TPE does (hand-made rules).
+        ahead: proposals that may be asked for before the first of them is told of.
     """
 
     name = "optuna"
 
-    def __init__(self, space: PlanSpace, place: Place, seed: int, first: Sequence[Plan] = ()) -> None:
+    def __init__(
+        self, space: PlanSpace, place: Place, seed: int, first: Sequence[Plan] = (), *, ahead: int = 1
+    ) -> None:
         self._space = space
-        super().__init__(place, "tune", seed, [self._parameters(plan) for plan in dict.fromkeys(first)])
+        super().__init__(place, "tune", seed, [self._parameters(plan) for plan in dict.fromkeys(first)], ahead)
 
     def _propose(self, trial: optuna.Trial) -> Plan:
         precisions = [str(precision) for precision in self._space.precisions]
@@ -140,17 +159,18 @@ class OptunaPriceSearch(_StudySearch):
     Args:
         priced: turns prices into plans.
         space: the plans that can be proposed.
-        folder: where the study is stored; an existing study is continued.
+        place: where the study is stored, a run's folder or a shared database; an existing study is continued.
         seed: of the sampler.
+        ahead: proposals that may be asked for before the first of them is told of.
     """
 
     name = "optuna-prices"
 
-    def __init__(self, priced: PricedPlans, space: PlanSpace, place: Place, seed: int) -> None:
+    def __init__(self, priced: PricedPlans, space: PlanSpace, place: Place, seed: int, *, ahead: int = 1) -> None:
         self._priced = priced
         self._choices = space.accumulation_choices
         first: list[dict[str, object]] = [{"k": k, "share": 1.0, "price_16_bit": 0.0} for k in self._choices]
-        super().__init__(place, "prices", seed, first)
+        super().__init__(place, "prices", seed, first, ahead)
 
     def _propose(self, trial: optuna.Trial) -> Plan:
         return self._priced.plan(
@@ -318,8 +338,9 @@ def _close(storage: optuna.storages.RDBStorage) -> None:
     storage.engine.dispose()
 
 
-def _sampler(seed: int) -> optuna.samplers.BaseSampler:
+def _sampler(seed: int, *, several: bool = False) -> optuna.samplers.BaseSampler:
+    """Return TPE; where several proposals are open at once, those count as bad ones, so that they differ."""
     with warnings.catch_warnings():
         # Optuna marks some of TPE's defaults as experimental.
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        return optuna.samplers.TPESampler(seed=seed)
+        return optuna.samplers.TPESampler(seed=seed, constant_liar=several)

@@ -28,7 +28,7 @@ class Search(Protocol):
         """Take in what a plan measured.
 
         Args:
-            plan: a plan that :meth:`ask` returned last.
+            plan: of those that :meth:`ask` returned and nothing was told of yet, the first.
             observation: its window.
             cost: its cost; lower is better.
         """

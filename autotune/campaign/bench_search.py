@@ -62,7 +62,7 @@ METHODS: Mapping[str, tuple[str, bool]] = {
 # One step that is not timed and four that are.
 _WINDOW_STEPS = 5
 # Plans close to the best one are measured in so many times more rounds, to be told apart to WITHIN_FRAC.
-_MORE_ROUNDS = 3
+_MORE_ROUNDS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class SearchBenchSettings:
         methods: some of ``METHODS``; those of ``COMPARED`` are needed.
         steps: real optimizer steps that each search may spend, besides a profile.
         repetitions: how often every method is run, each time from another seed.
-        rounds: windows in which every plan is measured again; those close to the best get three times as many more.
+        rounds: windows in which every plan is measured again; those close to the best get six times as many more.
         seed: of the first repetition.
         profiler: what a profile may cost; every repetition makes its own.
     """

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.campaign.runs import BEGUN_WITH, writing
-from autotune.engines.engine import Engine
+from autotune.engines.engine import Engine, PreparingEngine
 from autotune.errors import InputError, RunDirectoryError
 from autotune.files import append_json_line, parse_json, write_atomic
 from autotune.measurement import Measurement
@@ -62,9 +62,14 @@ class Journal:
         return journal
 
     @property
+    def left(self) -> int:
+        """Return how many more things are answered from the journal."""
+        return len(self._records) - self._next
+
+    @property
     def replaying(self) -> bool:
         """Tell whether the next thing is answered from the journal."""
-        return self._next < len(self._records)
+        return self.left > 0
 
     def keep_in(self, folder: Path) -> None:
         """Write to a run directory from now on, and what came before.
@@ -125,12 +130,17 @@ class JournaledEngine:
     Args:
         engine: the engine that really trains; it begins where the job does.
         journal: the campaign's.
+
+    Attributes:
+        ahead: windows that are worth preparing before the first of them is asked for.
     """
 
     def __init__(self, engine: Engine, journal: Journal) -> None:
         self._engine = engine
         self._journal = journal
         self._plan = engine.plan
+        self._prepared = 0
+        self.ahead = engine.ahead if isinstance(engine, PreparingEngine) else 1
         self.memory_budget_bytes = engine.memory_budget_bytes
 
     @property
@@ -147,8 +157,16 @@ class JournaledEngine:
         """Choose the plan of the next window."""
         self._plan = self.space.check(plan)
 
+    def prepare(self, plan: Plan, steps: int) -> None:
+        """Have a window begun that will be asked for, unless the journal will answer it."""
+        ahead, self._prepared = self._prepared, self._prepared + 1
+        if isinstance(self._engine, PreparingEngine) and ahead >= self._journal.left:
+            self._engine.memory_budget_bytes = self.memory_budget_bytes
+            self._engine.prepare(plan, steps)
+
     def run(self, steps: int) -> Measurement:
         """Return a window."""
+        self._prepared = max(self._prepared - 1, 0)
 
         def train() -> dict[str, Any]:
             self._engine.memory_budget_bytes = self.memory_budget_bytes

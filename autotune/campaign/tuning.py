@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from autotune.campaign.tracking import Tracker
 from autotune.engines.engine import Engine
 from autotune.engines.isolated_engine import IsolatedEngine, RankOptions
 from autotune.engines.metered_engine import MeteredEngine, StepsSpentError
+from autotune.engines.ray_pool import ClusterOptions, ray_pool
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import BudgetError, InputError, JobError
 from autotune.gym.env import TuningEnv
@@ -44,6 +46,8 @@ SEARCHES = ("random", "optuna", "optuna-prices", "ppo-scratch")
 # Methods that plan from a profile, whose measuring they pay for.
 PROFILED = (*PLANNERS, "optuna-prices")
 METHODS = (*PLANNERS, *SEARCHES)
+# Methods that can propose plans before they know what came of the last one.
+SPREADING = ("random", "optuna", "optuna-prices")
 # A window: the metered step, which is not timed, and two timed ones.
 WINDOW_STEPS = 3
 _DISCARDED = 1
@@ -167,7 +171,14 @@ class TuningResult:
     trials: tuple[Trial, ...]
 
 
-def make_engine(job: Job, seed: int, *, isolate: str | None = None, ranks: RankOptions | None = None) -> Engine:
+def make_engine(
+    job: Job,
+    seed: int,
+    *,
+    isolate: str | None = None,
+    ranks: RankOptions | None = None,
+    cluster: ClusterOptions | None = None,
+) -> Engine:
     """Return the engine that tuning measures on.
 
     Args:
@@ -175,8 +186,11 @@ def make_engine(job: Job, seed: int, *, isolate: str | None = None, ranks: RankO
         seed: of weights, batches and everything random.
         isolate: the job's reference, if it shall train in a process of its own.
         ranks: how many such processes train it together, through DeepSpeed; ``None`` for one without.
+        cluster: where many such processes measure plans at once; ``None`` for one after another, here.
     """
     options = EngineOptions(discard_steps=_DISCARDED, split_to_learn_noise=True)
+    if isolate is not None and cluster is not None:
+        return ray_pool(cluster, isolate, seed=seed, options=options)
     if isolate is not None:
         threads = torch.get_num_threads() if ranks is None else None
         return IsolatedEngine(isolate, seed=seed, options=options, ranks=ranks, threads=threads)
@@ -354,9 +368,13 @@ class _Tuning:
     def _search(self, env: TuningEnv) -> None:
         search = self._make_search(env)
         env.reset(seed=self._settings.seed)
+        asked: deque[Plan] = deque()
         # Repeats cost no steps, so a search that only repeats itself must end too.
         for _ in range(20 * self._settings.steps):
-            plan = search.ask()
+            while not asked or (len(asked) < self._metered.ahead and self._metered.affords(WINDOW_STEPS)):
+                asked.append(search.ask())
+                self._metered.prepare(asked[-1], WINDOW_STEPS)
+            plan = asked.popleft()
             try:
                 _, reward, _, truncated, _ = env.step(_array(env, plan))
             except StepsSpentError:
@@ -373,10 +391,12 @@ class _Tuning:
         if self._method == "optuna-prices":
             assert self._profile is not None
             priced = PricedPlans(self._profile, self._references.memory_budget_bytes)
-            return OptunaPriceSearch(priced, env.plan_space, self._store(), self._settings.seed)
+            return OptunaPriceSearch(
+                priced, env.plan_space, self._store(), self._settings.seed, ahead=self._metered.ahead
+            )
         rules = [env.plan_space.baseline(), env.plan_space.leanest(), *_first_plans(env)]
         first = rules if self._settings.warm_start else []
-        return OptunaSearch(env.plan_space, self._store(), self._settings.seed, first)
+        return OptunaSearch(env.plan_space, self._store(), self._settings.seed, first, ahead=self._metered.ahead)
 
     def _store(self) -> Path | StudyStore:
         storage = self._settings.storage

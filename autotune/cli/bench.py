@@ -285,6 +285,35 @@ def batching(
     _finish(document, f"batching-{document['job']}", line, runs_dir, as_json)
 
 
+@app.command("cluster")
+def cluster(
+    job: Annotated[str, typer.Option("--job", help="The job whose plans are tried.")] = "digits",
+    address: Annotated[str, typer.Option("--cluster", help="local:N, auto, or ray://HOST:PORT.")] = "local:2",
+    worker_cores: Annotated[int, typer.Option("--worker-cores", min=1, help="Cores that a worker is pinned to.")] = 1,
+    pairs: Annotated[int, typer.Option("--pairs", min=2, help="How often one and all workers take turns.")] = 6,
+    windows: Annotated[int, typer.Option("--windows", min=4, help="Trials in each turn.")] = 24,
+    seed: SeedOption = 0,
+    runs_dir: RunsOption = shared.RUNS,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare how many trials a minute one worker and all of a cluster's workers manage, in turn."""
+    from autotune.campaign.bench_cluster import bench_cluster
+    from autotune.campaign.runs import require_writable
+    from autotune.engines.ray_pool import ClusterOptions
+
+    require_writable(runs_dir)
+    options = ClusterOptions(address=address, cores=worker_cores)
+    with shared.Bars(shared.console(as_json=as_json)) as bars:
+        bars.stage(f"{job}: one worker against all", pairs)
+        document = bench_cluster(job, options, pairs=pairs, windows=windows, seed=seed, on_pair=bars.advance)
+    rates, (low, high) = document["trials_per_minute"], document["efficiency_ci95"]
+    line = (
+        f"{rates['one']:.0f} trials a minute with one worker, {rates['all']:.0f} with {document['workers']}: "
+        f"efficiency {document['efficiency_median']:.2f} (95 % interval {low:.2f} to {high:.2f})"
+    )
+    _finish(document, f"cluster-{Path(job).stem}", line, runs_dir, as_json)
+
+
 def _interval(found: dict[str, Any]) -> str:
     low, high = found["ci95"]
     return f"{found['mean']:.3f} [{low:.3f}, {high:.3f}]"

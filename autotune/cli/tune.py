@@ -47,6 +47,13 @@ def command(
     ds_config: Annotated[
         Path | None, typer.Option("--ds-config", help="With deepspeed: a configuration of your own (JSON).")
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", help="Measure plans at once on Ray workers: local:N, auto, or ray://HOST:PORT."),
+    ] = None,
+    worker_cores: Annotated[
+        int, typer.Option("--worker-cores", min=1, help="With a cluster: cores that each worker is pinned to.")
+    ] = 1,
     storage: StorageOption = None,
     seed: SeedOption = 0,
     runs_dir: RunsOption = shared.RUNS,
@@ -54,8 +61,10 @@ def command(
 ) -> None:
     """Find the fastest plan within a memory budget by measuring plans on the real job."""
     from autotune import api
+    from autotune.engines.ray_pool import ClusterOptions
 
     asked = _ranks(engine, ranks, zero_stage, ds_config)
+    workers = None if cluster is None else ClusterOptions(address=cluster, cores=worker_cores)
     output = shared.console(as_json=as_json)
     with shared.Bars(output) as bars:
         settings: dict[str, Any] = {
@@ -68,10 +77,10 @@ def command(
             "runs_dir": runs_dir,
             "reporter": bars,
         }
-        if asked is not None and zero_stage == "all":
+        if asked is not None and zero_stage == "all" and workers is None:
             document = api.tune_stages(job, method, asked.count, config=asked.config, **settings)
         else:
-            document = api.tune(job, method, isolate=isolate, ranks=asked, **settings)
+            document = api.tune(job, method, isolate=isolate, ranks=asked, cluster=workers, **settings)
     show(document, job, method, output, as_json=as_json)
 
 

@@ -58,3 +58,18 @@ class Engine(Protocol):
     def close(self) -> None:
         """Release the model; the engine cannot run afterwards."""
         ...
+
+
+@runtime_checkable
+class PreparingEngine(Engine, Protocol):
+    """Run windows ahead of being asked for them.
+
+    Attributes:
+        ahead: windows that are worth preparing before the first of them is asked for.
+    """
+
+    ahead: int
+
+    def prepare(self, plan: Plan, steps: int) -> None:
+        """Begin a window that :meth:`run` will be asked for."""
+        ...

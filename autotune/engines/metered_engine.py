@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from autotune.engines.engine import Engine
+from autotune.engines.engine import Engine, PreparingEngine
 from autotune.errors import AutotuneError
 from autotune.measurement import Measurement
 from autotune.plan import Plan, PlanSpace
@@ -29,6 +29,7 @@ class MeteredEngine:
     Attributes:
         steps_spent: real optimizer steps so far.
         known: the measured window of each plan.
+        ahead: windows that are worth preparing before the first of them is asked for.
     """
 
     def __init__(
@@ -45,6 +46,8 @@ class MeteredEngine:
         self.step_budget = step_budget
         self.window_budget = window_budget
         self._windows = 0
+        self._promised: dict[Plan, int] = {}
+        self.ahead = engine.ahead if isinstance(engine, PreparingEngine) else 1
         self.steps_spent = 0
         self.known: dict[Plan, Measurement] = {}
 
@@ -71,6 +74,21 @@ class MeteredEngine:
         """Choose the plan of the next window."""
         self._plan = self.space.check(plan)
 
+    def affords(self, steps: int) -> bool:
+        """Tell whether one more window may be prepared: all that were may cost as much as they can."""
+        if self.window_budget is not None and self._windows + len(self._promised) >= self.window_budget:
+            return False
+        return self.steps_spent + sum(self._promised.values()) + steps <= self.step_budget
+
+    def prepare(self, plan: Plan, steps: int) -> None:
+        """Have a plan's window begun that will be asked for, if it must be measured and can be afforded."""
+        plan = self.space.check(plan)
+        if not isinstance(self._engine, PreparingEngine) or plan in self.known or plan in self._promised:
+            return
+        if self.affords(steps):
+            self._promised[plan] = steps
+            self._engine.prepare(plan, steps)
+
     def run(self, steps: int) -> Measurement:
         """Return the plan's window, from memory if it was measured before.
 
@@ -94,6 +112,7 @@ class MeteredEngine:
         if self.window_budget is not None and self._windows >= self.window_budget:
             raise StepsSpentError(f"all {self.window_budget} windows are spent")
         self._windows += 1
+        self._promised.pop(self._plan, None)
         self._engine.apply(self._plan)
         measurement = self._engine.run(steps)
         # A window that fails in its first step has cost that step too.

@@ -55,6 +55,9 @@ class PlannedRun:
         pairs = zip(pool.k[0], pool.choices[0], pool.there[0], strict=True)
         rows = [(int(k), *choices.tolist()) for k, choices, there in pairs if there]
         self._numbers = {row: number for number, row in reversed(list(enumerate(rows)))}
+        # To spell a plan of many units out, and to find it among the others, takes longer than to choose it.
+        self._plans: dict[int, Plan] = {}
+        self._found: dict[Plan, int | None] = {}
         self._noise_scale = float("nan")
         self._speeds: deque[float] = deque(maxlen=_SPEED_WINDOWS)
         self._told = _usable(budget_bytes)
@@ -113,8 +116,10 @@ class PlannedRun:
 
     def plan_of(self, number: NDArray[np.int64]) -> Plan:
         """Return the plan of a number, shape (1,)."""
-        pool = self.planner.lanes.pool
-        return self._arrays.decode(0, int(pool.k[0, number[0]]), pool.choices[0, number[0]])
+        pool, one = self.planner.lanes.pool, int(number[0])
+        if one not in self._plans:
+            self._plans[one] = self._arrays.decode(0, int(pool.k[0, one]), pool.choices[0, one])
+        return self._plans[one]
 
     def _situation(self, budgets: tuple[float, ...], progress: float, left: float) -> Situation:
         announced = [*budgets, *(budgets[-1:] * LOOK_AHEAD)][:LOOK_AHEAD]
@@ -136,11 +141,13 @@ class PlannedRun:
 
     def _number(self, plan: Plan) -> int | None:
         """Return the number of a plan; ``None`` for one that is not in the pool, or not even in the profile."""
-        try:
-            k, choices = self._arrays.encode(0, plan)
-        except ProfileError:
-            return None
-        return self._numbers.get((k, *choices.tolist()))
+        if plan not in self._found:
+            try:
+                k, choices = self._arrays.encode(0, plan)
+                self._found[plan] = self._numbers.get((k, *choices.tolist()))
+            except ProfileError:
+                self._found[plan] = None
+        return self._found[plan]
 
 
 def launch_pool(profile: Profile, arrays: CostArrays, budget_bytes: int | None) -> PlanPool:

@@ -1,0 +1,173 @@
+"""A real Ray cluster of two nodes on this machine: real jobs, and a node that is killed in the middle."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import failing_job
+import numpy as np
+import pytest
+
+from autotune import ClusterOptions, InputError, api
+from autotune.campaign.runs import RunDirectory
+from autotune.engines.pool_engine import PoolEngine
+from autotune.engines.ray_pool import places, ray_pool
+from autotune.engines.torch_engine import EngineOptions
+from autotune.measurement import Failure
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not any((Path(p) / "ray").is_dir() for p in sys.path), reason="ray is not installed"),
+]
+TESTS = Path(__file__).parent
+TINY = str(TESTS / "tiny_job.py")
+OPTIONS = EngineOptions(discard_steps=1)
+PROGRAM = [sys.executable, "-m", "autotune.cli.main"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return a cluster of two nodes, with one core each."""
+    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
+    monkeypatch.setenv("RAY_health_check_period_ms", "500")
+    monkeypatch.setenv("RAY_health_check_failure_threshold", "3")
+    monkeypatch.setenv("RAY_health_check_initial_delay_ms", "0")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    yield cluster
+    cluster.shutdown()
+
+
+def processes() -> set[str]:
+    """Return the running processes of this project's engines and of Ray."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if "autotune.engines.child" in words or "raylet" in words:
+                found.add(f"{path.parent.name} {words[:80]}")
+    return found
+
+
+def windows(engine: PoolEngine, count: int) -> list[Any]:
+    generator, plans = np.random.default_rng(3), []
+    while len(plans) < count:
+        plan = engine.space.sample(generator)
+        if plan not in plans:
+            plans.append(plan)
+    for plan in plans:
+        engine.prepare(plan, 3)
+    found = []
+    for plan in plans:
+        engine.apply(plan)
+        found.append(engine.run(3))
+    return found
+
+
+def test_a_node_that_is_killed_takes_no_window_with_it(nodes: Any) -> None:
+    engine = ray_pool(ClusterOptions(address=nodes.address), TINY, seed=0, options=OPTIONS)
+    assert engine.workers == 2
+    second = nodes.list_all_nodes()[-1]
+    killer = threading.Timer(1.0, lambda: nodes.remove_node(second, allow_graceful=False))
+    killer.start()
+    try:
+        found = windows(engine, 80)
+    finally:
+        killer.join()
+    assert engine.workers == 1
+    assert [window.failure for window in found] == [None] * 80
+    assert all(window.seconds_per_step > 0 and window.peak_bytes > 0 for window in found)
+    # With the other one gone as well, there is an answer all the same.
+    engine.apply(engine.space.leanest())
+    assert engine.run(3).failure is None
+    engine.close()
+
+
+def test_each_worker_has_cores_of_its_own() -> None:
+    node = {"Alive": True, "NodeManagerHostname": "here", "Resources": {"CPU": 4.0}}
+    three = [{**node, "NodeID": "a"}, {**node, "NodeID": "b"}, {**node, "NodeID": "c", "Alive": False}]
+    found = [(place.node, place.cores) for place in places(three, ClusterOptions(address="auto", cores=2))]
+    assert found == [("a", (0, 1)), ("a", (2, 3)), ("b", (4, 5)), ("b", (6, 7))]
+    devices = [{**node, "NodeID": "d", "Resources": {"CPU": 8.0, "GPU": 2.0}}]
+    found = [(place.cores, place.gpus) for place in places(devices, ClusterOptions(address="auto"))]
+    assert found == [((0, 1, 2, 3), 1), ((4, 5, 6, 7), 1)]
+
+
+def test_a_job_that_kills_its_process_is_a_value_and_no_lost_worker(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setenv(failing_job.FAILURE, "kill")
+    monkeypatch.setenv(failing_job.AT, "5")
+    nodes = request.getfixturevalue("nodes")
+    engine = ray_pool(ClusterOptions(address=nodes.address), str(TESTS / "failing_job.py"), seed=0, options=OPTIONS)
+    # Each child's fifth step is its last.
+    found = windows(engine, 6)
+    assert engine.workers == 2
+    engine.close()
+    failures = [window.failure for window in found]
+    assert failures.count(Failure.CRASHED) >= 2
+    assert set(failures) == {None, Failure.CRASHED}
+    assert all("SIGKILL" in window.failure_detail for window in found if window.failure)
+
+
+def test_a_job_that_no_worker_can_load_is_one_line(nodes: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="nowhere"):
+        ray_pool(ClusterOptions(address=nodes.address), str(tmp_path / "nowhere.py"), seed=0, options=OPTIONS)
+
+
+def test_a_cluster_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
+    command = ["tune", TINY, "--method", "random", "--runs-dir", str(tmp_path), "--cluster"]
+    for address in ("127.0.0.1:1", "ray://127.0.0.1:1", "auto"):
+        done = subprocess.run(
+            [*PROGRAM, *command, address], env=ENVIRONMENT, capture_output=True, text=True, check=False
+        )
+        said = [line for line in done.stderr.splitlines() if line.startswith("autotune: ")]
+        assert (done.returncode, len(said)) == (2, 1), done.stderr
+        assert "no cluster answers" in said[0]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("method", ["random", "optuna"])
+def test_a_tuning_on_workers_is_killed_and_taken_up(method: str, tmp_path: Path) -> None:
+    before = processes()
+    command = ["tune", TINY, "--method", method, "--steps", "120", "--cluster", "local:2", "--runs-dir", str(tmp_path)]
+    with subprocess.Popen([*PROGRAM, *command], env=ENVIRONMENT, stderr=subprocess.DEVNULL) as begun:
+        until = time.monotonic() + 120
+        while time.monotonic() < until:
+            journals = list(tmp_path.glob("*-tune-*/journal.jsonl"))
+            if journals and len(journals[0].read_text().splitlines()) > 8:
+                break
+            time.sleep(0.05)
+        begun.send_signal(signal.SIGKILL)
+    (folder,) = (path.parent for path in journals)
+    done = subprocess.run(
+        [*PROGRAM, "resume", str(folder), "--json"], env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    trials = RunDirectory(folder).lines("trials.jsonl")
+    searched = [json.dumps(trial["plan"], sort_keys=True) for trial in trials if not trial["final"]]
+    assert len(set(searched)) == len(searched) >= 15
+    assert document["measured"]["cost"] > 0
+    if method == "random":
+        serial = api.tune(TINY, method, steps=120, runs_dir=tmp_path / "serial")
+        rows = RunDirectory(Path(serial["run"])).lines("trials.jsonl")
+        assert searched == [json.dumps(trial["plan"], sort_keys=True) for trial in rows if not trial["final"]]
+    until = time.monotonic() + 60
+    while processes() - before and time.monotonic() < until:
+        time.sleep(0.5)
+    assert not processes() - before

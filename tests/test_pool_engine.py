@@ -1,0 +1,291 @@
+"""A pool of workers proposes, counts and stores as one engine does, whichever worker is slow or dies."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_job
+from test_deciders import known_cost, known_peak
+from test_env import SPACE
+
+from autotune import EngineError, InputError, Measurement, Plan
+from autotune.budget import MemoryBudget
+from autotune.campaign import tuning
+from autotune.campaign.journal import Journal, JournaledEngine
+from autotune.campaign.runs import RunDirectory
+from autotune.engines.pool_engine import PoolEngine, WorkerLostError
+from autotune.engines.ray_pool import ClusterOptions
+from autotune.engines.replay_engine import ReplayEngine
+from autotune.measurement import Failure
+
+
+def answer(plan: Plan, steps: int, budget: int | None) -> Measurement:
+    over = budget is not None and known_peak(plan) > budget
+    return Measurement(
+        steps=1 if over else steps,
+        samples=8 * steps,
+        items=8 * steps,
+        total_s=0.1,
+        step_s=() if over else (known_cost(plan),) * 2,
+        seconds_per_step=None if over else known_cost(plan),
+        samples_per_step=None if over else 8.0,
+        peak_bytes=known_peak(plan),
+        memory_budget_bytes=budget,
+        loss=1.0,
+        failure=Failure.OVER_BUDGET if over else None,
+    )
+
+
+class KnownWorker:
+    """Answer by a formula, after a while, until it dies."""
+
+    def __init__(self, generator: np.random.Generator | None = None, dies_at: int | None = None) -> None:
+        self.ran: list[Plan] = []
+        self.closed = False
+        self.poison: Plan | None = None
+        self._generator, self._dies_at = generator, dies_at
+
+    def describe(self) -> dict[str, Any]:
+        return {"space": SPACE.to_json(), "locks": {}}
+
+    def run(self, plan: dict[str, Any], steps: int, memory_budget_bytes: int | None) -> dict[str, Any]:
+        asked = Plan.from_json(plan)
+        if self._generator is not None:
+            time.sleep(self._generator.uniform(0, 0.004))
+        if asked == self.poison or len(self.ran) == self._dies_at:
+            raise WorkerLostError("its machine is gone")
+        self.ran.append(asked)
+        return answer(asked, steps, memory_budget_bytes).to_json()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class OneEngine(ReplayEngine):
+    """Answer by the same formula, one window after another."""
+
+    def __init__(self) -> None:
+        super().__init__(SPACE, lambda plan, steps: answer(plan, steps, self.memory_budget_bytes))
+
+
+def pool(count: int, seed: int = 0) -> tuple[PoolEngine, list[KnownWorker]]:
+    workers = [KnownWorker(np.random.default_rng([seed, number])) for number in range(count)]
+    return PoolEngine(workers), workers
+
+
+def plans(count: int) -> list[Plan]:
+    generator = np.random.default_rng(5)
+    found: dict[Plan, None] = {}
+    while len(found) < count:
+        found[SPACE.sample(generator)] = None
+    return list(found)
+
+
+def tuned(engine: Any, method: str, folder: Path, journal: Journal | None = None, **spent: Any) -> tuning.TuningResult:
+    wrapped = engine if journal is None else JournaledEngine(engine, journal)
+    references = tuning.measure_references(wrapped, MemoryBudget.parse("40%"))
+    run = RunDirectory(folder / "run")
+    run.path.mkdir(exist_ok=True)
+    settings = tuning.TuningSettings(seed=1, **{"steps": 100, **spent})
+    return tuning.tune(tiny_job.job(), method, wrapped, references, settings, run=run)
+
+
+def outline(result: tuning.TuningResult) -> list[tuple[Plan, float, bool]]:
+    return [(trial.plan, trial.cost, trial.final) for trial in result.trials]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_random_search_is_what_it_is_without_a_pool(count: int, tmp_path: Path) -> None:
+    (tmp_path / "serial").mkdir()
+    (tmp_path / "pool").mkdir()
+    serial = tuned(OneEngine(), "random", tmp_path / "serial")
+    engine, workers = pool(count)
+    spread = tuned(engine, "random", tmp_path / "pool")
+    engine.close()
+    assert outline(spread) == outline(serial)
+    assert (spread.plan, spread.tuning_steps) == (serial.plan, serial.tuning_steps)
+    # Nothing was run that nobody asked for, and every worker had its share.
+    assert sum(len(worker.ran) for worker in workers) == len(spread.trials) + 2
+    assert all(worker.ran and worker.closed for worker in workers)
+
+
+def test_what_optuna_proposes_hangs_on_no_workers_speed(tmp_path: Path) -> None:
+    found = []
+    for seed in range(3):
+        (tmp_path / str(seed)).mkdir()
+        engine, _ = pool(3, seed)
+        found.append(outline(tuned(engine, "optuna", tmp_path / str(seed))))
+        engine.close()
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("method", ["random", "optuna"])
+def test_budgets_of_steps_and_of_trials_are_kept(method: str, tmp_path: Path) -> None:
+    engine, workers = pool(4)
+    result = tuned(engine, method, tmp_path, steps=500, trials=5)
+    engine.close()
+    assert len([trial for trial in result.trials if not trial.final]) == 5
+    assert sum(len(worker.ran) for worker in workers) == len(result.trials) + 2
+
+
+@pytest.mark.parametrize("method", ["random", "optuna"])
+@pytest.mark.parametrize("stopped_at", [1, 7, 15])
+def test_a_campaign_that_is_taken_up_finds_what_it_would_have_found(
+    method: str, stopped_at: int, tmp_path: Path
+) -> None:
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "cut").mkdir()
+    engine, _ = pool(3)
+    whole = tuned(engine, method, tmp_path / "whole")
+    engine.close()
+
+    class Cut(BaseException):
+        """Stands for a kill: nobody catches it."""
+
+    class CutEngine(PoolEngine):
+        windows = 0
+
+        def run(self, steps: int) -> Measurement:
+            self.windows += 1
+            if self.windows > stopped_at + 2:
+                raise Cut
+            return super().run(steps)
+
+    journal = Journal()
+    journal.keep_in(tmp_path / "cut")
+    engine = CutEngine([KnownWorker(np.random.default_rng(n)) for n in range(3)])
+    with pytest.raises(Cut):
+        tuned(engine, method, tmp_path / "cut", journal)
+    engine.close()
+    engine, workers = pool(3)
+    again = tuned(engine, method, tmp_path / "cut", Journal.opened(tmp_path / "cut"))
+    engine.close()
+    assert outline(again) == outline(whole)
+    # What was answered before was not run again.
+    assert sum(len(worker.ran) for worker in workers) == len(whole.trials) - stopped_at
+
+
+def test_what_a_lost_worker_ran_is_run_again_once() -> None:
+    workers = [KnownWorker(np.random.default_rng(number), dies_at=2 if number == 1 else None) for number in range(3)]
+    engine = PoolEngine(workers)
+    asked = plans(30)
+    for plan in asked:
+        engine.prepare(plan, 3)
+    for plan in asked:
+        engine.apply(plan)
+        assert engine.run(3) == answer(plan, 3, None)
+    assert engine.workers == 2
+    engine.close()
+    ran = [plan for worker in workers for plan in worker.ran]
+    assert sorted(map(str, ran)) == sorted(map(str, asked))
+
+
+def test_a_plan_that_takes_two_workers_down_is_a_crash_and_the_rest_goes_on() -> None:
+    workers = [KnownWorker() for _ in range(4)]
+    asked = plans(12)
+    for worker in workers:
+        worker.poison = asked[3]
+    engine = PoolEngine(workers)
+    for plan in asked:
+        engine.prepare(plan, 3)
+    found = []
+    for plan in asked:
+        engine.apply(plan)
+        found.append(engine.run(3))
+    assert [window.failure for window in found] == [Failure.CRASHED if n == 3 else None for n in range(12)]
+    assert "2 workers were lost" in found[3].failure_detail
+    assert engine.workers == 2
+    engine.close()
+
+
+def test_without_workers_there_is_an_error_and_no_waiting() -> None:
+    engine = PoolEngine([KnownWorker(dies_at=1), KnownWorker(dies_at=1)])
+    asked = plans(6)
+    for plan in asked:
+        engine.prepare(plan, 3)
+    engine.apply(asked[-1])
+    with pytest.raises(EngineError, match="all workers were lost"):
+        engine.run(3)
+    with pytest.raises(EngineError, match="all workers were lost"):
+        engine.run(4)
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.run(3)
+
+
+def test_windows_to_be_compared_run_on_one_worker() -> None:
+    engine, workers = pool(3)
+    for plan in plans(6):
+        engine.apply(plan)
+        engine.run(4)
+    engine.close()
+    assert [len(worker.ran) for worker in workers] == [6, 0, 0]
+
+
+def test_nobody_waits_for_a_pool_that_is_closed() -> None:
+    class Slow(KnownWorker):
+        ended = threading.Event()
+
+        def run(self, plan: dict[str, Any], steps: int, memory_budget_bytes: int | None) -> dict[str, Any]:
+            self.ended.wait(30)
+            raise WorkerLostError("ended")
+
+        def close(self) -> None:
+            self.ended.set()
+
+    engine = PoolEngine([Slow(), Slow()])
+    for plan in plans(5):
+        engine.prepare(plan, 3)
+    began = threading.active_count()
+    engine.close()
+    assert threading.active_count() <= began - 2
+
+
+def test_64_workers_and_one_study_lose_and_repeat_no_trial(tmp_path: Path) -> None:
+    engine, workers = pool(64)
+    result = tuned(engine, "optuna", tmp_path, steps=900)
+    engine.close()
+    searched = [trial.plan for trial in result.trials if not trial.final]
+    with sqlite3.connect(next((tmp_path / "run").glob("*.db"))) as database:
+        rows = database.execute("select number, state from trials order by number").fetchall()
+        told = database.execute("select count(*) from trial_values").fetchone()[0]
+    assert [number for number, _ in rows] == list(range(len(rows)))
+    assert {state for _, state in rows} <= {"COMPLETE", "FAIL"}
+    # What was known before costs nothing and is told as well; only what no step was left for is not.
+    assert sum(state == "COMPLETE" for _, state in rows) == told >= len(searched)
+    assert sum(state == "FAIL" for _, state in rows) <= 1
+    assert len(set(searched)) == len(searched) > 100
+    assert sum(bool(worker.ran) for worker in workers) == 64
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [("local:0", "local:N"), ("local", "local:N"), ("nowhere", "HOST:PORT"), ("ray://", "HOST:PORT"), ("h:x", "auto")],
+)
+def test_an_address_that_is_none_is_one_line(address: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        ClusterOptions(address=address)
+
+
+def test_clusters_and_methods_that_do_not_go_together_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from autotune.cli.main import run
+
+    refused: Callable[..., int] = lambda *more: run(  # noqa: E731
+        ["tune", "charlm", "--runs-dir", str(tmp_path), *more]
+    )
+    assert refused("--cluster", "local:2", "--method", "ppo") == 2
+    assert "random, optuna, optuna-prices" in capsys.readouterr().err
+    assert refused("--cluster", "local:2", "--method", "random", "--engine", "deepspeed") == 2
+    assert "ranks are on one machine" in capsys.readouterr().err
+    assert refused("--cluster", "somewhere", "--method", "random") == 2
+    assert "local:N" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
