@@ -28,9 +28,9 @@ from autotune.units import Unit, find_units, name_units
 
 if TYPE_CHECKING:
     from autotune.api import compare, resume, tune
+    from autotune.cluster import ClusterOptions
     from autotune.engines.deepspeed_engine import DeepSpeedEngine
     from autotune.engines.isolated_engine import IsolatedEngine, RankOptions
-    from autotune.engines.ray_pool import ClusterOptions
     from autotune.engines.torch_engine import EngineOptions, TorchEngine
     from autotune.live.attach import attach
     from autotune.live.limits import Limits
@@ -89,7 +89,7 @@ _LAZY = {
     "DeepSpeedEngine": "autotune.engines.deepspeed_engine",
     "IsolatedEngine": "autotune.engines.isolated_engine",
     "RankOptions": "autotune.engines.isolated_engine",
-    "ClusterOptions": "autotune.engines.ray_pool",
+    "ClusterOptions": "autotune.cluster",
     "EngineOptions": "autotune.engines.torch_engine",
     "TorchEngine": "autotune.engines.torch_engine",
     "compare": "autotune.api",

@@ -28,11 +28,11 @@ from autotune.campaign.progress import Reporter, Silent
 from autotune.campaign.runs import RunDirectory, device_name, require_writable
 from autotune.campaign.tracking import Tracker, send_pending
 from autotune.catalog import content_folder, load_job
+from autotune.cluster import ClusterOptions
 from autotune.engines.deepspeed_config import STAGES
 from autotune.engines.engine import Engine
 from autotune.engines.isolated_engine import RankOptions
 from autotune.engines.profiler import ProfilerOptions
-from autotune.engines.ray_pool import ClusterOptions
 from autotune.errors import BudgetError, InputError, JobError, RunDirectoryError
 from autotune.job import Job
 from autotune.physics.memory_model import peak_bytes
@@ -547,6 +547,7 @@ def train(
     *,
     resume: str | Path | None = None,
     processes: int | None = None,
+    cluster: ClusterOptions | None = None,
     runs_dir: str | Path = "runs",
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
@@ -555,7 +556,8 @@ def train(
     Args:
         recipe: a recipe file; ``None`` for the defaults, or for what ``resume`` was begun with.
         resume: the run directory of an interrupted training.
-        processes: seeds trained at once; ``None`` for one per core.
+        processes: seeds trained at once; ``None`` for one per core, or per worker of the cluster.
+        cluster: a Ray cluster that trains them; ``None`` for this machine.
         runs_dir: where the run directory is made.
         reporter: shows progress; ``None`` shows nothing.
 
@@ -578,7 +580,7 @@ def train(
         require_writable(Path(runs_dir))
         run = RunDirectory.create(Path(runs_dir), "train", "simulated", {"recipe": found.to_json()})
     tracker = Tracker(run.path.parent, run.path, "train")
-    document = training.train(found, run, tracker, reporter or Silent(), processes=processes)
+    document = training.train(found, run, tracker, reporter or Silent(), processes=processes, cluster=cluster)
     tracker.close()
     return document
 

@@ -72,3 +72,7 @@ class RunDirectoryError(InputError):
 
 class EngineError(AutotuneError, RuntimeError):
     """An engine used against its protocol, for example closed and then run."""
+
+
+class WorkerLostError(AutotuneError):
+    """A worker on another machine is gone, and what it was doing with it."""

@@ -17,11 +17,13 @@ from typing import Any
 import failing_job
 import numpy as np
 import pytest
+from test_train import LONG, recipe_file
 
 from autotune import ClusterOptions, InputError, api
 from autotune.campaign.runs import RunDirectory
+from autotune.cluster import places
+from autotune.engines.cluster_pool import cluster_pool
 from autotune.engines.pool_engine import PoolEngine
-from autotune.engines.ray_pool import places, ray_pool
 from autotune.engines.torch_engine import EngineOptions
 from autotune.measurement import Failure
 
@@ -79,7 +81,7 @@ def windows(engine: PoolEngine, count: int) -> list[Any]:
 
 
 def test_a_node_that_is_killed_takes_no_window_with_it(nodes: Any) -> None:
-    engine = ray_pool(ClusterOptions(address=nodes.address), TINY, seed=0, options=OPTIONS)
+    engine = cluster_pool(ClusterOptions(address=nodes.address), TINY, seed=0, measuring=OPTIONS)
     assert engine.workers == 2
     second = nodes.list_all_nodes()[-1]
     killer = threading.Timer(1.0, lambda: nodes.remove_node(second, allow_graceful=False))
@@ -113,7 +115,9 @@ def test_a_job_that_kills_its_process_is_a_value_and_no_lost_worker(
     monkeypatch.setenv(failing_job.FAILURE, "kill")
     monkeypatch.setenv(failing_job.AT, "5")
     nodes = request.getfixturevalue("nodes")
-    engine = ray_pool(ClusterOptions(address=nodes.address), str(TESTS / "failing_job.py"), seed=0, options=OPTIONS)
+    engine = cluster_pool(
+        ClusterOptions(address=nodes.address), str(TESTS / "failing_job.py"), seed=0, measuring=OPTIONS
+    )
     # Each child's fifth step is its last.
     found = windows(engine, 6)
     assert engine.workers == 2
@@ -126,7 +130,7 @@ def test_a_job_that_kills_its_process_is_a_value_and_no_lost_worker(
 
 def test_a_job_that_no_worker_can_load_is_one_line(nodes: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="nowhere"):
-        ray_pool(ClusterOptions(address=nodes.address), str(tmp_path / "nowhere.py"), seed=0, options=OPTIONS)
+        cluster_pool(ClusterOptions(address=nodes.address), str(tmp_path / "nowhere.py"), seed=0, measuring=OPTIONS)
 
 
 def test_a_cluster_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
@@ -171,3 +175,31 @@ def test_a_tuning_on_workers_is_killed_and_taken_up(method: str, tmp_path: Path)
     while processes() - before and time.monotonic() < until:
         time.sleep(0.5)
     assert not processes() - before
+
+
+def test_seeds_that_train_on_a_cluster_become_what_they_become_here(
+    nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = recipe_file(tmp_path, LONG)
+    here = api.train(recipe, runs_dir=tmp_path / "here")
+    second = nodes.list_all_nodes()[-1]
+    found: dict[str, Any] = {}
+
+    def lose_a_node() -> None:
+        """Take a machine away once both seeds are under way."""
+        until = time.monotonic() + 120
+        while time.monotonic() < until and len(list((tmp_path / "there").glob("*/seed-*.pt"))) < 2:
+            time.sleep(0.05)
+        found["under_way"] = len(list((tmp_path / "there").glob("*/seed-*.pt")))
+        nodes.remove_node(second, allow_graceful=False)
+
+    losing = threading.Thread(target=lose_a_node)
+    losing.start()
+    there = api.train(recipe, cluster=ClusterOptions(address=nodes.address), runs_dir=tmp_path / "there")
+    losing.join()
+    assert found["under_way"] == 2
+    assert "goes on elsewhere" in caplog.text
+    assert there["won_percent_mean"] == here["won_percent_mean"]
+    for seed in (4, 9):
+        (own,), (other,) = (list((tmp_path / name).glob(f"*/seed-{seed}.safetensors")) for name in ("here", "there"))
+        assert own.read_bytes() == other.read_bytes()

@@ -107,7 +107,18 @@ def test_a_tuning_keeps_its_study_and_its_log_in_postgresql(server: postgres.Ser
 @reachable
 @pytest.mark.slow
 def test_kill_9_at_random_instants_loses_nothing_in_postgresql(url: str, tmp_path: Path) -> None:
-    generator = random.Random(4)
+    """With KILLS in the environment, so many kills: campaigns one after another, each killed ten times at most."""
+    generator, wanted, kills = random.Random(4), int(os.environ.get("KILLS", "6")), 0
+    while kills < wanted:
+        folder = tmp_path / str(kills)
+        folder.mkdir()
+        more = killed_campaign(url, folder, generator, min(wanted - kills, 10))
+        assert more >= 1
+        kills += more if wanted > 10 else wanted
+
+
+def killed_campaign(url: str, tmp_path: Path, generator: random.Random, most: int) -> int:
+    """Kill a campaign at random instants until it is done, see that nothing is lost, and return how often it was."""
     program = [sys.executable, "-m", "autotune.cli.main"]
     command = [*program, "tune", str(JOB), "--method", "optuna", "--steps", "120", "--storage", url]
     command += ["--runs-dir", str(tmp_path)]
@@ -118,7 +129,7 @@ def test_kill_9_at_random_instants_loses_nothing_in_postgresql(url: str, tmp_pat
             command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
         )
         try:
-            process.wait(generator.uniform(2.0, 7.0) if kills < 6 else 120)
+            process.wait(generator.uniform(2.0, 7.0) if kills < most else 120)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             kills += 1
@@ -139,7 +150,7 @@ def test_kill_9_at_random_instants_loses_nothing_in_postgresql(url: str, tmp_pat
     measured = [trial for trial in RunDirectory.open(begun[0]).lines("trials.jsonl") if not trial["final"]]
     assert "RUNNING" not in states
     assert states.count("COMPLETE") >= len(measured)
-    assert kills >= 1
+    return kills
 
 
 @reachable

@@ -20,9 +20,10 @@ from autotune.budget import MemoryBudget
 from autotune.campaign import tuning
 from autotune.campaign.journal import Journal, JournaledEngine
 from autotune.campaign.runs import RunDirectory
-from autotune.engines.pool_engine import PoolEngine, WorkerLostError
-from autotune.engines.ray_pool import ClusterOptions
+from autotune.cluster import ClusterOptions
+from autotune.engines.pool_engine import PoolEngine
 from autotune.engines.replay_engine import ReplayEngine
+from autotune.errors import WorkerLostError
 from autotune.measurement import Failure
 
 

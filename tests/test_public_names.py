@@ -11,7 +11,19 @@ def test_every_public_name_exists_and_the_list_is_sorted() -> None:
 
 def test_nothing_public_is_left_out_of_the_list() -> None:
     modules = {"agents", "campaign", "cli", "engines", "gym", "live", "mechanics", "physics", "report"}
-    files = {"api", "budget", "catalog", "errors", "files", "job", "measurement", "plan", "units", "annotations"}
+    files = {
+        "api",
+        "budget",
+        "catalog",
+        "cluster",
+        "errors",
+        "files",
+        "job",
+        "measurement",
+        "plan",
+        "units",
+        "annotations",
+    }
     helpers = {"Any", "TYPE_CHECKING", "importlib", "register_environments"}
     public = {name for name in vars(autotune) if not name.startswith("_")}
     assert public - modules - files - helpers <= set(autotune.__all__)

@@ -269,7 +269,18 @@ def test_a_campaign_that_was_killed_before_its_first_record_begins(
 
 @pytest.mark.parametrize("method", ["random", pytest.param("optuna", marks=pytest.mark.slow)])
 def test_kill_9_at_random_instants_loses_nothing_that_was_acknowledged(method: str, tmp_path: Path) -> None:
-    generator = random.Random(1)
+    """With KILLS in the environment, so many kills: campaigns one after another, each killed ten times at most."""
+    generator, wanted, kills = random.Random(1), int(os.environ.get("KILLS", "4")), 0
+    while kills < wanted:
+        folder = tmp_path / str(kills)
+        folder.mkdir()
+        more = killed_campaign(method, folder, generator, min(wanted - kills, 10))
+        assert more >= 1
+        kills += more if wanted > 10 else wanted
+
+
+def killed_campaign(method: str, tmp_path: Path, generator: random.Random, most: int) -> int:
+    """Kill a campaign at random instants until it is done, see that nothing is lost, and return how often it was."""
     program = [sys.executable, "-m", "autotune.cli.main"]
     command = [*program, "tune", str(JOB), "--method", method, "--steps", "120", "--runs-dir", str(tmp_path)]
     kills, acknowledged = 0, []
@@ -280,7 +291,7 @@ def test_kill_9_at_random_instants_loses_nothing_that_was_acknowledged(method: s
         )
         try:
             # Most of it is start-up; the later ones are left to finish.
-            process.wait(generator.uniform(2.0, 7.0) if kills < 4 else 120)
+            process.wait(generator.uniform(2.0, 7.0) if kills < most else 120)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             kills += 1
@@ -308,7 +319,7 @@ def test_kill_9_at_random_instants_loses_nothing_that_was_acknowledged(method: s
         assert "RUNNING" not in states
         searched = sum(not trial["final"] for trial in found)
         assert states.count("COMPLETE") >= searched
-    assert kills >= 1
+    return kills
 
 
 def test_what_cannot_be_taken_up_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

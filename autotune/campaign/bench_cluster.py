@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,9 @@ import torch
 from autotune.campaign.bench_overhead import bootstrap_median
 from autotune.campaign.runs import device_name
 from autotune.campaign.tuning import WINDOW_STEPS
-from autotune.engines.pool_engine import PoolEngine, Worker
-from autotune.engines.ray_pool import ClusterOptions, ray_workers
+from autotune.cluster import Cluster, ClusterOptions
+from autotune.engines.cluster_pool import workers_on
+from autotune.engines.pool_engine import PoolEngine
 from autotune.engines.torch_engine import EngineOptions
 from autotune.errors import InputError
 from autotune.plan import Plan
@@ -22,7 +22,7 @@ from autotune.plan import Plan
 
 def bench_cluster(
     job: str,
-    cluster: ClusterOptions,
+    options: ClusterOptions,
     *,
     pairs: int = 6,
     windows: int = 24,
@@ -36,7 +36,7 @@ def bench_cluster(
 
     Args:
         job: the job's reference; its steps are real.
-        cluster: where workers run; at least two.
+        options: where workers run; at least two.
         pairs: how many pairs.
         windows: in each half of a pair.
         seed: of the job and of the plans.
@@ -45,7 +45,10 @@ def bench_cluster(
     Raises:
         InputError: if the cluster has a single worker, or a window fails.
     """
-    with _opened(job, cluster, seed) as workers:
+    with Cluster(options) as cluster:
+        if len(cluster.places) < 2:
+            raise InputError("has one worker", where=f"cluster {options.address}", allowed="at least 2")
+        workers = workers_on(cluster, job, seed=seed, measuring=EngineOptions(discard_steps=1))
         engines = {"one": PoolEngine(workers[:1]), "all": PoolEngine(workers)}
         generator = np.random.default_rng(seed)
         for engine in engines.values():
@@ -66,9 +69,9 @@ def bench_cluster(
         "job": job,
         "device": device_name(),
         "torch": torch.__version__,
-        "cluster": cluster.address,
+        "cluster": options.address,
         "workers": len(workers),
-        "cores_per_worker": cluster.cores,
+        "cores_per_worker": options.cores,
         "windows": windows,
         "window_steps": WINDOW_STEPS,
         "trials_per_minute": {name: 60 * windows / float(np.median(values)) for name, values in seconds.items()},
@@ -76,17 +79,6 @@ def bench_cluster(
         "efficiency_median": float(np.median(efficiencies)),
         "efficiency_ci95": [low, high],
     }
-
-
-@contextlib.contextmanager
-def _opened(job: str, cluster: ClusterOptions, seed: int) -> Iterator[list[Worker]]:
-    workers, leave = ray_workers(cluster, job, seed=seed, options=EngineOptions(discard_steps=1))
-    try:
-        if len(workers) < 2:
-            raise InputError("has one worker", where=f"cluster {cluster.address}", allowed="at least 2")
-        yield workers
-    finally:
-        leave()
 
 
 def _plans(engine: PoolEngine, generator: np.random.Generator, count: int) -> list[Plan]:

@@ -6,7 +6,7 @@ that is interrupted, at whatever point, is taken up where its files end.
 
 from __future__ import annotations
 
-import multiprocessing
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -19,14 +19,18 @@ import numpy as np
 from autotune.agents.recipe import Recipe, recipe_of
 from autotune.campaign.progress import Reporter
 from autotune.campaign.runs import RunDirectory
+from autotune.campaign.seed_processes import ClusterSeeds, LocalSeeds, SeedProcess
 from autotune.campaign.tracking import Tracker
-from autotune.errors import AutotuneError
+from autotune.cluster import ClusterOptions
+from autotune.errors import AutotuneError, WorkerLostError
 from autotune.files import append_json_line, read_json, write_atomic, write_json
 from autotune.gym.moving_env import MovingEnv
 from autotune.physics.cost_arrays import Floats
 from autotune.physics.moving import Strengths
 from autotune.physics.simulated_job import SimulatedJob
 from autotune.physics.synthetic import draw_job
+
+logger = logging.getLogger(__name__)
 
 POLICY = "policy"
 _VALIDATION_LANES = 512
@@ -153,7 +157,13 @@ def _mend(path: Path) -> None:
 
 
 def train(
-    recipe: Recipe, run: RunDirectory, tracker: Tracker, reporter: Reporter, *, processes: int | None = None
+    recipe: Recipe,
+    run: RunDirectory,
+    tracker: Tracker,
+    reporter: Reporter,
+    *,
+    processes: int | None = None,
+    cluster: ClusterOptions | None = None,
 ) -> dict[str, Any]:
     """Train every seed that is not done yet, and write the policy of the best.
 
@@ -162,52 +172,65 @@ def train(
         run: the run directory; one that an interrupted training left is taken up.
         tracker: where progress is logged.
         reporter: shows progress.
-        processes: seeds at once; ``None`` takes the number of cores.
+        processes: seeds at once; ``None`` takes the number of cores, or of a cluster's places.
+        cluster: where seeds train; ``None`` for this machine.
 
     Returns:
         What ``train --json`` prints.
 
     Raises:
-        AutotuneError: if a seed's process ended without a result.
+        InputError: if the cluster does not answer.
+        AutotuneError: if a seed's process ended without a result, or all machines of the cluster were lost.
     """
     began = time.perf_counter()
     seeds = [SeedFiles(folder=run.path, seed=seed) for seed in recipe.seeds]
     tracker.params({"recipe_sha256": recipe.sha256, "strengths_sha256": recipe.strengths_sha256})
     reporter.stage(f"train {len(seeds)} seeds", recipe.ppo.decisions * len(seeds))
-    at_once = processes or max(os.cpu_count() or 1, 1)
     waiting = [files for files in seeds if not files.result.is_file()]
-    running: dict[int, Any] = {}
+    running: dict[int, SeedProcess] = {}
     keys = {files.seed: tracker.begin(f"seed {files.seed}") for files in seeds}
     logged = dict.fromkeys(keys, 0)
-    context = multiprocessing.get_context("spawn")
+    places = LocalSeeds(train_seed, processes) if cluster is None else ClusterSeeds(train_seed, cluster, processes)
     try:
         while waiting or running:
-            while waiting and len(running) < at_once:
+            while waiting and len(running) < places.at_once:
                 files = waiting.pop(0)
-                process = context.Process(
-                    target=train_seed, args=(recipe.to_json(), files.seed, str(run.path), os.getpid())
-                )
-                process.start()
-                running[files.seed] = process
+                running[files.seed] = places.begin(recipe.to_json(), files.seed, run.path)
             time.sleep(_POLL_S)
+            for files in _ended(running, run):
+                waiting.append(files)
             _log(seeds, run, tracker, keys, logged, reporter, recipe.ppo.decisions)
-            for seed, process in list(running.items()):
-                if process.exitcode is None:
-                    continue
-                del running[seed]
-                if not SeedFiles(folder=run.path, seed=seed).result.is_file():
-                    raise AutotuneError(
-                        f"seed {seed} ended with exit code {process.exitcode}; take it up again: "
-                        f"autotune train --resume {run.path}"
-                    )
     finally:
         for process in running.values():
             process.terminate()
             process.join()
+        places.close()
     _log(seeds, run, tracker, keys, logged, reporter, recipe.ppo.decisions)
     for key in keys.values():
         tracker.end(key)
     return _finish(recipe, run, tracker, seeds, time.perf_counter() - began)
+
+
+def _ended(running: dict[int, SeedProcess], run: RunDirectory) -> list[SeedFiles]:
+    """Take away the processes that ended, and return the seeds whose machine was lost."""
+    lost = []
+    for seed, process in list(running.items()):
+        files = SeedFiles(folder=run.path, seed=seed)
+        try:
+            code = process.exitcode
+        except WorkerLostError as error:
+            logger.warning("seed %d goes on elsewhere: %s", seed, error)
+            del running[seed]
+            lost.append(files)
+            continue
+        if code is None:
+            continue
+        del running[seed]
+        if not files.result.is_file():
+            raise AutotuneError(
+                f"seed {seed} ended with exit code {code}; take it up again: autotune train --resume {run.path}"
+            )
+    return lost
 
 
 def _log(

@@ -26,10 +26,11 @@ from autotune.agents.study_store import StudyStore
 from autotune.budget import MemoryBudget, format_bytes
 from autotune.campaign.runs import RunDirectory
 from autotune.campaign.tracking import Tracker
+from autotune.cluster import ClusterOptions
+from autotune.engines.cluster_pool import cluster_pool
 from autotune.engines.engine import Engine
 from autotune.engines.isolated_engine import IsolatedEngine, RankOptions
 from autotune.engines.metered_engine import MeteredEngine, StepsSpentError
-from autotune.engines.ray_pool import ClusterOptions, ray_pool
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import BudgetError, InputError, JobError
 from autotune.gym.env import TuningEnv
@@ -190,7 +191,7 @@ def make_engine(
     """
     options = EngineOptions(discard_steps=_DISCARDED, split_to_learn_noise=True)
     if isolate is not None and cluster is not None:
-        return ray_pool(cluster, isolate, seed=seed, options=options)
+        return cluster_pool(cluster, isolate, seed=seed, measuring=options)
     if isolate is not None:
         threads = torch.get_num_threads() if ranks is None else None
         return IsolatedEngine(isolate, seed=seed, options=options, ranks=ranks, threads=threads)

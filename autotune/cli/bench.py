@@ -299,7 +299,7 @@ def cluster(
     """Compare how many trials a minute one worker and all of a cluster's workers manage, in turn."""
     from autotune.campaign.bench_cluster import bench_cluster
     from autotune.campaign.runs import require_writable
-    from autotune.engines.ray_pool import ClusterOptions
+    from autotune.cluster import ClusterOptions
 
     require_writable(runs_dir)
     options = ClusterOptions(address=address, cores=worker_cores)

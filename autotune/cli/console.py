@@ -16,6 +16,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from autotune.cluster import ClusterOptions
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, the rest on stderr.")]
 RunsOption = Annotated[Path, typer.Option("--runs-dir", help="Where run directories are written.")]
 LeanOption = Annotated[bool, typer.Option("--lean", help="Profile in half the steps, and less exactly.")]
@@ -30,12 +32,23 @@ StorageOption = Annotated[
     typer.Option("--storage", help="A database for Optuna's studies: postgresql://user@host:port/database."),
 ]
 TrialsOption = Annotated[int | None, typer.Option("--trials", help="Plans that each search may measure at most.")]
+ClusterOption = Annotated[
+    str | None, typer.Option("--cluster", help="Spread the work over Ray workers: local:N, auto, or ray://HOST:PORT.")
+]
+WorkerCoresOption = Annotated[
+    int, typer.Option("--worker-cores", min=1, help="With a cluster: cores that each worker is pinned to.")
+]
 RUNS = Path("runs")
 
 
 def console(*, as_json: bool) -> Console:
     """Return where people's output goes: stdout, or stderr while stdout carries JSON."""
     return Console(file=sys.stderr if as_json else sys.stdout, highlight=False)
+
+
+def cluster(address: str | None, cores: int) -> ClusterOptions | None:
+    """Return what ``--cluster`` and ``--worker-cores`` ask for; ``None`` for this process alone."""
+    return None if address is None else ClusterOptions(address=address, cores=cores)
 
 
 _document_stream: TextIO | None = None

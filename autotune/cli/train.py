@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from autotune.cli import console as shared
-from autotune.cli.console import BudgetOption, JsonOption, RunsOption, SeedOption
+from autotune.cli.console import BudgetOption, ClusterOption, JsonOption, RunsOption, SeedOption, WorkerCoresOption
 
 
 def command(
@@ -36,6 +36,8 @@ def command(
     processes: Annotated[
         int | None, typer.Option("--processes", min=1, help="Seeds or trials trained at once.")
     ] = None,
+    cluster: ClusterOption = None,
+    worker_cores: WorkerCoresOption = 1,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
 ) -> None:
@@ -50,6 +52,11 @@ def command(
         raise InputError(f"engine is {engine!r}", where="--engine", allowed="torch")
     if search_decisions is not None and search is None:
         raise InputError("--search-decisions is given without --search", where="train", allowed="--search N beside it")
+    workers = shared.cluster(cluster, worker_cores)
+    if workers is not None and (job is not None or search is not None):
+        raise InputError(
+            "a job, or --search, is given", where="--cluster", allowed="a training on simulated jobs: its seeds spread"
+        )
     output = shared.console(as_json=as_json)
     if job is not None:
         if recipe is not None or resume is not None or search is not None:
@@ -80,7 +87,9 @@ def command(
                 reporter=bars,
             )
         else:
-            document = api.train(recipe, resume=resume, processes=processes, runs_dir=runs_dir, reporter=bars)
+            document = api.train(
+                recipe, resume=resume, processes=processes, cluster=workers, runs_dir=runs_dir, reporter=bars
+            )
     _show(document, output, _print_trained if search is None else _print_searched, as_json=as_json)
 
 

@@ -13,6 +13,7 @@ from autotune.budget import format_bytes
 from autotune.cli import console as shared
 from autotune.cli.console import (
     BudgetOption,
+    ClusterOption,
     JsonOption,
     LeanOption,
     RunsOption,
@@ -20,6 +21,7 @@ from autotune.cli.console import (
     StepsOption,
     StorageOption,
     TrialsOption,
+    WorkerCoresOption,
 )
 from autotune.errors import InputError
 
@@ -47,13 +49,8 @@ def command(
     ds_config: Annotated[
         Path | None, typer.Option("--ds-config", help="With deepspeed: a configuration of your own (JSON).")
     ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option("--cluster", help="Measure plans at once on Ray workers: local:N, auto, or ray://HOST:PORT."),
-    ] = None,
-    worker_cores: Annotated[
-        int, typer.Option("--worker-cores", min=1, help="With a cluster: cores that each worker is pinned to.")
-    ] = 1,
+    cluster: ClusterOption = None,
+    worker_cores: WorkerCoresOption = 1,
     storage: StorageOption = None,
     seed: SeedOption = 0,
     runs_dir: RunsOption = shared.RUNS,
@@ -61,10 +58,9 @@ def command(
 ) -> None:
     """Find the fastest plan within a memory budget by measuring plans on the real job."""
     from autotune import api
-    from autotune.engines.ray_pool import ClusterOptions
 
     asked = _ranks(engine, ranks, zero_stage, ds_config)
-    workers = None if cluster is None else ClusterOptions(address=cluster, cores=worker_cores)
+    workers = shared.cluster(cluster, worker_cores)
     output = shared.console(as_json=as_json)
     with shared.Bars(output) as bars:
         settings: dict[str, Any] = {

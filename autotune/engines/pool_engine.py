@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from autotune.errors import AutotuneError, EngineError
+from autotune.errors import EngineError, WorkerLostError
 from autotune.measurement import Failure, Measurement
 from autotune.plan import Plan, PlanSpace
 
@@ -28,10 +28,6 @@ _AHEAD = 2
 _TRIES = 2
 # Seconds that a worker's thread may take to end.
 _ENDING_S = 10.0
-
-
-class WorkerLostError(AutotuneError):
-    """A worker is gone, and what it ran with it."""
 
 
 class Worker(Protocol):
