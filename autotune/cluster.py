@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +17,8 @@ from autotune.errors import InputError, WorkerLostError
 
 _ALLOWED = "auto, local:N, ray://HOST:PORT or HOST:PORT"
 _INSTALL = "pip install 'autotune-rl[ray]'"
+# Where a cluster's token stands, if it has one.
+_TOKENS, _TOKEN_FILE = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}, Path("~/.ray/auth_token")
 # Seconds that a cluster may take to answer.
 _CONNECT_S = 20.0
 # Characters of what Ray says that are passed on.
@@ -74,7 +77,7 @@ class Cluster:
     """
 
     def __init__(self, options: ClusterOptions) -> None:
-        self._ray = _imported()
+        self._ray = _imported(options)
         _connect(self._ray, options)
         self.places = places(self._ray.nodes(), options)
         if not self.places:
@@ -183,8 +186,11 @@ def places(nodes: Sequence[Mapping[str, Any]], options: ClusterOptions) -> list[
     return found
 
 
-def _imported() -> Any:
+def _imported(options: ClusterOptions) -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if options.local is None and (_TOKENS & set(os.environ) or _TOKEN_FILE.expanduser().is_file()):
+        # Ray's own clusters ask for the token that it made, and Ray shows it by itself for "auto" alone.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     # Ray gives its processes a hint about GPUs that changes with its version.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
