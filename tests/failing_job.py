@@ -24,9 +24,9 @@ FAILING_RANK = "1"
 
 
 class Net(nn.Module):
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self, width: int = 16, blocks: int = 3) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
         self.head = nn.Linear(width, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -104,11 +104,11 @@ job = Job(
     batch_size=8,
 )
 
-# Batches so large that a plan saves memory.
+# Batches so large that a plan saves memory, and more plans than a campaign of many failures can try.
 wide = dataclasses.replace(
     job,
     name="failing_wide",
-    model=lambda: Net(64),
+    model=lambda: Net(64, blocks=7),
     batches=lambda seed: batches(seed, 512, 64),
     batch_size=512,
     accumulation_choices=(1, 2, 4),

@@ -70,14 +70,16 @@ class _StudySearch:
         # Seeded anew, so that what is proposed depends on what was told alone, and on no interruption.
         self.study.sampler = _sampler((self._seed + number) % 2**32, several=self._ahead > 1)
         with _writing(self._where):
-            waiting = self.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.WAITING,))
-            if number < len(self._first) and not waiting:
+            if number < len(self._first) and not self._waits():
                 self.study.enqueue_trial(self._first[number])
             trial = self.study.ask()
             plan = self._propose(trial)
             trial.set_user_attr("plan", plan.to_json())
         self._open.append(trial)
         return plan
+
+    def _waits(self) -> bool:
+        return bool(self.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.WAITING,)))
 
     def _repeat(self, stored: optuna.trial.FrozenTrial) -> Plan:
         told = stored.state.is_finished()

@@ -60,6 +60,8 @@ _RESERVE = (FINALISTS + 1) * FINAL_ROUNDS * _FINAL_STEPS
 # Plans of hand-made rules that a search which can learn from them measures first.
 _FIRST = ("uniform-bf16", "recompute-all", "paper")
 _EPISODE_WINDOWS = 8
+# Proposals in a row that were measured before, after which a search has seen what it will see.
+_REPEATS = 200
 # Shares of the budget that a planner plans for, one after another, if what it planned does not fit.
 _REPLANS = (1.0, 0.97, 0.92)
 
@@ -370,12 +372,14 @@ class _Tuning:
         search = self._make_search(env)
         env.reset(seed=self._settings.seed)
         asked: deque[Plan] = deque()
+        repeats = 0
         # Repeats cost no steps, so a search that only repeats itself must end too.
-        for _ in range(20 * self._settings.steps):
+        while repeats < _REPEATS:
             while not asked or (len(asked) < self._metered.ahead and self._metered.affords(WINDOW_STEPS)):
                 asked.append(search.ask())
                 self._metered.prepare(asked[-1], WINDOW_STEPS)
             plan = asked.popleft()
+            repeats = repeats + 1 if plan in self._metered.known else 0
             try:
                 _, reward, _, truncated, _ = env.step(_array(env, plan))
             except StepsSpentError:

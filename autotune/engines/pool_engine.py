@@ -22,8 +22,9 @@ from autotune.plan import Plan, PlanSpace
 
 logger = logging.getLogger(__name__)
 
-# Windows per worker that are asked for ahead: while one runs, the next waits at its door.
-_AHEAD = 2
+# Windows that wait at the door while every worker runs one: so many, or a share of the workers. Answers are taken in
+# order, and whoever proposes is the less informed the more is open.
+_WAITING, _WAITING_SHARE = 2, 0.25
 # How often a window is begun before its plan is held to be what takes workers down.
 _TRIES = 2
 # Seconds that a worker's thread may take to end.
@@ -88,7 +89,7 @@ class PoolEngine:
 
     def __init__(self, workers: Sequence[Worker], on_close: Callable[[], None] | None = None) -> None:
         self.memory_budget_bytes: int | None = None
-        self.ahead = _AHEAD * len(workers)
+        self.ahead = len(workers) + max(_WAITING, int(_WAITING_SHARE * len(workers)))
         self._workers = list(workers)
         self._on_close = on_close
         self._alive = list(range(len(workers)))
