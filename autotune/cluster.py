@@ -21,6 +21,8 @@ _INSTALL = "pip install 'autotune-rl[ray]'"
 _TOKENS, _TOKEN_FILE = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}, Path("~/.ray/auth_token")
 # Seconds that a cluster may take to answer.
 _CONNECT_S = 20.0
+# Memory that Ray sets aside on this machine for what is passed on: plans and measurements are small.
+_STORE_BYTES = 100 * 2**20
 # Characters of what Ray says that are passed on.
 _QUOTED = 200
 
@@ -205,7 +207,8 @@ def _connect(ray: Any, options: ClusterOptions) -> None:
     if options.local is not None:
         search = {"env_vars": {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}}
         cores = options.local * options.cores
-        ray.init(address="local", num_cpus=cores, include_dashboard=False, runtime_env=search, **common)
+        common |= {"include_dashboard": False, "object_store_memory": _STORE_BYTES}
+        ray.init(address="local", num_cpus=cores, runtime_env=search, **common)
         return
     try:
         if options.address != "auto":

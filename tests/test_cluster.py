@@ -47,8 +47,9 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("RAY_health_check_initial_delay_ms", "0")
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    cluster.add_node(num_cpus=1)
+    one = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args={**one, "include_dashboard": False})
+    cluster.add_node(**one)
     cluster.wait_for_nodes()
     yield cluster
     cluster.shutdown()

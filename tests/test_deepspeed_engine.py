@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ from typing import Any
 import failing_job
 import pytest
 import sharded_rank
+from ranks import run_on_ranks
 
 from autotune.cli.main import run
 from autotune.engines.deepspeed_config import engine_config
@@ -27,23 +25,7 @@ installed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, re
 
 def run_ranks(folder: Path, what: str, stage: int, steps: int) -> list[dict[str, Any]]:
     """Run parts of sharded_rank.py on two ranks, with a watchdog, and return what each rank wrote."""
-    beside = str(Path(sys.executable).parent)
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
-        "PATH": os.pathsep.join([beside, os.environ["PATH"]]),
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, str(TESTS / "sharded_rank.py"), str(folder), what, str(stage), str(steps)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_on_ranks("sharded_rank.py", folder, what, stage, steps, timeout_s=900)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

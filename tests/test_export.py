@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_job
+from ranks import run_on_ranks
 
 from autotune import Launch, Plan, PlanError, Precision, TorchEngine
 from autotune.cli.main import run
@@ -84,23 +82,7 @@ def test_the_command_writes_the_files_and_says_how_to_launch(
 def test_deepspeed_launches_the_export_and_does_what_the_plan_says(tmp_path: Path) -> None:
     for name, document in export(a_plan(), tiny_job.make(clip_norm=0.7), "deepspeed", ranks=2).files.items():
         (tmp_path / name).write_text(json.dumps(document))
-    beside = str(Path(sys.executable).parent)
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
-        "PATH": os.pathsep.join([beside, os.environ["PATH"]]),
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, str(TESTS / "exported_rank.py"), str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=290,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_on_ranks("exported_rank.py", tmp_path)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["updates"] == found["global_steps"] == 80
     assert (found["k"], found["sizes"], found["dtypes"]) == (2, [2], ["torch.bfloat16"])

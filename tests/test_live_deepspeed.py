@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import run_on_ranks
 
 import autotune
 from autotune.errors import AttachError
-
-TESTS = Path(__file__).parent
 
 
 def test_what_is_no_engine_is_refused() -> None:
@@ -53,21 +49,5 @@ def test_an_engine_trains_the_same_bits_attached_and_switching(stage: int, tmp_p
 
 def run_ranks(folder: Path, stage: int, steps: int) -> list[dict[str, Any]]:
     """Run sharded_live_rank.py on two ranks, with a watchdog, and return what each rank wrote."""
-    beside = str(Path(sys.executable).parent)
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
-        "PATH": os.pathsep.join([beside, os.environ["PATH"]]),
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, str(TESTS / "sharded_live_rank.py"), str(folder), str(stage), str(steps)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=290,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_on_ranks("sharded_live_rank.py", folder, stage, steps)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-TESTS = Path(__file__).parent
+from ranks import run_on_ranks
 
 
 def run_ranks(folder: Path, way: str, steps: int, world: int) -> list[dict[str, Any]]:
     """Run a way on so many ranks, with a watchdog, and return what each wrote."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
-    done = subprocess.run(
-        [*command, str(TESTS / "live_rank.py"), str(folder), way, str(steps)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1000,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_on_ranks("live_rank.py", folder, way, steps, ranks=world, timeout_s=1000)
     return [json.loads((folder / f"{way}-{rank}.json").read_text()) for rank in range(world)]
 
 

@@ -341,7 +341,7 @@ class Pilot:
         if ordinary and self.placements is not None:
             seconds = step.seconds / max(self._share(step.batch_bytes), 1e-9)
             predicted = self._seconds_of(self.plan, self.placements)
-            self._window.compare(seconds, predicted, decided=self.plan is self.decided)
+            self._window.compare(seconds, predicted, decided=self.plan == self.decided)
 
     def _of_several(self, plan: Plan, size: int) -> Plan:
         """Return the plan with steps of several batches, where one alone would never tell the gradient's noise."""
