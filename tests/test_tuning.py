@@ -77,6 +77,22 @@ def test_a_limit_on_trials_is_kept(method: str, tmp_path: Path) -> None:
     assert len([trial for trial in result.trials if not trial.final]) <= 5
 
 
+def test_optuna_is_told_of_each_plan_once_and_spends_its_steps_on_new_ones(tmp_path: Path) -> None:
+    engine = KnownEngine()
+    references = tuning.measure_references(engine, MemoryBudget.parse("40%"))
+    run = RunDirectory.create(tmp_path, "tune", tiny_job.job(), {})
+    settings = tuning.TuningSettings(steps=240, seed=2)
+    result = tuning.tune(tiny_job.job(), "optuna", engine, references, settings, run=run)
+    with sqlite3.connect(run.path / "optuna.db") as database:
+        query = "select state, value_json from trials join trial_user_attributes using (trial_id) where key = 'plan'"
+        rows = database.execute(query).fetchall()
+    told = [plan for state, plan in rows if state == "COMPLETE"]
+    assert len(set(told)) == len(told)
+    # What TPE proposes again costs nothing; whatever else is known is passed over, and all steps are spent.
+    assert len(told) < len(rows) < 4 * len(told)
+    assert result.tuning_steps > settings.steps - 2 * tuning.WINDOW_STEPS
+
+
 def test_a_budget_below_the_leanest_plan_is_refused_with_the_smallest_possible_one() -> None:
     with pytest.raises(BudgetError, match="leanest plan needs"):
         tuning.measure_references(KnownEngine(), MemoryBudget.parse("10B"))
