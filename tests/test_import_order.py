@@ -17,7 +17,7 @@ HEAVY = {
     "optuna": {"agents/optuna_search.py"},
     "mlflow": {"campaign/tracking.py"},
     "deepspeed": {"engines/deepspeed_engine.py"},
-    "ray": set(),
+    "ray": {"cluster.py"},
     "matplotlib": {"report/figures.py"},
     "transformers": {"live/integrations/transformers.py"},
     "lightning": {"live/integrations/lightning.py"},
