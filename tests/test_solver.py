@@ -147,7 +147,7 @@ def test_a_planner_proposes_the_optimum_first():
     budget = int(0.6 * peak_bytes(profile, profile.space.baseline()))
     assert planned("exact", profile, budget, Goal())[0] == solve(profile, budget).plan
     solutions = solve_each(profile, budget)
-    close = [solution.plan for solution in solutions if solution.objective <= 1.05 * solutions[0].objective]
+    close = [solution.plan for solution in solutions if solution.objective <= 1.1 * solutions[0].objective]
     # What is predicted to be much slower is not measured: it could win by noise alone.
     assert planned("exact", profile, budget, Goal()) == close
     assert planned("greedy", profile, budget, Goal()) == [greedy_plan(profile, budget, Goal())]
