@@ -16,7 +16,7 @@ from typing import Any
 from autotune.cluster import Cluster, ClusterOptions, Place
 from autotune.engines.pool_engine import PoolEngine, Worker
 from autotune.engines.torch_engine import EngineOptions
-from autotune.errors import InputError
+from autotune.errors import InputError, WorkerLostError
 
 # Seconds in which a worker must have built the job's model.
 _OPENING_S = 600.0
@@ -67,12 +67,12 @@ class Trainer:
         return {"space": self._engine.space.to_json(), "locks": {**self._engine.locks}}
 
     def run(self, plan: dict[str, Any], steps: int, memory_budget_bytes: int | None) -> dict[str, Any]:
-        """Return a window's measurement."""
+        """Return a window's measurement, or what is wrong with the job here."""
         from autotune.plan import Plan
 
         found = self.describe()
         if "input_error" in found:
-            raise RuntimeError(found["input_error"]["problem"])
+            return found
         self._engine.memory_budget_bytes = memory_budget_bytes
         self._engine.apply(Plan.from_json(plan))
         measured: dict[str, Any] = self._engine.run(steps).to_json()
@@ -118,6 +118,9 @@ class _ClusterWorker:
     def run(self, plan: dict[str, Any], steps: int, memory_budget_bytes: int | None) -> dict[str, Any]:
         """Return a window's measurement."""
         found: dict[str, Any] = self._trainer.begin("run", plan, steps, memory_budget_bytes)(None)
+        if "input_error" in found:
+            # The first worker could: this machine lacks something.
+            raise WorkerLostError(f"the job cannot be used there: {found['input_error']['problem']}")
         return found
 
     def close(self) -> None:
