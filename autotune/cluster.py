@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -17,8 +16,6 @@ from autotune.errors import InputError, WorkerLostError
 
 _ALLOWED = "auto, local:N, ray://HOST:PORT or HOST:PORT"
 _INSTALL = "pip install 'autotune-rl[ray]'"
-# Where a cluster's token stands, if it has one.
-_TOKENS, _TOKEN_FILE = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}, Path("~/.ray/auth_token")
 # Seconds that a cluster may take to answer.
 _CONNECT_S = 20.0
 # Memory that Ray sets aside on this machine for what is passed on: plans and measurements are small.
@@ -79,7 +76,7 @@ class Cluster:
     """
 
     def __init__(self, options: ClusterOptions) -> None:
-        self._ray = _imported(options)
+        self._ray = _imported()
         _connect(self._ray, options)
         self.places = places(self._ray.nodes(), options)
         if not self.places:
@@ -188,11 +185,8 @@ def places(nodes: Sequence[Mapping[str, Any]], options: ClusterOptions) -> list[
     return found
 
 
-def _imported(options: ClusterOptions) -> Any:
+def _imported() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if options.local is None and (_TOKENS & set(os.environ) or _TOKEN_FILE.expanduser().is_file()):
-        # Ray's own clusters ask for the token that it made, and Ray shows it by itself for "auto" alone.
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
     # Ray gives its processes a hint about GPUs that changes with its version.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
@@ -221,5 +215,5 @@ def _connect(ray: Any, options: ClusterOptions) -> None:
         raise InputError(
             f"no cluster answers ({said[:_QUOTED]})",
             where=f"cluster {options.address}",
-            allowed="the address of a running one (ray start --head), or local:N",
+            allowed="a running one's (ray start --head; RAY_AUTH_MODE=token if it asks for a token), or local:N",
         ) from error

@@ -264,9 +264,8 @@ def test_64_workers_and_one_study_lose_and_repeat_no_trial(tmp_path: Path) -> No
         told = database.execute("select count(*) from trial_values").fetchone()[0]
     assert [number for number, _ in rows] == list(range(len(rows)))
     assert {state for _, state in rows} <= {"COMPLETE", "FAIL"}
-    # What was known before costs nothing and is told as well; only what no step was left for is not.
+    # What was known before costs nothing and is told as failed.
     assert sum(state == "COMPLETE" for _, state in rows) == told >= len(searched)
-    assert sum(state == "FAIL" for _, state in rows) <= 1
     assert len(set(searched)) == len(searched) > 64
     assert sum(bool(worker.ran) for worker in workers) > 16
 
