@@ -187,8 +187,6 @@ def places(nodes: Sequence[Mapping[str, Any]], options: ClusterOptions) -> list[
 
 def _imported() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray gives its processes a hint about GPUs that changes with its version.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         import ray
     except ImportError as error:

@@ -9,7 +9,8 @@
     │   ├── PolicyFileError     a policy folder: missing, foreign schema, wrong hash or shapes
     │   ├── AttachError         what was attached to, or a call out of its order
     │   └── RunDirectoryError   a run directory: cannot be written, or holds no such document
-    └── EngineError             an engine was used in a way its protocol forbids
+    ├── EngineError             an engine was used in a way its protocol forbids
+    └── WorkerLostError         a worker on another machine is gone
 
 What a window *meets* (out of memory, a loss that is not finite, a crash) is not an exception: it is a value,
 ``Measurement.failure``.
@@ -40,6 +41,17 @@ class InputError(AutotuneError, ValueError):
         prefix = f"{where}: " if where else ""
         suffix = f" (allowed: {self.allowed})" if self.allowed else ""
         super().__init__(" ".join(f"{prefix}{problem}{suffix}".split()))
+
+    def to_json(self) -> dict[str, str]:
+        """Return the error as a JSON object, to be raised anew in another process."""
+        return {"kind": type(self).__name__, "problem": self.problem, "where": self.where, "allowed": self.allowed}
+
+    @staticmethod
+    def from_json(found: dict[str, str]) -> InputError:
+        """Return the error of the same kind that :meth:`to_json` described."""
+        kind = globals().get(found["kind"], InputError)
+        error: InputError = kind(found["problem"], where=found["where"], allowed=found["allowed"])
+        return error
 
 
 class PlanError(InputError):

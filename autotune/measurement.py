@@ -141,6 +141,28 @@ class Measurement:
         known = self.energy_source in ENERGY_SOURCES and (self.energy_j is None) == (self.energy_source == "absent")
         _require(known, "energy_source", self.energy_source, f"{', '.join(ENERGY_SOURCES)}; absent without energy_j")
 
+    @classmethod
+    def of_failure(
+        cls, failure: Failure, detail: str, memory_budget_bytes: int | None, *, total_s: float = 0.0
+    ) -> Measurement:
+        """Return a window of which nothing is known but how it ended.
+
+        Args:
+            failure: the class of it.
+            detail: one line about it.
+            memory_budget_bytes: the budget that it was held to; ``None`` for none.
+            total_s: seconds that it took.
+        """
+        return cls(
+            steps=0,
+            samples=0,
+            items=0,
+            total_s=total_s,
+            memory_budget_bytes=memory_budget_bytes,
+            failure=failure,
+            failure_detail=detail,
+        )
+
     @property
     def within_budget(self) -> bool:
         """Tell whether the peak is known to fit the budget, or there is none."""

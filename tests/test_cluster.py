@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import failing_job
-import numpy as np
 import pytest
+from known_problem import distinct_plans
 from test_train import LONG, recipe_file
 
 from autotune import ClusterOptions, InputError, api
@@ -67,11 +67,7 @@ def processes() -> set[str]:
 
 
 def windows(engine: PoolEngine, count: int) -> list[Any]:
-    generator, plans = np.random.default_rng(3), []
-    while len(plans) < count:
-        plan = engine.space.sample(generator)
-        if plan not in plans:
-            plans.append(plan)
+    plans = distinct_plans(engine.space, count)
     for plan in plans:
         engine.prepare(plan, 3)
     found = []

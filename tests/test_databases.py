@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import random
-import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +17,7 @@ import optuna
 import postgres
 import pytest
 import sqlalchemy
+from kills import JOB, kill_campaigns
 from test_env import SPACE
 from test_resume import tell
 
@@ -28,7 +27,6 @@ from autotune.campaign.runs import RunDirectory
 from autotune.cli.main import run
 from autotune.errors import InputError
 
-JOB = Path(__file__).parent / "tiny_job.py"
 reachable = pytest.mark.skipif(
     not postgres.available() or importlib.util.find_spec("psycopg") is None, reason="there is no PostgreSQL here"
 )
@@ -107,50 +105,21 @@ def test_a_tuning_keeps_its_study_and_its_log_in_postgresql(server: postgres.Ser
 @reachable
 @pytest.mark.slow
 def test_kill_9_at_random_instants_loses_nothing_in_postgresql(url: str, tmp_path: Path) -> None:
-    """With KILLS in the environment, so many kills: campaigns one after another, each killed ten times at most."""
-    generator, wanted, kills = random.Random(4), int(os.environ.get("KILLS", "6")), 0
-    while kills < wanted:
-        folder = tmp_path / str(kills)
-        folder.mkdir()
-        more = killed_campaign(url, folder, generator, min(wanted - kills, 10))
-        assert more >= 1
-        kills += more if wanted > 10 else wanted
+    acknowledged: dict[Path, int] = {}
 
+    def look(folder: Path, done: bool) -> None:
+        began = time.perf_counter()
+        told = studies(checked(url)).get(f"{folder.name} tune", [])
+        assert time.perf_counter() - began < 5
+        states = [trial.state.name for trial in told]
+        assert states.count("COMPLETE") >= acknowledged.get(folder, 0)
+        acknowledged[folder] = states.count("COMPLETE")
+        if done:
+            measured = [trial for trial in RunDirectory.open(folder).lines("trials.jsonl") if not trial["final"]]
+            assert "RUNNING" not in states
+            assert states.count("COMPLETE") >= len(measured)
 
-def killed_campaign(url: str, tmp_path: Path, generator: random.Random, most: int) -> int:
-    """Kill a campaign at random instants until it is done, see that nothing is lost, and return how often it was."""
-    program = [sys.executable, "-m", "autotune.cli.main"]
-    command = [*program, "tune", str(JOB), "--method", "optuna", "--steps", "120", "--storage", url]
-    command += ["--runs-dir", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(JOB.parent.parent), "OMP_NUM_THREADS": "1"}
-    kills, acknowledged = 0, 0
-    while True:
-        process = subprocess.Popen(
-            command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
-        )
-        try:
-            process.wait(generator.uniform(2.0, 7.0) if kills < most else 120)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            kills += 1
-        said = process.communicate()[1].decode()
-        begun = [path for path in tmp_path.iterdir() if (path / "config.json").is_file()]
-        if begun:
-            command = [*program, "resume", str(begun[0])]
-            began = time.perf_counter()
-            told = studies(checked(url)).get(f"{begun[0].name} tune", [])
-            assert time.perf_counter() - began < 5
-            complete = [trial for trial in told if trial.state.name == "COMPLETE"]
-            assert len(complete) >= acknowledged
-            acknowledged = len(complete)
-        if process.returncode == 0:
-            break
-        assert process.returncode == -signal.SIGKILL, said
-    states = [trial.state.name for trial in studies(checked(url))[f"{begun[0].name} tune"]]
-    measured = [trial for trial in RunDirectory.open(begun[0]).lines("trials.jsonl") if not trial["final"]]
-    assert "RUNNING" not in states
-    assert states.count("COMPLETE") >= len(measured)
-    return kills
+    kill_campaigns(["--method", "optuna", "--storage", url], tmp_path, 6, 4, look)
 
 
 @reachable

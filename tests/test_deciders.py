@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tiny_job
 import torch
+from known_problem import known_cost, known_peak
 from safetensors.torch import save
 from test_env import SPACE, plain_window, replay_env
 
@@ -35,24 +36,6 @@ from autotune.plan import PlanSpace
 def observe(plan: Plan, window: Measurement, budget: int | None = None) -> Observation:
     reference = plain_window(SPACE.baseline(), 3)
     return Observation(space=SPACE, plan=plan, window=window, reference=reference, memory_budget_bytes=budget)
-
-
-def known_cost(plan: Plan) -> float:
-    """Be a problem whose best plan is k = 2, bf16 everywhere, only blocks.1 recomputed."""
-    seconds = 0.1 + 0.02 * sum(plan.precision_of(unit.name) is Precision.FP32 for unit in SPACE.units)
-    seconds += 0.01 * sum(choice is Storage.RECOMPUTE for choice in plan.storage.values())
-    return seconds + {1: 0.0, 2: 0.005, 4: 0.05}[plan.accumulation_steps]
-
-
-def known_peak(plan: Plan) -> int:
-    saved = sum(plan.storage_of(unit.name) is Storage.SAVE for unit in SPACE.units)
-    wide = sum(plan.precision_of(unit.name) is Precision.FP32 for unit in SPACE.units)
-    return (
-        100
-        + int((100 * saved + 100 * wide) / plan.accumulation_steps)
-        + 5 * (plan.storage_of("blocks.2") is Storage.RECOMPUTE)
-        + 5 * (plan.storage_of("blocks.3") is Storage.RECOMPUTE)
-    )
 
 
 def known_window(budget: int) -> Callable[[Plan, int], Measurement]:

@@ -63,12 +63,12 @@ def test_a_disk_that_fills_up_is_one_line_and_nothing_is_lost(size: str, small_d
     assert "Traceback" not in done.stderr
     (folder,) = [path for path in disk.iterdir() if (path / "config.json").is_file()]
     before = RunDirectory.open(folder).whole_lines(JOURNAL)
+    assert not (folder / "tuned.json").exists()
     small_disk("64m")
     done = tune("resume", str(folder), "--json")
     assert done.returncode == 0, done.stderr
     after = RunDirectory.open(folder).lines(JOURNAL)
     assert after[: len(before)] == before
-    assert len(after) > len(before) or size == "1250k"
     assert json.loads(done.stdout)["measured"]["peak_bytes"] > 0
     # The log is whole, too: every run of the command, the one that the full disk ended included.
     engine = sqlalchemy.create_engine(f"sqlite:///{disk / 'mlflow.db'}")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_job
-from test_deciders import known_cost, known_peak
+from known_problem import KnownEngine, distinct_plans, known_answer
 from test_env import SPACE
 
 from autotune import EngineError, InputError, Measurement, Plan
@@ -22,26 +22,8 @@ from autotune.campaign.journal import Journal, JournaledEngine
 from autotune.campaign.runs import RunDirectory
 from autotune.cluster import ClusterOptions
 from autotune.engines.pool_engine import PoolEngine
-from autotune.engines.replay_engine import ReplayEngine
 from autotune.errors import WorkerLostError
 from autotune.measurement import Failure
-
-
-def answer(plan: Plan, steps: int, budget: int | None) -> Measurement:
-    over = budget is not None and known_peak(plan) > budget
-    return Measurement(
-        steps=1 if over else steps,
-        samples=8 * steps,
-        items=8 * steps,
-        total_s=0.1,
-        step_s=() if over else (known_cost(plan),) * 2,
-        seconds_per_step=None if over else known_cost(plan),
-        samples_per_step=None if over else 8.0,
-        peak_bytes=known_peak(plan),
-        memory_budget_bytes=budget,
-        loss=1.0,
-        failure=Failure.OVER_BUDGET if over else None,
-    )
 
 
 class KnownWorker:
@@ -65,30 +47,15 @@ class KnownWorker:
         if asked == self.poison or len(self.ran) == self._dies_at:
             raise WorkerLostError("its machine is gone")
         self.ran.append(asked)
-        return answer(asked, steps, memory_budget_bytes).to_json()
+        return known_answer(asked, steps, memory_budget_bytes).to_json()
 
     def close(self) -> None:
         self.closed = True
 
 
-class OneEngine(ReplayEngine):
-    """Answer by the same formula, one window after another."""
-
-    def __init__(self) -> None:
-        super().__init__(SPACE, lambda plan, steps: answer(plan, steps, self.memory_budget_bytes))
-
-
 def pool(count: int, seed: int = 0) -> tuple[PoolEngine, list[KnownWorker]]:
     workers = [KnownWorker(np.random.default_rng([seed, number])) for number in range(count)]
     return PoolEngine(workers), workers
-
-
-def plans(count: int) -> list[Plan]:
-    generator = np.random.default_rng(5)
-    found: dict[Plan, None] = {}
-    while len(found) < count:
-        found[SPACE.sample(generator)] = None
-    return list(found)
 
 
 def tuned(engine: Any, method: str, folder: Path, journal: Journal | None = None, **spent: Any) -> tuning.TuningResult:
@@ -108,7 +75,7 @@ def outline(result: tuning.TuningResult) -> list[tuple[Plan, float, bool]]:
 def test_random_search_is_what_it_is_without_a_pool(count: int, tmp_path: Path) -> None:
     (tmp_path / "serial").mkdir()
     (tmp_path / "pool").mkdir()
-    serial = tuned(OneEngine(), "random", tmp_path / "serial")
+    serial = tuned(KnownEngine(), "random", tmp_path / "serial")
     engine, workers = pool(count)
     spread = tuned(engine, "random", tmp_path / "pool")
     engine.close()
@@ -178,12 +145,12 @@ def test_a_campaign_that_is_taken_up_finds_what_it_would_have_found(
 def test_what_a_lost_worker_ran_is_run_again_once() -> None:
     workers = [KnownWorker(np.random.default_rng(number), dies_at=2 if number == 1 else None) for number in range(3)]
     engine = PoolEngine(workers)
-    asked = plans(30)
+    asked = distinct_plans(SPACE, 30)
     for plan in asked:
         engine.prepare(plan, 3)
     for plan in asked:
         engine.apply(plan)
-        assert engine.run(3) == answer(plan, 3, None)
+        assert engine.run(3) == known_answer(plan, 3, None)
     assert engine.workers == 2
     engine.close()
     ran = [plan for worker in workers for plan in worker.ran]
@@ -192,7 +159,7 @@ def test_what_a_lost_worker_ran_is_run_again_once() -> None:
 
 def test_a_plan_that_takes_two_workers_down_is_a_crash_and_the_rest_goes_on() -> None:
     workers = [KnownWorker() for _ in range(4)]
-    asked = plans(12)
+    asked = distinct_plans(SPACE, 12)
     for worker in workers:
         worker.poison = asked[3]
     engine = PoolEngine(workers)
@@ -210,7 +177,7 @@ def test_a_plan_that_takes_two_workers_down_is_a_crash_and_the_rest_goes_on() ->
 
 def test_without_workers_there_is_an_error_and_no_waiting() -> None:
     engine = PoolEngine([KnownWorker(dies_at=1), KnownWorker(dies_at=1)])
-    asked = plans(6)
+    asked = distinct_plans(SPACE, 6)
     for plan in asked:
         engine.prepare(plan, 3)
     engine.apply(asked[-1])
@@ -225,7 +192,7 @@ def test_without_workers_there_is_an_error_and_no_waiting() -> None:
 
 def test_windows_to_be_compared_run_on_one_worker() -> None:
     engine, workers = pool(3)
-    for plan in plans(6):
+    for plan in distinct_plans(SPACE, 6):
         engine.apply(plan)
         engine.run(4)
     engine.close()
@@ -244,7 +211,7 @@ def test_nobody_waits_for_a_pool_that_is_closed() -> None:
             self.ended.set()
 
     engine = PoolEngine([Slow(), Slow()])
-    for plan in plans(5):
+    for plan in distinct_plans(SPACE, 5):
         engine.prepare(plan, 3)
     began = threading.active_count()
     engine.close()

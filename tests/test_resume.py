@@ -6,18 +6,15 @@ import errno
 import json
 import os
 import random
-import signal
 import sqlite3
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_deciders import known_cost
+from kills import JOB, kill_campaigns
+from known_problem import KnownEngine, known_cost
 from test_env import SPACE
-from test_tuning import KnownEngine
 
 from autotune import api
 from autotune.agents.optuna_search import OptunaSearch
@@ -29,7 +26,6 @@ from autotune.errors import RunDirectoryError
 from autotune.gym.observation import Observation
 from autotune.plan import Plan
 
-JOB = Path(__file__).parent / "tiny_job.py"
 FEW = {"steps": 80, "seed": 3}
 
 
@@ -269,57 +265,29 @@ def test_a_campaign_that_was_killed_before_its_first_record_begins(
 
 @pytest.mark.parametrize("method", ["random", pytest.param("optuna", marks=pytest.mark.slow)])
 def test_kill_9_at_random_instants_loses_nothing_that_was_acknowledged(method: str, tmp_path: Path) -> None:
-    """With KILLS in the environment, so many kills: campaigns one after another, each killed ten times at most."""
-    generator, wanted, kills = random.Random(1), int(os.environ.get("KILLS", "4")), 0
-    while kills < wanted:
-        folder = tmp_path / str(kills)
-        folder.mkdir()
-        more = killed_campaign(method, folder, generator, min(wanted - kills, 10))
-        assert more >= 1
-        kills += more if wanted > 10 else wanted
+    acknowledged: dict[Path, list[Any]] = {}
+
+    def look(folder: Path, done: bool) -> None:
+        now = [row["what"] for row in lines(folder, JOURNAL)] if (folder / JOURNAL).is_file() else []
+        before = acknowledged.get(folder, [])
+        assert now[: len(before)] == before
+        acknowledged[folder] = now
+        if done:
+            found = lines(folder, "trials.jsonl")
+            assert [trial["number"] for trial in found] == list(range(len(found)))
+            if method == "optuna":
+                see_that_the_study_is_whole(folder, sum(not trial["final"] for trial in found))
+
+    kill_campaigns(["--method", method], tmp_path, 4, 1, look)
 
 
-def killed_campaign(method: str, tmp_path: Path, generator: random.Random, most: int) -> int:
-    """Kill a campaign at random instants until it is done, see that nothing is lost, and return how often it was."""
-    program = [sys.executable, "-m", "autotune.cli.main"]
-    command = [*program, "tune", str(JOB), "--method", method, "--steps", "120", "--runs-dir", str(tmp_path)]
-    kills, acknowledged = 0, []
-    environment = {**os.environ, "PYTHONPATH": str(JOB.parent.parent), "OMP_NUM_THREADS": "1"}
-    while True:
-        process = subprocess.Popen(
-            command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
-        )
-        try:
-            # Most of it is start-up; the later ones are left to finish.
-            process.wait(generator.uniform(2.0, 7.0) if kills < most else 120)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            kills += 1
-        process.wait()
-        assert process.stderr is not None
-        said = process.stderr.read().decode()
-        process.stderr.close()
-        begun = [path for path in tmp_path.iterdir() if (path / "config.json").is_file()]
-        if begun:
-            (folder,) = begun
-            command = [*program, "resume", str(folder)]
-            now = [row["what"] for row in lines(folder, JOURNAL)] if (folder / JOURNAL).is_file() else []
-            assert now[: len(acknowledged)] == acknowledged
-            acknowledged = now
-        if process.returncode == 0:
-            break
-        assert process.returncode == -signal.SIGKILL, said
-    found = lines(folder, "trials.jsonl")
-    assert [trial["number"] for trial in found] == list(range(len(found)))
-    if method == "optuna":
-        began = time.perf_counter()
-        with sqlite3.connect(folder / "optuna.db") as database:
-            states = [state for (state,) in database.execute("select state from trials")]
-        assert time.perf_counter() - began < 5
-        assert "RUNNING" not in states
-        searched = sum(not trial["final"] for trial in found)
-        assert states.count("COMPLETE") >= searched
-    return kills
+def see_that_the_study_is_whole(folder: Path, searched: int) -> None:
+    began = time.perf_counter()
+    with sqlite3.connect(folder / "optuna.db") as database:
+        states = [state for (state,) in database.execute("select state from trials")]
+    assert time.perf_counter() - began < 5
+    assert "RUNNING" not in states
+    assert states.count("COMPLETE") >= searched
 
 
 def test_what_cannot_be_taken_up_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

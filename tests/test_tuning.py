@@ -11,44 +11,18 @@ from pathlib import Path
 
 import pytest
 import tiny_job
-from test_deciders import known_cost, known_peak
+from known_problem import KnownEngine, known_peak
 from test_env import SPACE
 
 import autotune
-from autotune import BudgetError, InputError, Measurement, Plan
+from autotune import BudgetError, InputError, Plan
 from autotune.budget import MemoryBudget
 from autotune.campaign import tuning
 from autotune.campaign.bench_overhead import PlainLoop, bench_overhead, bootstrap_median
 from autotune.campaign.runs import RunDirectory
 from autotune.engines.metered_engine import MeteredEngine, StepsSpentError
-from autotune.engines.replay_engine import ReplayEngine
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
-from autotune.measurement import Failure
 from autotune.report.explanation import estimate_effects, explain_search
-
-
-class KnownEngine(ReplayEngine):
-    """A problem whose costs are a formula, held to its budget as the real engine is."""
-
-    def __init__(self) -> None:
-        super().__init__(SPACE, self._answer)
-
-    def _answer(self, plan: Plan, steps: int) -> Measurement:
-        budget = self.memory_budget_bytes
-        over = budget is not None and known_peak(plan) > budget
-        return Measurement(
-            steps=1 if over else steps,
-            samples=8 * steps,
-            items=8 * steps,
-            total_s=0.1,
-            step_s=() if over else (known_cost(plan),) * 2,
-            seconds_per_step=None if over else known_cost(plan),
-            samples_per_step=None if over else 8.0,
-            peak_bytes=known_peak(plan),
-            memory_budget_bytes=budget,
-            loss=1.0,
-            failure=Failure.OVER_BUDGET if over else None,
-        )
 
 
 @pytest.mark.parametrize("method", ["random", "optuna", "ppo-scratch"])

@@ -128,8 +128,6 @@ class SeedHost:
             (self._path / name).write_bytes(content)
         self._sent: dict[str, tuple[int, int]] = {}
         arguments = (recipe, seed, str(self._path), os.getpid())
-        # Processes of Ray are daemons to multiprocessing, and may have no children otherwise.
-        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
         self._process = multiprocessing.get_context("spawn").Process(target=train, args=arguments)
         self._process.start()
 

@@ -197,8 +197,7 @@ def train(
                 files = waiting.pop(0)
                 running[files.seed] = places.begin(recipe.to_json(), files.seed, run.path)
             time.sleep(_POLL_S)
-            for files in _ended(running, run):
-                waiting.append(files)
+            waiting += _ended(running, run)
             _log(seeds, run, tracker, keys, logged, reporter, recipe.ppo.decisions)
     finally:
         for process in running.values():

@@ -56,7 +56,7 @@ def serve(wire: Wire, opening: dict[str, Any]) -> None:
         described = {"space": engine.space.to_json(), "locks": {**engine.locks}, "batch": engine.job.batching}
         wire.send({**described, "processes": told.processes})
     except InputError as error:
-        wire.send({"input_error": _input_error(error)})
+        wire.send({"input_error": error.to_json()})
         return
     while True:
         request = wire.receive()
@@ -65,7 +65,7 @@ def serve(wire: Wire, opening: dict[str, Any]) -> None:
         try:
             wire.send({"answer": answers[call](**request)})
         except InputError as error:
-            wire.send({"input_error": _input_error(error)})
+            wire.send({"input_error": error.to_json()})
         except Exception as error:  # noqa: BLE001 - whatever the job raises, the parent classifies
             wire.send({"raised": f"{type(error).__name__}: {error}", "failure": _class_of(error)})
 
@@ -184,10 +184,6 @@ def _answers(engine: Any) -> dict[str, Callable[..., Any]]:
         engine.restore(read_snapshot(Path(f"{path}.{rank}")))
 
     return {"run": run, "evaluate": evaluate, "snapshot": snapshot, "restore": restore}
-
-
-def _input_error(error: InputError) -> dict[str, str]:
-    return {"kind": type(error).__name__, "problem": error.problem, "where": error.where, "allowed": error.allowed}
 
 
 def _die_with_parent() -> None:

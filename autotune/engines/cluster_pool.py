@@ -35,7 +35,11 @@ def cluster_pool(options: ClusterOptions, job: str, *, seed: int, measuring: Eng
         InputError: if the cluster does not answer, or the job cannot be used.
     """
     cluster = Cluster(options)
-    return PoolEngine(workers_on(cluster, job, seed=seed, measuring=measuring), on_close=cluster.close)
+    try:
+        return PoolEngine(workers_on(cluster, job, seed=seed, measuring=measuring), on_close=cluster.close)
+    except BaseException:
+        cluster.close()
+        raise
 
 
 def workers_on(cluster: Cluster, job: str, *, seed: int, measuring: EngineOptions) -> list[Worker]:
@@ -62,8 +66,7 @@ class Trainer:
             try:
                 self._engine = self._open()
             except InputError as error:
-                told = {"problem": error.problem, "where": error.where, "allowed": error.allowed}
-                return {"input_error": told, "kind": type(error).__name__}
+                return {"input_error": error.to_json()}
         return {"space": self._engine.space.to_json(), "locks": {**self._engine.locks}}
 
     def run(self, plan: dict[str, Any], steps: int, memory_budget_bytes: int | None) -> dict[str, Any]:
@@ -109,10 +112,7 @@ class _ClusterWorker:
         """Return what plans the job allows."""
         found: dict[str, Any] = self._described(_OPENING_S)
         if "input_error" in found:
-            from autotune import errors
-
-            kind: Any = getattr(errors, found["kind"], InputError)
-            raise kind(**found["input_error"])
+            raise InputError.from_json(found["input_error"])
         return found
 
     def run(self, plan: dict[str, Any], steps: int, memory_budget_bytes: int | None) -> dict[str, Any]:

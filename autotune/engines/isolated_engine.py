@@ -184,15 +184,8 @@ class IsolatedEngine:
         try:
             answer = self._ask("run", self._patience_for(steps), **request)
         except _ChildError as error:
-            return Measurement(
-                steps=0,
-                samples=0,
-                items=0,
-                total_s=time.perf_counter() - began,
-                memory_budget_bytes=self.memory_budget_bytes,
-                failure=error.failure,
-                failure_detail=str(error),
-            )
+            spent = time.perf_counter() - began
+            return Measurement.of_failure(error.failure, str(error), self.memory_budget_bytes, total_s=spent)
         found = Measurement.from_json(answer)
         if found.steps:
             self._slowest_s = max(self._slowest_s, found.total_s / found.steps)
@@ -332,7 +325,7 @@ class IsolatedEngine:
             raise self._died(child) from None
         if "input_error" in found:
             self._end()
-            raise _input_error(found["input_error"])
+            raise InputError.from_json(found["input_error"])
         return found
 
     def _died(self, child: _Child) -> _ChildError:
@@ -388,14 +381,6 @@ class _ChildError(Exception):
     def __init__(self, failure: Failure, detail: str) -> None:
         super().__init__(" ".join(detail.split()))
         self.failure = failure
-
-
-def _input_error(found: dict[str, str]) -> InputError:
-    from autotune import errors
-
-    kind: Any = getattr(errors, found["kind"], InputError)
-    error: InputError = kind(found["problem"], where=found["where"], allowed=found["allowed"])
-    return error
 
 
 def _python_path() -> str:

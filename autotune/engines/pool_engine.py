@@ -243,7 +243,8 @@ class PoolEngine:
                 return
             logger.warning("a worker is lost (%s); %d go on", error, len(self._alive))
             if window.lost >= _TRIES:
-                window.answer.set_result(_taken_down(window, error))
+                said = f"{window.lost} workers were lost while they ran it: {error}"
+                window.answer.set_result(Measurement.of_failure(Failure.CRASHED, said, window.memory_budget_bytes))
             else:
                 self._shared.appendleft(window)
             if not self._alive:
@@ -252,18 +253,6 @@ class PoolEngine:
                 self._shared.clear()
                 self._own.clear()
             self._changed.notify_all()
-
-
-def _taken_down(window: _Window, error: WorkerLostError) -> Measurement:
-    return Measurement(
-        steps=0,
-        samples=0,
-        items=0,
-        total_s=0.0,
-        memory_budget_bytes=window.memory_budget_bytes,
-        failure=Failure.CRASHED,
-        failure_detail=f"{window.lost} workers were lost while they ran it: {error}",
-    )
 
 
 def _no_single_state() -> EngineError:

@@ -220,13 +220,13 @@ def _profiles(run: AttachedRun) -> Html:
         return element("p", f"There is no profile: {reason}.")
     rows = []
     for event in run.profiles[-_ROWS:]:
-        baseline = event.get("baseline") or {}
+        baseline, share = event.get("baseline") or {}, event.get("square_share")
         rows.append(
             [
                 f"{event['step']:,}",
                 _size(event.get("static_bytes")),
                 _size(event.get("batch_bytes")),
-                f"{event.get('square_share') or 0:.2f}",
+                "" if share is None else f"{share:.2f}",
                 _ms(baseline.get("seconds")),
                 _size(baseline.get("peak_bytes")),
             ]
@@ -235,13 +235,14 @@ def _profiles(run: AttachedRun) -> Html:
         "step",
         "weights and states",
         "batch",
-        "grows with the square",
+        "share that may grow",
         "your baseline's step",
         "your baseline's peak",
     )
     said = (
-        "The run's own steps were traced and timed, and the profile made anew as more of them were. Growth is the "
-        "exponent with which memory grows with a batch; the baseline is your own plan, as predicted."
+        "The run's own steps were traced and timed, and the profile made anew as more of them were. Beyond the largest "
+        "batch that was traced, up to that share of the memory is taken to grow with the square of a batch's size. The "
+        "baseline is your own plan, as predicted."
     )
     return join([element("p", said), table("Profiles", columns, rows, numbers=tuple(range(6)))])
 
