@@ -106,7 +106,7 @@ class Session:
         require_writable(self.runs)
         self._refuse_budget_early()
         with contextlib.closing(self._engine()) as engine:
-            references = self._references(engine, require_leanest=method not in PLANNERS)
+            references = self._references(engine, with_leanest=method not in PLANNERS)
             profile = self._profile([method])
             if profile is not None:
                 # A budget that cannot be met is answered here, before anything is written.
@@ -176,13 +176,12 @@ class Session:
         lowest = references
         if self.dips is not None and budget is not None:
             lowest = replace(references, memory_budget_bytes=int(budget * self.dips.share))
-            if references.leanest.peak_bytes is not None and references.leanest.peak_bytes > int(
-                budget * self.dips.share
-            ):
+            least = None if references.leanest is None else references.leanest.peak_bytes
+            if least is not None and least > int(budget * self.dips.share):
                 raise InputError(
                     f"a dip leaves {format_bytes(int(budget * self.dips.share))}",
                     where="--dips",
-                    allowed=f"at least {format_bytes(references.leanest.peak_bytes)}, what the leanest plan needs",
+                    allowed=f"at least {format_bytes(least)}, what the leanest plan needs",
                 )
         run = self._create(verb, {"arms": list(names), "seeds": list(seeds)})
         tracker = Tracker(self.runs, run.path, f"{verb} {self.job.name}")
@@ -259,16 +258,14 @@ class Session:
             require_feasible(profile, self.budget.resolve(peak_bytes(profile, profile.space.baseline())))
 
     def _engine(self) -> JournaledEngine:
-        self.reporter.stage("measure the baseline and the leanest plan", 1)
+        self.reporter.stage("measure the baseline", 1)
         made = tuning.make_engine(
             self.job, self.settings.seed, isolate=self.isolate, ranks=self.ranks, cluster=self.cluster
         )
         return JournaledEngine(made, self.journal)
 
-    def _references(self, engine: Engine, *, require_leanest: bool = True) -> tuning.References:
-        references = tuning.measure_references(
-            engine, self.budget, require_leanest=require_leanest, clock=self.journal.clock
-        )
+    def _references(self, engine: Engine, *, with_leanest: bool = True) -> tuning.References:
+        references = tuning.measure_references(engine, self.budget, with_leanest=with_leanest, clock=self.journal.clock)
         size = references.memory_budget_bytes
         self.reporter.advance(1, "" if size is None else f"budget {format_bytes(size)}")
         return references
@@ -339,7 +336,7 @@ def tune(
     steps: int = 120,
     trials: int | None = None,
     seed: int = 0,
-    lean: bool = False,
+    lean: bool = True,
     isolate: bool = False,
     ranks: RankOptions | None = None,
     cluster: ClusterOptions | None = None,
@@ -357,7 +354,7 @@ def tune(
         steps: real optimizer steps that may be spent.
         trials: plans that may be measured; ``None`` for as many as the steps allow.
         seed: of the search and of the engine.
-        lean: whether a profile, where there is none yet, may be one in half the steps.
+        lean: whether a profile, where there is none yet, may be one in a tenth of the steps.
         isolate: whether windows run in a process of their own, so that what kills or hangs it is a failed window. The
             job is then given by its reference.
         ranks: how many such processes train it together, through DeepSpeed, at which ZeRO stage; ``None`` for one
@@ -504,7 +501,7 @@ def compare(
     trials: int | None = None,
     seed: int = 0,
     dips: str | None = None,
-    lean: bool = False,
+    lean: bool = True,
     storage: str | None = None,
     runs_dir: str | Path = "runs",
     reporter: Reporter | None = None,

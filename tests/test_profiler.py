@@ -147,6 +147,7 @@ def test_units_that_are_called_only_sometimes_are_left_out_with_a_warning():
 
     job = job_of(Moody, 32)
     found = profiled(job)
+    Moody.calls = 0
     names = {unit.name for unit in TorchEngine(job).space.units}
     assert names - {unit.name for unit in found.units} == {"blocks.1"}
     assert "blocks.1" in found.warnings[0]
@@ -154,7 +155,28 @@ def test_units_that_are_called_only_sometimes_are_left_out_with_a_warning():
     TorchEngine(job).apply(found.space.leanest())
 
 
-def test_probes_that_run_out_of_memory_become_bounds():
+@pytest.mark.parametrize("batching", ["fixed", "adaptive"])
+def test_a_k_between_two_that_were_profiled_is_predicted_as_exactly_as_they_are(batching: str):
+    job = dataclasses.replace(gpt_job(), batching=batching, accumulation_choices=(1, 2, 3, 4))
+    found = profile(job, device_name="here", fingerprint="x", options=ProfilerOptions.lean())
+    assert "k = 2, 3 is interpolated from k = 1, 4" in found.warnings
+    assert found.accumulation_choices == (1, 2, 3, 4)
+    assert found.steps < 30
+    engine = TorchEngine(fixed_shape(job), seed=1, options=EngineOptions(statistics_every=None))
+    engine.run(1)
+    generator = np.random.default_rng(7)
+    for number in range(9):
+        plan = found.space.sample(generator).changed(accumulation_steps=2 + number % 2)
+        if number % 3 == 0:
+            plan = plan.changed(precision=dict.fromkeys(plan.precision, found.space.lowest_precision))
+        engine.apply(plan)
+        share = peak_bytes(found, plan) / engine.run(1).peak_bytes
+        # Three micro-batches of four samples are not alike, and taken to be as large as the first.
+        assert 0.995 <= share <= (1.15 if batching == "fixed" and plan.accumulation_steps == 3 else 1.005), plan
+
+
+@pytest.mark.parametrize("lean", [False, True])
+def test_probes_that_run_out_of_memory_become_bounds(lean: bool):
     class Fat(Shared):
         def forward(self, values: torch.Tensor) -> torch.Tensor:
             recomputing = "forward" in self.blocks[0].__dict__ and self.blocks[0].forward.storage == "recompute"
@@ -162,11 +184,12 @@ def test_probes_that_run_out_of_memory_become_bounds():
                 raise torch.OutOfMemoryError("pretended")
             return super().forward(values)
 
-    job = dataclasses.replace(job_of(Fat, 32), accumulation_choices=(1, 2, 4))
-    found = profiled(job)
+    job = dataclasses.replace(job_of(Fat, 32), accumulation_choices=(1, 2, 4, 8))
+    options = ProfilerOptions.lean() if lean else QUICK
+    found = profile(job, device_name="here", fingerprint="x", options=options)
     assert any("k = 1 with fp32/save ends with out_of_memory" in warning for warning in found.warnings)
     baseline = found.space.baseline()
-    free = dataclasses.replace(job_of(Shared, 32), accumulation_choices=(1, 2, 4))
+    free = dataclasses.replace(job_of(Shared, 32), accumulation_choices=(1, 2, 4, 8))
     truth = profiled(free)
     assert peak_bytes(found, baseline) == pytest.approx(peak_bytes(truth, baseline), rel=0.05)
 
@@ -196,7 +219,7 @@ def test_a_lean_profile_takes_fewer_steps_and_never_stands_in_for_a_full_one(tmp
     full, elsewhere, cached = cached_profile(job, tmp_path, options=ProfilerOptions(seconds=0.1))
     assert not cached
     assert elsewhere != path
-    assert lean.steps < 0.6 * full.steps
+    assert lean.steps < 0.4 * full.steps
     # Memory is traced in either, and the same.
     for plan in (lean.space.baseline(), lean.space.leanest()):
         assert peak_bytes(lean, plan) == peak_bytes(full, plan)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from autotune.agents.planner import PLANNERS
 from autotune.budget import MemoryBudget, format_bytes
 from autotune.campaign.progress import Reporter, Silent
 from autotune.campaign.runs import RunDirectory, device_name
@@ -83,7 +84,7 @@ class SearchBenchSettings:
     repetitions: int = 3
     rounds: int = 6
     seed: int = 0
-    profiler: ProfilerOptions = field(default_factory=ProfilerOptions)
+    profiler: ProfilerOptions = field(default_factory=ProfilerOptions.lean)
 
     def __post_init__(self) -> None:
         if not set(COMPARED) <= set(self.methods) <= set(METHODS):
@@ -209,7 +210,8 @@ def _run(
     folder = RunDirectory(run.path / f"{method}-{seed}")
     folder.path.mkdir()
     engine = make_engine(job, seed)
-    references = measure_references(engine, MemoryBudget(size_bytes=ruler.budget_bytes))
+    budget = MemoryBudget(size_bytes=ruler.budget_bytes)
+    references = measure_references(engine, budget, with_leanest=called not in PLANNERS)
     paid = (found.steps, found.seconds) if called in PROFILED else (0, 0.0)
     failure = None
     try:
@@ -256,10 +258,10 @@ def _run(
 
 def _reference_windows(engine: Engine, references: References) -> list[tuple[Plan, Measurement, int, float]]:
     spent = references.steps, references.seconds
-    return [
-        (engine.space.leanest(), references.leanest, *spent),
-        (engine.space.baseline(), references.baseline, *spent),
-    ]
+    windows = [(engine.space.baseline(), references.baseline, *spent)]
+    if references.leanest is not None:
+        windows.insert(0, (engine.space.leanest(), references.leanest, *spent))
+    return windows
 
 
 def _measure_again(

@@ -97,18 +97,18 @@ class TuningSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class References:
-    """Hold what was measured before any search: the baseline and the leanest plan.
+    """Hold what was measured before any search: the baseline, and for a search the leanest plan.
 
     Attributes:
         baseline: the baseline's window, held to no budget.
-        leanest: the leanest plan's window.
+        leanest: the leanest plan's window; ``None`` where it was not needed.
         memory_budget_bytes: the budget in bytes; ``None`` for no budget.
         steps: real steps that this took.
         seconds: seconds that this took.
     """
 
     baseline: Measurement
-    leanest: Measurement
+    leanest: Measurement | None
     memory_budget_bytes: int | None
     steps: int
     seconds: float
@@ -204,16 +204,16 @@ def measure_references(
     engine: Engine,
     budget: MemoryBudget | None,
     *,
-    require_leanest: bool = True,
+    with_leanest: bool = True,
     clock: Callable[[], float] = time.perf_counter,
 ) -> References:
-    """Measure the baseline and the leanest plan, and check that the budget can be met.
+    """Measure the baseline and the leanest plan, and check that a budget can be met.
 
     Args:
         engine: where they are measured.
         budget: the memory budget; ``None`` for none.
-        require_leanest: whether a budget below what the leanest plan needs is refused; a planner knows by itself
-            whether another plan fits, so that for it only less than half of that is.
+        with_leanest: whether the leanest plan is measured, and a budget below what it needs refused; a planner knows by
+            itself what fits.
         clock: as for :func:`tune`.
 
     Raises:
@@ -227,24 +227,29 @@ def measure_references(
     baseline = engine.run(WINDOW_STEPS + 1)
     if baseline.failure is not None or baseline.peak_bytes is None:
         raise JobError(f"the baseline ends with {baseline.failure}: {baseline.failure_detail}", where="job")
-    engine.apply(engine.space.leanest())
-    leanest = engine.run(WINDOW_STEPS)
     size = None if budget is None else budget.resolve(baseline.peak_bytes)
-    least = min(peak for peak in (baseline.peak_bytes, leanest.peak_bytes) if peak is not None)
-    # A plan may be leaner than the leanest by name, but not by half.
-    if size is not None and least * (1.0 if require_leanest else 0.5) > size:
-        raise BudgetError(
-            f"memory budget is {format_bytes(size)} but the leanest plan needs {format_bytes(least)}",
-            where="--memory-budget",
-            allowed=f"at least {format_bytes(least)} ({least / baseline.peak_bytes:.1%} of the baseline's peak)",
-        )
+    leanest = None
+    if with_leanest:
+        engine.apply(engine.space.leanest())
+        leanest = engine.run(WINDOW_STEPS)
+        _require_room(size, baseline.peak_bytes, leanest)
     return References(
         baseline=baseline,
         leanest=leanest,
         memory_budget_bytes=size,
-        steps=baseline.steps + leanest.steps,
+        steps=baseline.steps + (0 if leanest is None else leanest.steps),
         seconds=clock() - began,
     )
+
+
+def _require_room(budget_bytes: int | None, baseline_bytes: int, leanest: Measurement) -> None:
+    least = baseline_bytes if leanest.peak_bytes is None else min(baseline_bytes, leanest.peak_bytes)
+    if budget_bytes is not None and least > budget_bytes:
+        raise BudgetError(
+            f"memory budget is {format_bytes(budget_bytes)} but the leanest plan needs {format_bytes(least)}",
+            where="--memory-budget",
+            allowed=f"at least {format_bytes(least)} ({least / baseline_bytes:.1%} of the baseline's peak)",
+        )
 
 
 def tune(
@@ -314,7 +319,8 @@ class _Tuning:
         available = settings.steps - references.steps - _RESERVE
         self._metered = MeteredEngine(engine, available, self._note, window_budget=settings.trials)
         space = engine.space
-        self._metered.known[space.leanest()] = _held_to(references.leanest, references.memory_budget_bytes)
+        if references.leanest is not None:
+            self._metered.known[space.leanest()] = _held_to(references.leanest, references.memory_budget_bytes)
         self._metered.known[space.baseline()] = references.baseline
         self._trials: list[Trial] = []
         # Of a campaign that is taken up, the first trials are there already.
@@ -487,7 +493,7 @@ class _Tuning:
         self._metered.step_budget = self._metered.steps_spent + _RESERVE
         self._metered.window_budget = None
         baseline = self._metered.space.baseline()
-        candidates = list(dict.fromkeys([baseline, *finalists]))
+        candidates = list(dict.fromkeys([*finalists, baseline]))
         windows: dict[Plan, list[Measurement]] = {plan: [] for plan in candidates}
         for round_number in range(FINAL_ROUNDS):
             for plan in candidates if round_number % 2 == 0 else reversed(candidates):

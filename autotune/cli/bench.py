@@ -168,7 +168,7 @@ def search(
     profile_seconds: Annotated[
         float, typer.Option("--profile-seconds", min=0.1, help="About how long a profile may take.")
     ] = 50.0,
-    lean: LeanOption = False,
+    lean: LeanOption = True,
     seed: SeedOption = 0,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,

@@ -33,7 +33,7 @@ def command(
     ] = None,
     steps: StepsOption = 120,
     trials: TrialsOption = None,
-    lean: LeanOption = False,
+    lean: LeanOption = True,
     storage: StorageOption = None,
     seed: SeedOption = 0,
     runs_dir: RunsOption = shared.RUNS,

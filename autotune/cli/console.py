@@ -20,7 +20,9 @@ from autotune.cluster import ClusterOptions
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, the rest on stderr.")]
 RunsOption = Annotated[Path, typer.Option("--runs-dir", help="Where run directories are written.")]
-LeanOption = Annotated[bool, typer.Option("--lean", help="Profile in half the steps, and less exactly.")]
+LeanOption = Annotated[
+    bool, typer.Option("--lean/--full", help="Profile in a tenth of the steps, or each plan several times.")
+]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of the search and of the tuning engine.")]
 BudgetOption = Annotated[
     str | None,

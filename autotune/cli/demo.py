@@ -40,7 +40,6 @@ def command(
             seeds=seeds,
             memory_budget=memory_budget,
             steps=steps,
-            lean=True,
             seed=seed,
             runs_dir=runs_dir,
             reporter=bars,

@@ -37,7 +37,7 @@ def command(
     memory_budget: BudgetOption = None,
     steps: StepsOption = 120,
     trials: TrialsOption = None,
-    lean: LeanOption = False,
+    lean: LeanOption = True,
     isolate: Annotated[
         bool, typer.Option("--isolate", help="Train in a process of its own: what kills or hangs it is a failed trial.")
     ] = False,

@@ -24,7 +24,16 @@ from torch import nn
 
 from autotune.engines.attribution import attribute
 from autotune.engines.inspection import ask, build_model, build_optimizer
-from autotune.engines.step_tables import Choice, Probe, all_tables, homogeneous_plans, known, without_copies
+from autotune.engines.step_tables import (
+    Choice,
+    Probe,
+    all_tables,
+    homogeneous_plans,
+    is_copy,
+    known,
+    share_seconds,
+    without_copies,
+)
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import JobError
 from autotune.job import Job
@@ -63,7 +72,8 @@ class ProfilerOptions:
         calibration_visits: how often each of them is visited.
         max_tables: values of k that are profiled; of more choices the smallest, the largest and some between.
         seed: of weights, batches and calibration plans.
-        is_lean: whether the profile counts as a lean one, which is kept apart from full ones.
+        is_lean: whether each plan is timed in one step alone, the one after its trace, and units that are alike share
+            what was seen of them; the profile is kept apart from full ones.
     """
 
     seconds: float = 50.0
@@ -78,14 +88,14 @@ class ProfilerOptions:
 
     @classmethod
     def lean(cls, seed: int = 0) -> ProfilerOptions:
-        """Return the options of a profile in half the steps: one round, and few plans to correct it with."""
+        """Return the options of a profile in a tenth of the steps: each plan once, at the smallest and largest k."""
         return cls(
-            min_rounds=1,
-            max_rounds=1,
-            call_checks=2,
-            calibration_plans=2,
-            calibration_visits=1,
-            max_tables=3,
+            min_rounds=0,
+            max_rounds=0,
+            call_checks=0,
+            calibration_plans=0,
+            calibration_visits=0,
+            max_tables=2,
             seed=seed,
             is_lean=True,
         )
@@ -262,8 +272,6 @@ class _Profiler:
         )
         space = self.engine.space
         self._ks = spread_choices(space.accumulation_choices, options.max_tables)
-        if len(self._ks) < len(space.accumulation_choices):
-            self._warnings.append(f"k was profiled at {', '.join(map(str, self._ks))} only")
 
     def profile(self, fingerprint: str) -> Profile:
         engine = self.engine
@@ -271,7 +279,10 @@ class _Profiler:
         choices = self._observe()
         if not choices:
             raise JobError("no plan could be profiled", where=f"job {self._job.name!r}", allowed=self._warnings)
+        if self._options.is_lean:
+            share_seconds(choices, engine.space)
         tables, uniform_tables = all_tables(choices, self._job.batch_size, engine.space)
+        self._warn_of_ks([table.accumulation_steps for table in tables])
         result = Profile(
             job=self._job.name,
             device=self._device_name,
@@ -297,6 +308,17 @@ class _Profiler:
         self._report(1.0)
         return replace(result, seconds=time.perf_counter() - self._began, steps=engine.progress.steps)
 
+    def _warn_of_ks(self, planned: Sequence[int]) -> None:
+        """Say which k were not profiled but lie between some that were, and which are left out."""
+        others = [k for k in self.engine.space.accumulation_choices if k not in self._ks]
+        between = [k for k in others if k in planned]
+        outside = [k for k in others if k not in planned]
+        if between:
+            ends = ", ".join(map(str, self._ks))
+            self._warnings.append(f"k = {', '.join(map(str, between))} is interpolated from k = {ends}")
+        if outside:
+            self._warnings.append(f"k = {', '.join(map(str, outside))} could not be interpolated, and is left out")
+
     def _warm_up(self) -> None:
         """Run a step, which creates the optimizer's state; where the baseline has no room, of the leanest plan."""
         for plan in (self.engine.space.baseline(), self.engine.space.leanest()):
@@ -313,7 +335,7 @@ class _Profiler:
             try:
                 for _ in range(self._options.call_checks):
                     self._require_steady_calls(self.engine.timed()[2])
-                choices = without_copies(self._trace())
+                choices = without_copies(self._trace_all())
                 self._report(0.25)
                 self._time(choices)
                 self.engine.apply(self.engine.space.baseline())
@@ -325,35 +347,39 @@ class _Profiler:
             else:
                 return choices
 
-    def _trace(self) -> dict[Probe, Choice]:
-        """Trace one step of every homogeneous plan; leave out those that fail."""
+    def _trace_all(self) -> dict[Probe, Choice]:
+        """Trace the plans of all k; where a plan has no room at the smallest, of the next one as well."""
         choices: dict[Probe, Choice] = {}
-        for probe, plan in homogeneous_plans(self.engine.space, self._ks).items():
-            if self._is_copy(probe, choices):
+        waiting, among = list(self._ks), list(self.engine.space.accumulation_choices)
+        while waiting:
+            k = waiting.pop(0)
+            refused = self._trace(k, choices)
+            following = among[among.index(k) + 1 :][:1]
+            if refused and k != self._ks[-1] and following[0] not in waiting:
+                waiting.insert(0, following[0])
+        return choices
+
+    def _trace(self, k: int, choices: dict[Probe, Choice]) -> bool:
+        """Trace one step of every homogeneous plan of one k; leave out those that fail, and tell if one had no room."""
+        refused = False
+        first: Choice | None = None
+        for probe, plan in homogeneous_plans(self.engine.space, [k]).items():
+            if is_copy(probe, choices):
                 continue
             self.engine.apply_with(plan, fp32_borders=not probe.passes_16_bit)
             window, tracer = self.engine.traced()
             if window.failure is not None or tracer.trace is None:
                 self._refuse(probe, window)
+                refused = refused or window.failure is Failure.OUT_OF_MEMORY
                 continue
             recomputed = [name for name, storage in plan.storage.items() if storage is Storage.RECOMPUTE]
-            k = probe.accumulation_steps
-            first = next((choice for other, choice in choices.items() if other.accumulation_steps == k), None)
             self._require_steady_calls(tracer.trace.calls)
             seen = attribute(tracer.trace, recomputed, None if first is None else known(first).gradients)
             choices[probe] = Choice(plan, seen, tracer.trace.calls, self.engine.batch_bytes)
-        return choices
-
-    def _is_copy(self, probe: Probe, choices: Mapping[Probe, Choice]) -> bool:
-        """Tell whether 16-bit borders were seen to make no difference at the first k: then they make none at others."""
-        first = {other: choice for other, choice in choices.items() if other.accumulation_steps == self._ks[0]}
-        done = probe.accumulation_steps != self._ks[0] and any(other.passes_16_bit for other in first)
-        kept = without_copies(first)
-        return (
-            probe.passes_16_bit
-            and done
-            and not any(other.passes_16_bit and other.precision == probe.precision for other in kept)
-        )
+            first = first or choices[probe]
+            if self._options.is_lean and not is_copy(probe, choices):
+                choices[probe].totals.append([self._time_step(choices[probe])])
+        return refused
 
     def _refuse(self, probe: Probe, window: Measurement) -> None:
         k, name = probe.accumulation_steps, probe.choice
@@ -376,20 +402,22 @@ class _Profiler:
 
     def _visit(self, probe: Probe, choice: Choice) -> None:
         self.engine.apply_with(choice.plan, fp32_borders=not probe.passes_16_bit)
-        choice.totals.append([])
-        for step in range(_VISIT_STEPS):
-            window, seconds, calls = self.engine.timed()
-            if window.failure is not None:
-                raise JobError(f"a timed step ends with {window.failure}: {window.failure_detail}", where="job")
-            self._require_steady_calls(calls)
-            if step == 0:
-                choice.first_s.append(window.step_s[0])
-                continue
-            seconds[("update", -1)] = window.step_s[0] - sum(
-                value for (phase, _), value in seconds.items() if phase != "update"
-            )
-            choice.seconds.append(seconds)
-            choice.totals[-1].append(window.step_s[0])
+        choice.first_s.append(self._watched_step()[0])
+        choice.totals.append([self._time_step(choice) for _ in range(_VISIT_STEPS - 1)])
+
+    def _time_step(self, choice: Choice) -> float:
+        """Time one more step of the choice that is applied, and return its seconds."""
+        total, seconds = self._watched_step()
+        seconds[("update", -1)] = total - sum(value for (phase, _), value in seconds.items() if phase != "update")
+        choice.seconds.append(seconds)
+        return total
+
+    def _watched_step(self) -> tuple[float, dict[tuple[Phase, int], float]]:
+        window, seconds, calls = self.engine.timed()
+        if window.failure is not None:
+            raise JobError(f"a timed step ends with {window.failure}: {window.failure_detail}", where="job")
+        self._require_steady_calls(calls)
+        return window.step_s[0], seconds
 
     def _require_steady_calls(self, calls: tuple[str, ...]) -> None:
         if not calls:
@@ -456,5 +484,5 @@ def _switches(choices: Any) -> list[float]:
     return [
         first - statistics.median(others)
         for choice in choices
-        for first, others in zip(choice.first_s, choice.totals, strict=True)
+        for first, others in zip(choice.first_s, choice.totals, strict=False)
     ] or [0.0]

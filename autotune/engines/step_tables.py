@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -85,6 +86,31 @@ def without_copies(choices: Mapping[Probe, Choice]) -> dict[Probe, Choice]:
     return {probe: choice for probe, choice in choices.items() if probe not in copies}
 
 
+def is_copy(probe: Probe, choices: Mapping[Probe, Choice]) -> bool:
+    """Tell whether 16-bit borders were seen to make no difference in a precision: then they make none in any plan."""
+    if not probe.passes_16_bit:
+        return False
+    pairs = [(seen, replace(seen, passes_16_bit=False)) for seen in choices if seen.passes_16_bit]
+    alike = [one for one, other in pairs if other in choices and known(choices[one]) == known(choices[other])]
+    return any(one.precision == probe.precision for one in alike)
+
+
+def share_seconds(choices: Mapping[Probe, Choice], space: PlanSpace) -> None:
+    """Give calls of units that are alike (kind, parameters, bytes saved) the median of what was timed of them."""
+    kinds = {unit.name: (unit.kind, unit.num_parameters) for unit in space.units}
+    for choice in choices.values():
+        alike: dict[object, list[int]] = {}
+        for number, unit in enumerate(choice.calls):
+            if unit in kinds:
+                index = 2 * number + 1
+                alike.setdefault((kinds[unit], known(choice).saved[index]), []).append(index)
+        for seconds in choice.seconds:
+            for indices in alike.values():
+                for phase in ("forward", "backward"):
+                    shared = statistics.median(seconds.get((phase, index), 0.0) for index in indices)
+                    seconds.update({(phase, index): shared for index in indices})
+
+
 def all_tables(
     choices: Mapping[Probe, Choice], batch_size: int, space: PlanSpace
 ) -> tuple[tuple[StepTable, ...], dict[str, tuple[StepTable, ...]]]:
@@ -97,21 +123,20 @@ def all_tables(
 
     Returns:
         For plans of different precisions, ascending in k; and by the name of a 16-bit precision for those that use it
-        everywhere, where that makes a difference.
+        everywhere, where that makes a difference. A k that was not seen is interpolated between two that were.
     """
 
     def tables(*, passing: str | None) -> tuple[StepTable, ...]:
         found = []
-        for k in dict.fromkeys(probe.accumulation_steps for probe in choices):
+        for k in sorted({probe.accumulation_steps for probe in choices}):
             own = {
                 probe.choice: choice
                 for probe, choice in choices.items()
                 if probe.accumulation_steps == k and passing == (probe.precision if probe.passes_16_bit else None)
             }
             if own:
-                micro_batch = -(-batch_size // k) if space.k_splits else batch_size
-                found.append(step_table(k, micro_batch, own, space.recomputable))
-        return bounded(found) if found else ()
+                found.append(step_table(k, micro_batch_of(k, batch_size, space), own, space.recomputable))
+        return with_all_ks(bounded(found), batch_size, space) if found else ()
 
     passing = dict.fromkeys(probe.precision for probe in choices if probe.passes_16_bit)
     return tables(passing=None), {precision: tables(passing=precision) for precision in passing}
@@ -179,6 +204,92 @@ def bounded(tables: Sequence[StepTable]) -> tuple[StepTable, ...]:
         boundaries = _with_keepers_of(table, tables[number + 1 :])
         filled.append(replace(table, segments=tuple(segments), boundaries=boundaries))
     return tuple(filled)
+
+
+def micro_batch_of(accumulation_steps: int, batch_size: int, space: PlanSpace) -> int:
+    """Return the samples of the largest micro-batch at a k."""
+    return -(-batch_size // accumulation_steps) if space.k_splits else batch_size
+
+
+def with_all_ks(tables: Sequence[StepTable], batch_size: int, space: PlanSpace) -> tuple[StepTable, ...]:
+    """Return the tables with those of every k that lies between two of them.
+
+    Bytes follow the size of the micro-batch along a straight line, seconds follow k: what a batch needs in all, and
+    what each micro-batch needs besides. A peak is the largest of several such lines, so that it lies below the chord.
+
+    Args:
+        tables: of some k, ascending.
+        batch_size: samples in a batch.
+        space: names all k.
+    """
+    known_ks = [table.accumulation_steps for table in tables]
+    found = {table.accumulation_steps: table for table in tables}
+    for k in space.accumulation_choices:
+        low = max((number for number, own in enumerate(known_ks) if own < k), default=None)
+        if k in found or low is None or low + 1 == len(tables):
+            continue
+        table = _between(tables[low], tables[low + 1], k, micro_batch_of(k, batch_size, space))
+        if table is not None:
+            found[k] = table
+    return tuple(found[k] for k in sorted(found))
+
+
+def _between(low: StepTable, high: StepTable, k: int, micro_batch: int) -> StepTable | None:
+    """Return the table of a k between two others; ``None`` where these do not look alike."""
+    shapes = [
+        (
+            [(segment.unit, set(segment.costs)) for segment in table.segments],
+            [boundary.born for boundary in table.boundaries],
+        )
+        for table in (low, high)
+    ]
+    if shapes[0] != shapes[1]:
+        return None
+    of_k = (k - low.accumulation_steps) / (high.accumulation_steps - low.accumulation_steps)
+    narrower = low.micro_batch - high.micro_batch
+    of_size = (low.micro_batch - micro_batch) / narrower if narrower else of_k
+
+    def line(first: int, second: int) -> int:
+        return math.ceil(first + (second - first) * of_size)
+
+    def peaks(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
+        own = line(first[0], second[0])
+        # A step of one micro-batch has no later one: it differs from the first by what does not depend on its size.
+        alone = low.accumulation_steps == 1
+        return own, max(0, second[1] + own - second[0]) if alone else line(first[1], second[1])
+
+    def between(first: Cost, second: Cost) -> Cost:
+        return Cost(
+            forward_s=first.forward_s + (second.forward_s - first.forward_s) * of_k,
+            backward_s=first.backward_s + (second.backward_s - first.backward_s) * of_k,
+            saved_bytes=line(first.saved_bytes, second.saved_bytes),
+            forward_peak_bytes=peaks(first.forward_peak_bytes, second.forward_peak_bytes),
+            backward_peak_bytes=peaks(first.backward_peak_bytes, second.backward_peak_bytes),
+        )
+
+    pairs = zip(low.segments, high.segments, strict=True)
+    segments = [
+        replace(one, costs={name: between(cost, other.costs[name]) for name, cost in one.costs.items()})
+        for one, other in pairs
+    ]
+    boundaries = [
+        replace(
+            one,
+            last_use=max(one.last_use, other.last_use),
+            size_bytes=line(one.size_bytes, other.size_bytes),
+            held=one.held or other.held,
+        )
+        for one, other in zip(_with_keepers_of(low, [high]), high.boundaries, strict=True)
+    ]
+    return StepTable(
+        accumulation_steps=k,
+        micro_batch=micro_batch,
+        segments=tuple(segments),
+        boundaries=tuple(boundaries),
+        update_peak_bytes=math.ceil(low.update_peak_bytes + (high.update_peak_bytes - low.update_peak_bytes) * of_k),
+        update_s=low.update_s + (high.update_s - low.update_s) * of_k,
+        batch_bytes=math.ceil(low.batch_bytes + (high.batch_bytes - low.batch_bytes) * of_k),
+    )
 
 
 def _with_keepers_of(table: StepTable, others: Sequence[StepTable]) -> tuple[Boundary, ...]:
