@@ -25,6 +25,7 @@ from autotune.campaign.arms import (
 from autotune.campaign.journal import Journal, JournaledEngine
 from autotune.campaign.profiling import cached_profile, find_profile, profile_elsewhere
 from autotune.campaign.progress import Reporter, Silent
+from autotune.campaign.protocol import Arm, Dips, Protocol, paired_seeds
 from autotune.campaign.runs import RunDirectory, device_name, require_writable
 from autotune.campaign.tracking import Tracker, send_pending
 from autotune.catalog import content_folder, load_job
@@ -74,7 +75,7 @@ class Session:
     budget: MemoryBudget | None
     settings: tuning.TuningSettings
     reporter: Reporter
-    dips: comparison.Dips | None = None
+    dips: Dips | None = None
     profiler: ProfilerOptions = field(default_factory=ProfilerOptions)
     isolate: str | None = None
     ranks: RankOptions | None = None
@@ -161,12 +162,12 @@ class Session:
 
     def _arms(
         self, engine: Engine, names: Sequence[str], seeds: Sequence[int], verb: str
-    ) -> tuple[RunDirectory, Tracker, dict[str, comparison.Arm], tuning.References]:
+    ) -> tuple[RunDirectory, Tracker, dict[str, Arm], tuning.References]:
         """Make the run directory, and find the arms that must be searched for."""
         references = self._references(engine)
         profile = self._profile(names)
         budget = references.memory_budget_bytes
-        arms: dict[str, comparison.Arm] = {}
+        arms: dict[str, Arm] = {}
         for name in (name for name in names if name in LIVE or name not in tuning.METHODS):
             if needs_profile(name):
                 assert profile is not None
@@ -194,14 +195,14 @@ class Session:
     def _compare(
         self,
         names: Sequence[str],
-        arms: dict[str, comparison.Arm],
+        arms: dict[str, Arm],
         seeds: Sequence[int],
         references: tuning.References,
         run: RunDirectory,
         tracker: Tracker,
     ) -> dict[str, Any]:
         length = self._horizon()
-        protocol = comparison.Protocol(
+        protocol = Protocol(
             job=self.job.name,
             arms=tuple(arms[name].name for name in names),
             seeds=tuple(seeds),
@@ -466,6 +467,13 @@ def resume(run: str | Path, *, job: Job | None = None, reporter: Reporter | None
         return folder.read(finished)
     if asked["job"] is None and job is None:
         raise RunDirectoryError("its job was an object", where=str(run), allowed="autotune.resume(run, job=...)")
+    measured_on = folder.read("environment.json")["device"]
+    if measured_on != device_name():
+        raise RunDirectoryError(
+            f"was measured on {measured_on!r}, and this is {device_name()!r}",
+            where=str(run),
+            allowed="the same device: times of two do not compare",
+        )
     session = replace(
         _session(
             job or asked["job"],
@@ -487,7 +495,7 @@ def resume(run: str | Path, *, job: Job | None = None, reporter: Reporter | None
     if "method" in asked:
         return session.tune(asked["method"])
     dips = asked["dips"]
-    session = replace(session, dips=None if dips is None else comparison.Dips.parse(dips))
+    session = replace(session, dips=None if dips is None else Dips.parse(dips))
     return session.compare(asked["arms"], tuple(asked["seeds"]), verb=config["verb"])
 
 
@@ -530,8 +538,8 @@ def compare(
     Raises:
         InputError: for wrong input, before anything is written.
     """
-    names, drawn = arm_names(arms), comparison.paired_seeds(seeds)
-    moves = None if dips is None else comparison.Dips.parse(dips)
+    names, drawn = arm_names(arms), paired_seeds(seeds)
+    moves = None if dips is None else Dips.parse(dips)
     if moves is not None and memory_budget is None:
         raise InputError("dips are given without a memory budget", where="--dips", allowed="--memory-budget beside it")
     session = _session(job, memory_budget, steps, trials, seed, runs_dir, reporter, lean=lean, storage=storage)
@@ -777,13 +785,13 @@ def predicted(profile: Profile, plan: Plan, budget_bytes: int | None = None) -> 
 
 def fastest_fitting_plan(document: dict[str, Any]) -> dict[str, Any] | None:
     """Return the plan of the fastest arm that stayed within the budget on every seed; ``None`` if there is none."""
-    ratios = {document["baseline"]: 1.0}
-    ratios.update({entry["arm"]: entry["time_ratio"] for entry in document["against_baseline"]})
+    judged = [entry for entry in document["against_baseline"] if entry["verdict"] != "not comparable"]
+    ratios = {document["baseline"]: 1.0, **{entry["arm"]: entry["time_ratio"] for entry in judged}}
     fitting = [
         arm
         for arm in document["arms"]
         if "plan" in arm
-        and ratios[arm["name"]] is not None
+        and ratios.get(arm["name"]) is not None
         and all(run["within_budget"] and run["reached"] for run in arm["runs"])
     ]
     if not fitting:

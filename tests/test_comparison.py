@@ -2,26 +2,21 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import tiny_job
+import torch
 from scipy import stats
 
 import autotune
 from autotune.agents.policy import StaticPolicy
-from autotune.campaign.comparison import (
-    Arm,
-    Protocol,
-    RunRecord,
-    find_horizon,
-    interval,
-    judge,
-    pilot,
-    sign_flip,
-    upper_bound,
-)
+from autotune.campaign.comparison import GATE, find_horizon, pilot
+from autotune.campaign.protocol import Arm, Protocol, RunRecord
+from autotune.campaign.verdicts import gated, interval, judge, sign_flip, upper_bound
 from autotune.report.tables import alone_lines, comparison_table, plan_lines, verdict_line
 
 PROTOCOL = Protocol(
@@ -89,8 +84,8 @@ def test_missed_targets_and_failures_stay_in() -> None:
     assert "1 of 4" in missed["reason"]
     runs = [record(0, 5.0), record(1, None, failure="out_of_memory")]
     failed = judge(ARM, runs, [record(0, 10.0), record(1, 10.0)], PROTOCOL, "min")
-    assert failed["verdict"] == "not comparable"
-    assert "out_of_memory" in failed["reason"]
+    assert (failed["verdict"], failed["non_inferior"]) == ("slower", False)
+    assert failed["reason"] == "1 of 2 runs ended with out_of_memory, which counts as never arriving"
     assert judge(ARM, runs, [record(0, None), record(1, 10.0)], PROTOCOL, "min")["verdict"] == "not comparable"
 
 
@@ -114,7 +109,49 @@ def test_an_arm_against_itself_is_rarely_called_different_and_a_planted_effect_i
         return found
 
     assert sum(verdict != "no difference shown" for verdict in verdicts(0.0, 200)) <= 18
-    assert np.mean([verdict == "faster" for verdict in verdicts(-1.0, 500)]) >= 0.75
+    assert np.mean([verdict == "faster" for verdict in verdicts(-1.0, 2000)]) >= 0.75
+
+
+def arrived(seed: int, evaluation: int) -> RunRecord:
+    """Return a run that met its target at an evaluation, of which there is one every 100 samples and seconds."""
+    found = record(seed, 100.0 * evaluation)
+    found.curve = [(100.0 * number, 100 * number, 1.0) for number in range(41)]
+    return found
+
+
+def test_an_arm_that_learns_more_per_sample_than_the_baseline_is_not_comparable() -> None:
+    base = [arrived(seed, 20 + seed % 3) for seed in range(8)]
+    fast = judge(ARM, [arrived(seed, 14 + seed % 2) for seed in range(8)], base, PROTOCOL, "min")
+    assert fast["verdict"] == "not comparable"
+    assert "fewer samples than the baseline" in fast["reason"]
+    assert fast["samples_ratio"] == pytest.approx(14.5 / 21, abs=0.03)
+    # One evaluation earlier is what evaluations can tell apart, and later is nothing suspicious.
+    for shift in (-1, 5):
+        other = [arrived(seed, 20 + seed % 3 + shift) for seed in range(8)]
+        assert judge(ARM, other, base, PROTOCOL, "min")["verdict"] in ("faster", "slower")
+
+
+def test_a_learning_rate_that_is_scaled_wrongly_is_flagged_on_a_real_job() -> None:
+    def runs(rate: float) -> list[RunRecord]:
+        def optimizer(parameters: Any) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(parameters, lr=rate)
+
+        job = replace(tiny_job.make(evaluate_every=2, max_steps=120, target=2.0), optimizer=optimizer)
+        return [pilot(job, 120 * job.batch_size, seed=seed) for seed in range(3)]
+
+    entry = judge(ARM, runs(8e-3), runs(4e-3), PROTOCOL, "min")
+    assert entry["verdict"] == "not comparable", entry
+    assert entry["samples_ratio"] < 0.9
+    assert judge(ARM, runs(4e-3), runs(4e-3), PROTOCOL, "min")["samples_ratio"] == 1
+
+
+def test_a_baseline_that_beats_itself_takes_every_verdict_away() -> None:
+    faster = judged([5.0, 5.2, 4.9, 5.1] * 2, [10.0, 10.1, 9.9, 10.0] * 2)
+    same = judged([10.1, 9.9, 10.0, 10.2] * 2, [10.0, 10.1, 9.9, 10.0] * 2)
+    assert gated([faster], same) == [faster]
+    (taken,) = gated([faster], {**faster, "arm": GATE})
+    assert taken["verdict"] == "not comparable"
+    assert "than itself" in taken["reason"]
 
 
 def test_the_baseline_arrives_at_about_four_fifths_of_the_horizon_under_a_schedule_of_that_length() -> None:
@@ -138,8 +175,6 @@ def test_a_job_that_has_arrived_before_training_has_a_horizon_all_the_same() -> 
 
 
 def test_a_protocol_has_one_hash_and_any_change_another() -> None:
-    from dataclasses import replace
-
     assert PROTOCOL.digest == replace(PROTOCOL).digest
     assert PROTOCOL.digest != replace(PROTOCOL, margin=0.01).digest
 

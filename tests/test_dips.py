@@ -8,7 +8,8 @@ import pytest
 import tiny_job
 
 from autotune.agents.policy import StaticPolicy
-from autotune.campaign.comparison import Arm, Dips, Protocol, RunRecord, _run_arm, compare
+from autotune.campaign.comparison import _run_arm, compare
+from autotune.campaign.protocol import Arm, Dips, Protocol, RunRecord
 from autotune.engines.torch_engine import TorchEngine
 from autotune.errors import InputError
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from autotune.agents.policy import Policy, StaticPolicy
 from autotune.agents.rules import RULES, rule_policy
-from autotune.campaign.comparison import Arm
+from autotune.campaign.comparison import GATE
+from autotune.campaign.protocol import Arm
 from autotune.campaign.runs import read_plan
 from autotune.campaign.tuning import METHODS
 from autotune.errors import InputError
@@ -17,7 +18,7 @@ from autotune.plan import Plan, PlanSpace
 
 # Arms that plan from a profile window by window, while a run trains.
 LIVE = ("planner", "ppo")
-_ALLOWED = (*RULES, *METHODS, *LIVE, "a plan file (.json)", "a policy folder")
+_ALLOWED = (*RULES, GATE, *METHODS, *LIVE, "a plan file (.json)", "a policy folder")
 
 
 def arm_names(given: Sequence[str]) -> list[str]:
@@ -31,7 +32,7 @@ def arm_names(given: Sequence[str]) -> list[str]:
             f"arms are {','.join(given)!r}", where="--arms", allowed="different names, separated by commas"
         )
     names = ["baseline", *(name for name in given if name != "baseline")]
-    if len(names) < 2:
+    if len(set(names) - {GATE}) < 2:
         raise InputError("there is nothing to compare with the baseline", where="--arms", allowed=_ALLOWED)
     return names
 
@@ -42,6 +43,8 @@ def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:
     Raises:
         InputError: if it is none of them, or the plan does not fit the job.
     """
+    if name == GATE:
+        return static_arm(name, space.baseline())
     if name in RULES:
         return Arm(name=name, policy=lambda found: rule_policy(name, found, job))
     path = Path(name)

@@ -17,9 +17,9 @@ from torch import nn
 
 from autotune.budget import format_bytes
 from autotune.campaign.bench_overhead import bootstrap_median
-from autotune.campaign.comparison import interval
 from autotune.campaign.progress import Reporter, Silent
 from autotune.campaign.runs import device_name
+from autotune.campaign.verdicts import interval
 from autotune.catalog import load_job
 from autotune.engines.inspection import build_model, build_optimizer
 from autotune.engines.profiler import profile

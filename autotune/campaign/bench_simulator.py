@@ -15,6 +15,7 @@ from autotune.campaign import comparison
 from autotune.campaign.arms import named_arm
 from autotune.campaign.convergence import cached_convergence
 from autotune.campaign.profiling import cached_profile
+from autotune.campaign.protocol import Protocol
 from autotune.campaign.runs import device_name
 from autotune.gym.vec_env import SimulatedVectorEnv
 from autotune.job import Job
@@ -92,7 +93,7 @@ def rank_plans(
         times = plan.accumulation_steps if job.batching == "adaptive" else 1
         steps = convergence.steps_to(job.target, float(job.batch_size * times), convergence.squared_error(plan))
         predicted[name] = steps * seconds_per_step(profile, plan)
-    protocol = comparison.Protocol(
+    protocol = Protocol(
         job=job.name,
         arms=tuple(plans),
         seeds=tuple(seeds),

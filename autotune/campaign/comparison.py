@@ -7,30 +7,25 @@ out) and ends at the target; the final metric is taken at one number of samples 
 from __future__ import annotations
 
 import functools
-import hashlib
-import itertools
 import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
-from scipy import stats
-
 from autotune.agents.policy import Policy, StaticPolicy
-from autotune.budget import MemoryBudget
 from autotune.campaign.journal import Journal
+from autotune.campaign.protocol import FEWEST_FOR_A_CLAIM, Arm, Dips, Protocol, RunRecord
 from autotune.campaign.tracking import Tracker
+from autotune.campaign.verdicts import gated, judge
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
-from autotune.errors import InputError
 from autotune.gym.observation import Observation
 from autotune.job import Job
 from autotune.measurement import Failure, Measurement
 from autotune.physics.planning import LOOK_AHEAD
-from autotune.plan import Plan, PlanSpace
+from autotune.plan import Plan
 
 COMPARISON_VERSION = 1
 # How far past the baseline's arrival every arm runs, so that a fast arm cannot hide a worse end.
@@ -39,147 +34,10 @@ HORIZON = 1.25
 # other seeds arrive too.
 _ARRIVAL = (0.66, 0.88)
 _PILOTS = 3
-# Paired seeds below which a verdict is an indication only: with n = 3 the best two-sided sign-flip p is 0.25.
-FEWEST_FOR_A_CLAIM = 6
-# Seeds of compared runs: none of them is a seed that tuning used.
-_FIRST_SEED = 1000
+# The baseline a second time: what it seems to win against itself, no arm can be said to win.
+GATE = "baseline-again"
 
-ArmFactory = Callable[[PlanSpace], Policy]
 _OUT_OF_MEMORY = (Failure.OUT_OF_MEMORY, Failure.OVER_BUDGET)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dips:
-    """Say how the memory budget dips while a run trains, as an evaluation or a neighbour makes it do.
-
-    Attributes:
-        every: windows from one dip to the next; a window is a stretch between evaluations, and a dip lasts for one.
-        share: share of the budget that a dip leaves.
-        told: whether policies are told beforehand.
-    """
-
-    every: int
-    share: float
-    told: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> Dips:
-        """Read ``EVERY:SHARE`` or ``EVERY:SHARE:told``, as in ``5:70%``.
-
-        Raises:
-            InputError: if it is neither.
-        """
-        parts = text.split(":")
-        allowed = "EVERY:SHARE or EVERY:SHARE:told, as in 5:70%, with EVERY at least 2 and a share below 100%"
-        try:
-            every, share = int(parts[0]), MemoryBudget.parse(parts[1]).share
-        except (ValueError, IndexError) as error:
-            raise InputError(f"dips is {text!r}", where="--dips", allowed=allowed) from error
-        good = every >= 2 and share is not None and share < 1 and parts[2:] in ([], ["told"])
-        if not good or share is None:
-            raise InputError(f"dips is {text!r}", where="--dips", allowed=allowed)
-        return cls(every=every, share=share, told=len(parts) == 3)
-
-    def budget(self, window: int, budget_bytes: int) -> int:
-        """Return the budget of a window, numbered from 0."""
-        return int(budget_bytes * self.share) if window % self.every == self.every - 1 else budget_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
-    """Hold one thing to compare.
-
-    Attributes:
-        name: what it is called.
-        policy: makes the policy for a space; called once per run.
-        tuning_s: seconds that were spent to find it.
-        tuning_steps: real optimizer steps that were spent to find it.
-    """
-
-    name: str
-    policy: ArmFactory
-    tuning_s: float = 0.0
-    tuning_steps: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Protocol:
-    """Declare a comparison before its first run.
-
-    Attributes:
-        job: the job's name.
-        arms: the arms' names; the first is the baseline.
-        seeds: the paired seeds.
-        horizon_samples: samples that every run consumes; the schedule is bound to it.
-        memory_budget_bytes: what ``within_budget`` refers to; ``None`` for no budget.
-        dips: how the budget dips; ``None`` if it stays. A window that runs out of memory is then repeated under the
-            leanest plan, and its time counts.
-        margin: largest relative loss of the final metric that counts as non-inferior.
-        confidence: of every interval.
-    """
-
-    job: str
-    arms: tuple[str, ...]
-    seeds: tuple[int, ...]
-    horizon_samples: int
-    memory_budget_bytes: int | None
-    dips: Dips | None = None
-    margin: float = 0.005
-    confidence: float = 0.95
-
-    @property
-    def digest(self) -> str:
-        """Return a SHA-256 of the protocol, to be logged before the first run."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
-
-
-@dataclass(slots=True, kw_only=True)
-class RunRecord:
-    """Hold one compared run; the names are those of ``comparison.json``."""
-
-    seed: int
-    reached: bool = False
-    time_to_target_s: float | None = None
-    steps: int = 0
-    samples: int = 0
-    final_metric: float | None = None
-    throughput: float | None = None
-    peak_bytes: int | None = None
-    within_budget: bool = True
-    out_of_memory: int = 0
-    # Windows in which a policy's planner acted without its network, by reason; empty for other arms.
-    alone: dict[str, int] = field(default_factory=dict)
-    energy_j: float | None = None
-    energy_source: str = "absent"
-    failure: str | None = None
-    # Training seconds, samples and metric at each evaluation, and plans by the step they began at.
-    curve: list[tuple[float, int, float]] = field(default_factory=list)
-    plans: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the record as a JSON object."""
-        document = asdict(self)
-        document["curve"] = [list(point) for point in self.curve]
-        document["plans"] = [{"step": step, "plan": plan} for step, plan in self.plans]
-        return document
-
-    @classmethod
-    def from_json(cls, document: dict[str, Any]) -> RunRecord:
-        """Read what :meth:`to_json` returned."""
-        curve = [(seconds, samples, metric) for seconds, samples, metric in document["curve"]]
-        plans = [(entry["step"], entry["plan"]) for entry in document["plans"]]
-        return cls(**{**document, "curve": curve, "plans": plans})
-
-
-def paired_seeds(count: int) -> tuple[int, ...]:
-    """Return fresh seeds for compared runs.
-
-    Raises:
-        InputError: for fewer than two.
-    """
-    if count < 2:
-        raise InputError(f"seeds is {count}", where="--seeds", allowed="at least 2")
-    return tuple(range(_FIRST_SEED, _FIRST_SEED + count))
 
 
 def find_horizon(job: Job, *, seed: int = 0, on_pilot: Callable[[int, float], None] | None = None) -> int:
@@ -458,6 +316,9 @@ def _document(
     protocol: Protocol,
     device: str,
 ) -> dict[str, Any]:
+    judged = {arm.name: judge(arm, records[arm.name], records[arms[0].name], protocol, job.goal) for arm in arms[1:]}
+    gate = judged.pop(GATE, None)
+    entries = list(judged.values())
     return {
         "version": COMPARISON_VERSION,
         "job": job.name,
@@ -471,9 +332,8 @@ def _document(
         "protocol_sha256": protocol.digest,
         "indication_only": len(protocol.seeds) < FEWEST_FOR_A_CLAIM,
         "arms": [_arm_json(arm, records[arm.name]) for arm in arms],
-        "against_baseline": [
-            judge(arm, records[arm.name], records[arms[0].name], protocol, job.goal) for arm in arms[1:]
-        ],
+        "gate": gate,
+        "against_baseline": entries if gate is None else gated(entries, gate),
     }
 
 
@@ -486,140 +346,6 @@ def _arm_json(arm: Arm, records: Sequence[RunRecord]) -> dict[str, Any]:
         for run in runs:
             del run["plans"]
     return {**document, "runs": runs}
-
-
-def judge(
-    arm: Arm, runs: Sequence[RunRecord], baseline: Sequence[RunRecord], protocol: Protocol, goal: str
-) -> dict[str, Any]:
-    """Return one entry of ``against_baseline``.
-
-    Time: mean log ratio of paired times, with a t-interval and an exact sign-flip test. Quality: the final metric is
-    non-inferior if the one-sided bound of the mean relative loss stays below the margin.
-    """
-    entry: dict[str, Any] = {
-        "arm": arm.name,
-        "time_ratio": None,
-        "time_ratio_ci95": None,
-        "p_value": None,
-        "memory_ratio": _memory_ratio(runs, baseline),
-        "metric_difference": None,
-        "non_inferior": None,
-        "break_even_steps": None,
-    }
-    if not all(record.reached for record in baseline):
-        return {
-            **entry,
-            "verdict": "not comparable",
-            "reason": "the baseline did not reach its target on every seed",
-        }
-    if any(_time(record) == 0 for record in [*baseline, *(run for run in runs if run.reached)]):
-        return {**entry, "verdict": "not comparable", "reason": "the target is met before any training"}
-    failed = [record.failure for record in runs if record.failure is not None]
-    if failed:
-        return {
-            **entry,
-            "verdict": "not comparable",
-            "reason": f"{len(failed)} of its runs ended with {failed[0]}",
-        }
-    worse = _relative_losses(runs, baseline, goal)
-    entry["metric_difference"] = _metric_difference(runs, baseline)
-    entry["non_inferior"] = upper_bound(worse, protocol.confidence) <= protocol.margin
-    missed = sum(not record.reached for record in runs)
-    if missed:
-        reason = f"{missed} of {len(runs)} runs did not reach the target"
-        return {**entry, "verdict": "slower", "reason": reason}
-    logs = [math.log(_time(run) / _time(other)) for run, other in zip(runs, baseline, strict=True)]
-    low, high = interval(logs, protocol.confidence)
-    entry["time_ratio"] = math.exp(statistics.fmean(logs))
-    entry["time_ratio_ci95"] = [math.exp(low), math.exp(high)]
-    entry["p_value"] = sign_flip(logs)
-    entry["break_even_steps"] = _break_even(arm, runs, baseline)
-    return {**entry, **_verdict(entry)}
-
-
-def _verdict(entry: Mapping[str, Any]) -> dict[str, str]:
-    low, high = entry["time_ratio_ci95"]
-    if low > 1:
-        return {"verdict": "slower", "reason": "the whole interval of the time ratio is above 1"}
-    if high >= 1:
-        return {"verdict": "no difference shown", "reason": "the interval of the time ratio contains 1"}
-    if not entry["non_inferior"]:
-        return {
-            "verdict": "no difference shown",
-            "reason": "its time is shorter, but its final metric was not shown to be within the margin",
-        }
-    return {"verdict": "faster", "reason": "shorter time, and a final metric within the margin"}
-
-
-def interval(values: Sequence[float], confidence: float) -> tuple[float, float]:
-    """Return the t-interval of a mean; a point where the values do not differ.
-
-    Args:
-        values: at least two numbers.
-        confidence: two-sided.
-    """
-    mean, error = statistics.fmean(values), stats.sem(values)
-    if error == 0:
-        return mean, mean
-    low, high = stats.t.interval(confidence, len(values) - 1, loc=mean, scale=error)
-    return float(low), float(high)
-
-
-def upper_bound(values: Sequence[float], confidence: float) -> float:
-    """Return the one-sided upper confidence bound of a mean."""
-    mean, error = statistics.fmean(values), float(stats.sem(values))
-    return mean + float(stats.t.ppf(confidence, len(values) - 1)) * error
-
-
-def sign_flip(values: Sequence[float], largest_exact: int = 12) -> float:
-    """Return the two-sided p-value of the sign-flip test that a mean is 0.
-
-    Exact up to ``largest_exact`` values, by 20,000 seeded random flips above.
-    """
-    array = np.asarray(values)
-    observed = abs(array.mean())
-    if len(array) <= largest_exact:
-        signs = np.array(list(itertools.product((-1, 1), repeat=len(array))))
-    else:
-        signs = np.random.default_rng(0).choice((-1, 1), size=(20_000, len(array)))
-    return float((np.abs((signs * array).mean(axis=1)) >= observed * (1 - 1e-12)).mean())
-
-
-def _time(record: RunRecord) -> float:
-    assert record.time_to_target_s is not None
-    return record.time_to_target_s
-
-
-def _metric(record: RunRecord) -> float:
-    return math.nan if record.final_metric is None else record.final_metric
-
-
-def _relative_losses(runs: Sequence[RunRecord], baseline: Sequence[RunRecord], goal: str) -> list[float]:
-    """Return by what share each final metric is worse than its pair's; below 0 is better."""
-    sign = 1 if goal == "min" else -1
-    return [
-        sign * (_metric(run) - _metric(other)) / abs(_metric(other)) for run, other in zip(runs, baseline, strict=True)
-    ]
-
-
-def _metric_difference(runs: Sequence[RunRecord], baseline: Sequence[RunRecord]) -> float:
-    pairs = zip(runs, baseline, strict=True)
-    return statistics.fmean((_metric(run) - _metric(other)) / abs(_metric(other)) for run, other in pairs)
-
-
-def _memory_ratio(runs: Sequence[RunRecord], baseline: Sequence[RunRecord]) -> float | None:
-    peaks = [[record.peak_bytes for record in side if record.peak_bytes] for side in (runs, baseline)]
-    return max(peaks[0]) / max(peaks[1]) if all(peaks) else None
-
-
-def _break_even(arm: Arm, runs: Sequence[RunRecord], baseline: Sequence[RunRecord]) -> int | None:
-    """Return the baseline's steps after which the tuning time is won back; ``None`` if it never is."""
-    own = statistics.fmean(_time(record) for record in runs)
-    other = statistics.fmean(_time(record) for record in baseline)
-    if own >= other:
-        return None
-    steps = statistics.fmean(record.steps for record in baseline)
-    return math.ceil(arm.tuning_s / (1 - own / other) / (other / steps)) if arm.tuning_s else 0
 
 
 def _called(arm: Arm, record: RunRecord) -> str:

@@ -94,7 +94,7 @@ def simulator(
 ) -> None:
     """Count simulated decisions per second; with --job, compare predicted with real times to the target."""
     from autotune.campaign.bench_simulator import bench_simulator, rank_plans
-    from autotune.campaign.comparison import paired_seeds
+    from autotune.campaign.protocol import paired_seeds
     from autotune.campaign.runs import require_writable
     from autotune.catalog import load_job
 

@@ -27,7 +27,8 @@ def comparison_table(comparison: Mapping[str, Any]) -> Table:
     ):
         table.add_column(name, justify="right")
     table.add_column("verdict")
-    judged = {entry["arm"]: entry for entry in comparison["against_baseline"]}
+    gate = comparison.get("gate")
+    judged = {entry["arm"]: entry for entry in (*comparison["against_baseline"], *([gate] if gate else []))}
     baseline_peak = _peak(comparison["arms"][0])
     for arm in comparison["arms"]:
         entry = judged.get(arm["name"])
@@ -60,7 +61,9 @@ def verdict_line(comparison: Mapping[str, Any]) -> str:
     fitting = [
         entry
         for entry in comparison["against_baseline"]
-        if entry["time_ratio"] is not None and _all_fit(comparison, entry["arm"])
+        if entry["time_ratio"] is not None
+        and entry["verdict"] != "not comparable"
+        and _all_fit(comparison, entry["arm"])
     ]
     if not fitting:
         reasons = {entry["reason"] for entry in comparison["against_baseline"] if entry["verdict"] == "not comparable"}
