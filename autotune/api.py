@@ -27,6 +27,7 @@ from autotune.campaign.profiling import cached_profile, find_profile, profile_el
 from autotune.campaign.progress import Reporter, Silent
 from autotune.campaign.protocol import Arm, Dips, Protocol, paired_seeds
 from autotune.campaign.runs import RunDirectory, device_name, require_writable
+from autotune.campaign.stratified import together
 from autotune.campaign.tracking import Tracker, send_pending
 from autotune.catalog import content_folder, load_job
 from autotune.cluster import ClusterOptions
@@ -459,12 +460,15 @@ def resume(run: str | Path, *, job: Job | None = None, reporter: Reporter | None
     """
     folder = RunDirectory.open(Path(run))
     config = folder.read("config.json")
+    if "jobs" in config:
+        finished = (folder.path / "jobs.json").is_file()
+        return folder.read("jobs.json") if finished else _compared_jobs(folder, config, reporter)
     asked = config.get("asked")
     if not isinstance(asked, dict) or not {"method", "arms"} & set(asked):
         raise RunDirectoryError("holds no tuning and no comparison", where=str(run), allowed="the run of one")
-    finished = "tuned.json" if "method" in asked else "comparison.json"
-    if (folder.path / finished).is_file():
-        return folder.read(finished)
+    document = "tuned.json" if "method" in asked else "comparison.json"
+    if (folder.path / document).is_file():
+        return folder.read(document)
     if asked["job"] is None and job is None:
         raise RunDirectoryError("its job was an object", where=str(run), allowed="autotune.resume(run, job=...)")
     measured_on = folder.read("environment.json")["device"]
@@ -514,6 +518,7 @@ def compare(
     runs_dir: str | Path = "runs",
     reporter: Reporter | None = None,
     verb: str = "compare",
+    within: str | None = None,
 ) -> dict[str, Any]:
     """Compare arms on paired, interleaved, fresh seeds; methods among them are searched for first.
 
@@ -531,6 +536,7 @@ def compare(
         runs_dir: where the run directory is made.
         reporter: shows progress; ``None`` shows nothing.
         verb: what the run directory is called after.
+        within: the run directory of a comparison of several jobs that this one belongs to; ``None`` for none.
 
     Returns:
         The document ``comparison.json``.
@@ -543,8 +549,70 @@ def compare(
     if moves is not None and memory_budget is None:
         raise InputError("dips are given without a memory budget", where="--dips", allowed="--memory-budget beside it")
     session = _session(job, memory_budget, steps, trials, seed, runs_dir, reporter, lean=lean, storage=storage)
-    session = replace(session, dips=moves, asked={**session.asked, "dips": dips})
+    session = replace(session, dips=moves, asked={**session.asked, "dips": dips, "within": within})
     return session.compare(names, drawn, verb=verb)
+
+
+def compare_jobs(
+    jobs: Sequence[str], arms: Sequence[str], *, runs_dir: str | Path = "runs", **settings: Any
+) -> dict[str, Any]:
+    """Compare arms on several jobs, one after another, and put what is found together.
+
+    Args:
+        jobs: their references.
+        arms: as for :func:`compare`, without plan files, which fit one job.
+        runs_dir: where the run directories are made: one of each job, and one of all.
+        settings: what else :func:`compare` takes, for each job.
+
+    Returns:
+        ``jobs`` (name, run and ``against_baseline`` of each), ``together`` (an entry of each arm, its interval
+        stratified by job) and ``run``.
+
+    Raises:
+        InputError: for wrong input, before anything is written.
+    """
+    if len(set(jobs)) < max(2, len(jobs)):
+        raise InputError(f"jobs are {','.join(jobs)!r}", where="compare", allowed="different jobs")
+    files = [name for name in arm_names(arms) if Path(name).suffix == ".json"]
+    if files:
+        allowed = "rules, methods and policy folders; a plan file fits one job"
+        raise InputError(f"arm {files[0]!r} is compared on several jobs", where="--arms", allowed=allowed)
+    paired_seeds(settings.get("seeds", 10))
+    for job in jobs:
+        load_job(job)
+    require_writable(Path(runs_dir))
+    reporter = settings.pop("reporter", None)
+    storage = settings.get("storage")
+    # Where it is taken up, a password comes from PGPASSWORD.
+    kept = settings if storage is None else {**settings, "storage": without_password(storage)}
+    asked = {"jobs": list(jobs), "arms": list(arms), "settings": kept}
+    run = RunDirectory.create(Path(runs_dir), "compare", "jobs", asked)
+    return _compared_jobs(run, {**asked, "settings": settings}, reporter)
+
+
+def _compared_jobs(run: RunDirectory, asked: Mapping[str, Any], reporter: Reporter | None) -> dict[str, Any]:
+    """Compare several jobs; those that were begun before go on where they stopped."""
+    documents = []
+    for job in asked["jobs"]:
+        begun = _begun_within(run, job)
+        if begun is not None:
+            documents.append(resume(begun, reporter=reporter))
+            continue
+        settings = {**asked["settings"], "runs_dir": run.path.parent, "within": run.path.name}
+        documents.append(compare(job, asked["arms"], reporter=reporter, **settings))
+    entries = [{key: document[key] for key in ("job", "run", "against_baseline")} for document in documents]
+    document = {"version": 1, "jobs": entries, "together": together(documents), "run": str(run.path)}
+    run.write("jobs.json", document)
+    return document
+
+
+def _begun_within(run: RunDirectory, job: str) -> Path | None:
+    """Return the run directory of a job's comparison that belongs to one of several jobs."""
+    for path in sorted(run.path.parent.glob("*/config.json")):
+        asked = RunDirectory.open(path.parent).read("config.json").get("asked") or {}
+        if asked.get("within") == run.path.name and asked.get("job") == job:
+            return path.parent
+    return None
 
 
 def train(

@@ -21,7 +21,10 @@ from autotune.cli.console import (
 
 
 def command(
-    job: Annotated[str, typer.Argument(help="A catalog name, package.module:attribute, or file.py:attribute.")],
+    job: Annotated[
+        list[str],
+        typer.Argument(help="A catalog name, package.module:attribute, or file.py:attribute; several for all of them."),
+    ],
     arms: Annotated[
         str, typer.Option("--arms", help="Rules, methods, plan files or policy folders, separated by commas.")
     ] = "baseline,uniform-bf16,recompute-all,sqrt,paper,random,optuna,ppo",
@@ -43,22 +46,36 @@ def command(
     from autotune import api
 
     output = shared.console(as_json=as_json)
+    settings: dict[str, Any] = {
+        "seeds": seeds,
+        "memory_budget": memory_budget,
+        "dips": dips,
+        "steps": steps,
+        "trials": trials,
+        "lean": lean,
+        "storage": storage,
+        "seed": seed,
+        "runs_dir": runs_dir,
+    }
+    names = [name.strip() for name in arms.split(",")]
     with shared.Bars(output) as bars:
-        document = api.compare(
-            job,
-            [name.strip() for name in arms.split(",")],
-            seeds=seeds,
-            memory_budget=memory_budget,
-            dips=dips,
-            steps=steps,
-            trials=trials,
-            lean=lean,
-            storage=storage,
-            seed=seed,
-            runs_dir=runs_dir,
-            reporter=bars,
-        )
-    show(document, output, as_json=as_json)
+        if len(job) > 1:
+            document = api.compare_jobs(job, names, **settings, reporter=bars)
+        else:
+            document = api.compare(job[0], names, **settings, reporter=bars)
+    (show_jobs if len(job) > 1 else show)(document, output, as_json=as_json)
+
+
+def show_jobs(document: dict[str, Any], output: Console, *, as_json: bool) -> None:
+    """Print what comparisons of several jobs come to together; or the document itself."""
+    from autotune.report.tables import jobs_table
+
+    output.print(jobs_table(document))
+    for entry in document["jobs"]:
+        output.print(f"{entry['job']}: {entry['run']}/", soft_wrap=True)
+    output.print(f"Written: {document['run']}/jobs.json", soft_wrap=True)
+    if as_json:
+        shared.print_json(document)
 
 
 def show(document: dict[str, Any], output: Console, *, as_json: bool) -> None:

@@ -24,7 +24,9 @@ def command(
     config = RunDirectory.open(run).read("config.json")
     with shared.Bars(output) as bars:
         document = api.resume(run, reporter=bars)
-    if "arms" in document:
+    if "together" in document:
+        compare.show_jobs(document, output, as_json=as_json)
+    elif "arms" in document:
         compare.show(document, output, as_json=as_json)
     else:
         asked = config["asked"]

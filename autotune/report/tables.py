@@ -45,6 +45,20 @@ def comparison_table(comparison: Mapping[str, Any]) -> Table:
     return table
 
 
+def jobs_table(document: Mapping[str, Any]) -> Table:
+    """Return one row per arm of what several jobs' comparisons come to: on each job, and together."""
+    jobs = [entry["job"] for entry in document["jobs"]]
+    table = Table(title=f"speed-up on {', '.join(jobs)}", title_justify="left")
+    table.add_column("arm", no_wrap=True)
+    for name in (*jobs, "together\n(95 % interval)"):
+        table.add_column(name, justify="right")
+    table.add_column("verdict")
+    for entry in document["together"]:
+        own = [next(one for one in job["against_baseline"] if one["arm"] == entry["arm"]) for job in document["jobs"]]
+        table.add_row(entry["arm"], *map(_speedup, own), _speedup(entry), entry["verdict"])
+    return table
+
+
 def plan_lines(comparison: Mapping[str, Any]) -> list[str]:
     """Return one line per arm: its plan and what it cost to find."""
     width = max(len(arm["name"]) for arm in comparison["arms"])

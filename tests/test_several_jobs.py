@@ -1,0 +1,129 @@
+"""One comparison on several jobs: its interval is stratified, and it can be taken up."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune import api
+from autotune.campaign.comparison import GATE
+from autotune.campaign.runs import RunDirectory
+from autotune.campaign.stratified import stratified_interval, together
+from autotune.campaign.verdicts import interval
+from autotune.cli.main import run
+
+TESTS = Path(__file__).parent
+JOBS = [f"{TESTS / 'tiny_job.py'}:job", f"{TESTS / 'several_jobs.py'}:narrow"]
+
+
+@given(st.lists(st.floats(-1, 1), min_size=2, max_size=12))
+def test_of_one_job_it_is_students_interval(values: list[float]) -> None:
+    assert stratified_interval([values], 0.95)[1:] == pytest.approx(interval(values, 0.95), abs=1e-9)
+
+
+def test_it_covers_the_mean_of_means_as_often_as_it_says_though_jobs_vary_differently() -> None:
+    generator, covered = np.random.default_rng(0), 0
+    for _ in range(1000):
+        strata = [generator.normal(mean, spread, 8).tolist() for mean, spread in ((-1.0, 0.01), (0.5, 0.3), (2.0, 1.0))]
+        _, low, high = stratified_interval(strata, 0.95)
+        covered += low <= 0.5 <= high
+    assert 925 <= covered <= 975
+
+
+def document(job: str, times: dict[str, list[float | None]], **entries: dict[str, Any]) -> dict[str, Any]:
+    arms = [
+        {"name": name, "runs": [{"seed": seed, "time_to_target_s": value} for seed, value in enumerate(values)]}
+        for name, values in times.items()
+    ]
+    judged = {"time_ratio": 0.5, "non_inferior": True, "verdict": "faster", "reason": ""}
+    found = [{"arm": name, **judged, **entries.get(name, {})} for name in times if name != "baseline"]
+    return {
+        "job": job,
+        "baseline": "baseline",
+        "seeds": list(range(len(times["baseline"]))),
+        "arms": arms,
+        "against_baseline": found,
+    }
+
+
+def test_each_job_counts_alike_and_what_fails_on_one_fails_together() -> None:
+    one = document("one", {"baseline": [10.0] * 4, "a": [5.0, 5.1, 4.9, 5.0], "b": [1.0] * 4})
+    two = document("two", {"baseline": [1.0] * 2, "a": [2.0, 2.0], "b": [1.0] * 2})
+    first, second = together([one, two])
+    assert first["time_ratio"] == pytest.approx(math.sqrt(0.5 * 2), rel=0.01)
+    assert first["verdict"] == "no difference shown"
+    assert second["time_ratio"] == pytest.approx(math.sqrt(0.1), rel=0.01)
+    assert second["verdict"] == "faster"
+    lost = {"verdict": "slower", "time_ratio": None, "non_inferior": False, "reason": "1 of 2 runs ended with crashed"}
+    (entry,) = together([one, document("two", {"baseline": [1.0] * 2, "b": [1.0, None]}, b=lost)])
+    assert (entry["verdict"], entry["reason"]) == ("slower", "two: 1 of 2 runs ended with crashed")
+    assert not entry["non_inferior"]
+
+
+def test_several_jobs_are_compared_by_one_command_and_taken_up_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = api.Session.compare
+    begun: list[str] = []
+
+    def killed_at_the_second(self: api.Session, *arguments: Any, **options: Any) -> dict[str, Any]:
+        begun.append(self.job.name)
+        if len(begun) == 2:
+            raise KeyboardInterrupt
+        return real(self, *arguments, **options)
+
+    options = ["--arms", f"uniform-bf16,{GATE}", "--seeds", "2", "--runs-dir", str(tmp_path), "--json"]
+    with monkeypatch.context() as patch:
+        patch.setattr(api.Session, "compare", killed_at_the_second)
+        assert run(["compare", *JOBS, *options]) == 130
+    (folder,) = tmp_path.glob("*-compare-jobs-*")
+    first = next(tmp_path.glob("*-compare-tiny-*"))
+    assert (first / "comparison.json").is_file()
+    capsys.readouterr()
+    assert run(["resume", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [entry["job"] for entry in found["jobs"]] == ["tiny", "narrow"]
+    assert found["jobs"][0]["run"] == str(first)
+    assert [entry["arm"] for entry in found["together"]] == ["uniform-bf16"]
+    assert found["together"][0]["verdict"] in ("faster", "slower", "no difference shown", "not comparable")
+    assert RunDirectory.open(folder).read("jobs.json") == found
+    assert api.resume(folder) == found
+    # The baseline was compared with itself, on both.
+    gates = [RunDirectory.open(Path(entry["run"])).read("comparison.json")["gate"] for entry in found["jobs"]]
+    assert [gate["arm"] for gate in gates] == [GATE, GATE]
+    assert [gate["samples_ratio"] for gate in gates] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([*JOBS, "--arms", "plan.json"], "a plan file fits one job"),
+        ([JOBS[0], JOBS[0], "--arms", "paper"], "different jobs"),
+        ([*JOBS, "--arms", GATE], "there is nothing to compare"),
+        ([JOBS[0], "nowhere", "--arms", "paper"], "nowhere"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["compare", *arguments, "--runs-dir", str(tmp_path / "runs")]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_campaign_is_not_taken_up_on_another_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunDirectory.create(tmp_path, "compare", "tiny", {"asked": {"job": JOBS[0], "arms": ["baseline"]}})
+    monkeypatch.setattr(api, "device_name", lambda: "another")
+    assert run(["resume", str(folder.path)]) == 2
+    assert "times of two do not compare" in capsys.readouterr().err
