@@ -1,0 +1,114 @@
+"""Find a public data set in the folder that the user points at, in whichever of its formats it lies there.
+
+Nothing is ever downloaded, and what a file holds is the business of whoever reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autotune.errors import JobError
+from autotune.job import DataSource
+
+# The folder crosses process borders in the environment, as jobs do by name.
+DATA_VARIABLE = "AUTOTUNE_DATA"
+_NAMED_AT_MOST = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Say how a data set lies in a folder.
+
+    Attributes:
+        name: what the format is called.
+        folder: the folder that its archive unpacks to.
+        files: the files in it, all of which are needed.
+    """
+
+    name: str
+    folder: str
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """Hold where a data set was found.
+
+    Attributes:
+        layout: how it lies there.
+        folder: the folder that holds its files.
+    """
+
+    layout: Layout
+    folder: Path
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Return its files, in the layout's order."""
+        return tuple(self.folder / name for name in self.layout.files)
+
+    def sources(self) -> list[DataSource]:
+        """Return name, size in bytes and SHA-256 of every file."""
+        return [source_of(path, f"{self.layout.name}: {path.name}") for path in self.paths]
+
+
+def data_folder() -> Path:
+    """Return the folder that public data sets lie in.
+
+    Raises:
+        JobError: if nobody named one, or it is none.
+    """
+    named = os.environ.get(DATA_VARIABLE, "")
+    allowed = "a folder, by --data or in the environment"
+    if not named:
+        raise JobError("no folder of data sets is named", where=DATA_VARIABLE, allowed=allowed)
+    if not Path(named).is_dir():
+        raise JobError(f"{named!r} is no folder", where=DATA_VARIABLE, allowed=allowed)
+    return Path(named)
+
+
+def locate(folder: Path, layouts: Sequence[Layout]) -> Located:
+    """Return the first layout that a folder, or the archive's own folder in it, holds completely.
+
+    Args:
+        folder: what the user points at.
+        layouts: the formats in which the data set is published, the preferred one first.
+
+    Raises:
+        JobError: naming what was expected and what was found.
+    """
+    for layout in layouts:
+        for place in (folder / layout.folder, folder):
+            if all((place / name).is_file() for name in layout.files):
+                return Located(layout=layout, folder=place)
+    expected = [f"{layout.folder}/{{{','.join(layout.files)}}}" for layout in layouts]
+    raise JobError(_missing(folder, layouts), where=str(folder), allowed=" or ".join(expected))
+
+
+def source_of(path: Path, name: str) -> DataSource:
+    """Return name, size in bytes and SHA-256 of one file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return DataSource(name=name, size_bytes=path.stat().st_size, sha256=digest)
+
+
+def _missing(folder: Path, layouts: Sequence[Layout]) -> str:
+    """Say what keeps a folder from being any layout: the first file that lacks, where a part is there."""
+    for layout in layouts:
+        for place in (folder / layout.folder, folder):
+            there = [name for name in layout.files if (place / name).is_file()]
+            if there:
+                lacking = next(name for name in layout.files if name not in there)
+                return f"{place} lacks {lacking}, and has {_listed(there)}"
+    if not folder.is_dir():
+        return "is no folder"
+    return f"holds {_listed(sorted(path.name for path in folder.iterdir())) or 'nothing'}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED_AT_MOST
+    return ", ".join(names[:_NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")

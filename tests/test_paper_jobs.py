@@ -1,0 +1,266 @@
+"""The paper's own jobs: real loaders of the published formats, real models of its sizes, and hostile folders."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import public_folders
+import pytest
+import torch
+
+from autotune import JobError, load_job
+from autotune.data import Layout, data_folder, locate
+from autotune.engines.torch_engine import EngineOptions, TorchEngine
+from autotune.plain_pickle import load_plain_pickle
+from autotune.units import find_units
+
+CIFAR, WIKITEXT = "resnet50_cifar10", "gpt2_wikitext2"
+
+
+def module_of(name: str):
+    """Return the module that a catalog job was loaded from."""
+    return sys.modules[load_job(name).batches.__module__]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("AUTOTUNE_DATA", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("write", [public_folders.cifar_python, public_folders.cifar_binary])
+def test_cifar_is_read_from_either_published_version(folder: Path, write):
+    write(folder)
+    batches = list(load_job(CIFAR).batches(seed=3))
+    assert [images.shape for images, _ in batches] == [(128, 3, 32, 32)] * 2
+    (training, training_labels), (test, test_labels) = module_of(CIFAR).examples(module_of(CIFAR).located())
+    pixels, labels = public_folders.drawn_images(60, 1)
+    assert torch.equal(training[60:120].reshape(60, -1), torch.from_numpy(pixels))
+    assert training_labels[60:120].tolist() == labels.tolist()
+    assert (len(training), len(test), len(test_labels)) == (300, 60, 60)
+
+
+def test_both_versions_of_cifar_give_the_same_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen = []
+    for name, write in (("py", public_folders.cifar_python), ("bin", public_folders.cifar_binary)):
+        monkeypatch.setenv("AUTOTUNE_DATA", str(write(tmp_path / name)))
+        seen.append(next(load_job(CIFAR).batches(seed=0)))
+    assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
+
+
+def test_the_folder_of_the_archive_itself_may_be_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    public_folders.cifar_binary(folder)
+    monkeypatch.setenv("AUTOTUNE_DATA", str(folder / "cifar-10-batches-bin"))
+    assert len(load_job(CIFAR).data_sources()) == 6
+
+
+def test_a_pickle_that_todays_numpy_wrote_is_read_as_well(tmp_path: Path):
+    pixels, labels = public_folders.drawn_images(5, 0)
+    path = tmp_path / "data_batch_1"
+    path.write_bytes(pickle.dumps({b"data": pixels, b"labels": labels.tolist()}, protocol=2))
+    found = load_plain_pickle(path, limit_bytes=2**20)
+    assert np.array_equal(found["data"], pixels)
+    assert found["labels"] == labels.tolist()
+
+
+class Hostile:
+    """Run a command when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+def test_a_pickle_that_would_run_something_is_refused_and_nothing_runs(folder: Path):
+    public_folders.cifar_python(folder)
+    marker = folder / "it-ran"
+    batch = folder / "cifar-10-batches-py" / "data_batch_2"
+    batch.write_bytes(pickle.dumps({b"data": Hostile(marker), b"labels": [0]}, protocol=2))
+    with pytest.raises(JobError, match=r"data_batch_2: cannot be read \(it asks for posix.system\) \(allowed: a pick"):
+        next(load_job(CIFAR).batches(seed=0))
+    assert not marker.exists()
+
+
+ARRAY = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00tU\x01btR"
+KIND = b"cnumpy\ndtype\n(U\x02%sK\x00K\x01tR"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\x80\x02cbuiltins\neval\n(U\x011tR.", "it asks for builtins.eval"),
+        (b"\x80\x02cnumpy\nload\n(U\x011tR.", "it asks for numpy.load"),
+        (b"\x80\x02cnumpy\ndtype.__class__\n.", "it asks for numpy.dtype.__class__"),
+        (b"\x80\x02U\x01aQ.", "it asks for something outside"),
+        (b"\x80\x02c_codecs\nencode\n(X\x01\x00\x00\x00aX\x03\x00\x00\x00zipt R.", "cannot be read"),
+        (b"\x80\x02](K\x01K\x02e.", "holds a list"),
+        (b"", "cannot be read"),
+        (b"\x80\x02}(U\x04data" + ARRAY + b"u.", "is damaged"),
+        (b"\x80\x02}(U\x04data" + ARRAY + b"(K\x01(K\x02t" + KIND % b"O8" + b"\x89U\x02abtbu.", "not one of unsigned"),
+        (b"\x80\x02}(U\x04data" + ARRAY + b"(K\x01(K\x09t" + KIND % b"u1" + b"\x89U\x02abtbu.", "has 2 bytes"),
+    ],
+)
+def test_a_hostile_or_damaged_pickle_is_refused_in_one_line(tmp_path: Path, content: bytes, message: str):
+    path = tmp_path / "batch"
+    path.write_bytes(content)
+    with pytest.raises(JobError, match=message) as raised:
+        load_plain_pickle(path, limit_bytes=2**20)
+    assert "\n" not in str(raised.value)
+    assert str(path) in str(raised.value)
+
+
+def test_a_pickle_larger_than_any_published_one_is_not_opened(tmp_path: Path):
+    (tmp_path / "batch").write_bytes(bytes(2000))
+    with pytest.raises(JobError, match="is larger than 1000 bytes"):
+        load_plain_pickle(tmp_path / "batch", limit_bytes=1000)
+
+
+def test_no_folder_a_wrong_one_and_an_empty_one_are_said_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("AUTOTUNE_DATA", raising=False)
+    with pytest.raises(JobError, match=r"AUTOTUNE_DATA: no folder of data sets is named \(allowed: a folder, by --dat"):
+        data_folder()
+    monkeypatch.setenv("AUTOTUNE_DATA", str(tmp_path / "nowhere"))
+    with pytest.raises(JobError, match="nowhere' is no folder"):
+        load_job(CIFAR).data_sources()
+    monkeypatch.setenv("AUTOTUNE_DATA", str(tmp_path))
+    with pytest.raises(JobError, match=r"holds nothing .*cifar-10-batches-py/.data_batch_1,.*or cifar-10-batches-bin/"):
+        load_job(CIFAR).data_sources()
+    with pytest.raises(JobError, match=r"wiki.train.raw,wiki.valid.raw. or wikitext-2/"):
+        load_job(WIKITEXT).data_sources()
+
+
+def test_of_a_set_that_is_there_in_part_the_first_missing_file_is_named(folder: Path):
+    public_folders.cifar_python(folder)
+    (folder / "cifar-10-batches-py" / "data_batch_3").unlink()
+    with pytest.raises(JobError, match="cifar-10-batches-py lacks data_batch_3, and has data_batch_1, data_batch_2"):
+        load_job(CIFAR).data_sources()
+
+
+def test_many_other_files_are_named_in_part(tmp_path: Path):
+    for number in range(12):
+        (tmp_path / f"file{number:02}").touch()
+    with pytest.raises(JobError, match=r"holds file00, .*file07 and 4 more"):
+        locate(tmp_path, [Layout(name="x", folder="x", files=("y",))])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda batch: batch.write_bytes(batch.read_bytes()[:-1]), "a multiple of 3073"),
+        (lambda batch: batch.write_bytes(bytes([200] * 3073)), "has labels that are none"),
+        (lambda batch: batch.write_bytes(b""), "has 0 bytes"),
+    ],
+)
+def test_a_damaged_binary_batch_is_refused(folder: Path, damage, message):
+    public_folders.cifar_binary(folder)
+    damage(folder / "cifar-10-batches-bin" / "data_batch_4.bin")
+    with pytest.raises(JobError, match=f"data_batch_4.bin: .*{message}"):
+        next(load_job(CIFAR).batches(seed=0))
+
+
+def test_the_resnet_has_its_sixteen_blocks_as_units_and_the_parameters_of_ten_classes():
+    model = load_job(CIFAR).model()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 23_520_842
+    names = [unit.name for unit in find_units(model) if unit.recomputable]
+    assert names == [f"blocks.{number}" for number in range(16)]
+
+
+def test_gpt2_small_has_its_124_million_parameters_with_the_public_vocabulary():
+    model = module_of(WIKITEXT).GPT2(50_257)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
+    assert len([unit for unit in find_units(model) if unit.recomputable]) == 12
+
+
+@pytest.mark.parametrize("ending", ["raw", "tokens"])
+def test_wikitext_is_read_as_bytes_and_says_so(folder: Path, ending: str):
+    public_folders.wikitext(folder, ending)
+    job = load_job(WIKITEXT)
+    batch = next(job.batches(seed=0))
+    assert batch.shape == (32, 257)
+    assert bytes(batch[0].tolist()) in (public_folders.TEXT * 3).encode()
+    assert [source.name for source in job.data_sources()][1:] == [
+        f"WikiText-2 {ending}: wiki.valid.{ending}",
+        "cut into bytes",
+    ]
+    assert job.target == pytest.approx(45 ** (1 / 4.4))
+
+
+def test_wikitext_is_read_from_the_hubs_parquet(folder: Path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    inner = folder / "wikitext-2-raw-v1"
+    inner.mkdir()
+    lines = public_folders.TEXT.splitlines(keepends=True)
+    for part in ("train", "validation"):
+        parquet.write_table(pyarrow.table({"text": lines}), inner / f"{part}-00000-of-00001.parquet")
+    train, _ = module_of(WIKITEXT).tokens(module_of(WIKITEXT).located(), None)
+    assert bytes(train.tolist()) == public_folders.TEXT.encode()
+    (inner / "train-00000-of-00001.parquet").write_bytes(b"PAR1 nothing")
+    module_of(WIKITEXT).tokens.cache_clear()
+    with pytest.raises(JobError, match=r"train-00000-of-00001.parquet: cannot be read .*allowed: parquet with a colu"):
+        next(load_job(WIKITEXT).batches(seed=0))
+
+
+def test_gpt2s_own_vocabulary_is_used_where_the_folder_has_it(folder: Path):
+    pytest.importorskip("tokenizers")
+    public_folders.wikitext(folder)
+    public_folders.gpt2_vocabulary(folder / "gpt2")
+    job = load_job(WIKITEXT)
+    text = public_folders.TEXT * 3
+    train, _ = module_of(WIKITEXT).tokens(module_of(WIKITEXT).located(), module_of(WIKITEXT).vocabulary())
+    # Each "Rob" is one token instead of three.
+    assert len(train) == len(text) - 2 * text.count("Rob")
+    assert job.target == 45.0
+    assert job.model().head.project.weight.shape == (50_257, 768)
+    assert "GPT-2 merges.txt" in [source.name for source in job.data_sources()]
+
+
+def test_a_text_that_is_too_short_or_no_text_is_refused(folder: Path):
+    public_folders.wikitext(folder)
+    valid = folder / "wikitext-2-raw" / "wiki.valid.raw"
+    valid.write_text("short")
+    with pytest.raises(JobError, match=r"wiki.valid.raw: has 5 tokens"):
+        next(load_job(WIKITEXT).batches(seed=0))
+    valid.write_bytes(b"\xff\xfe" * 400)
+    with pytest.raises(JobError, match="is not UTF-8 text"):
+        next(load_job(WIKITEXT).batches(seed=0))
+
+
+def trained(name: str, samples: int, steps: int) -> list[float]:
+    """Return the losses of real steps of the full model on small batches, the first under the baseline."""
+    whole = load_job(name)
+
+    def batches(seed: int):
+        while True:
+            for batch in whole.batches(seed):
+                yield batch[:samples] if isinstance(batch, torch.Tensor) else tuple(part[:samples] for part in batch)
+
+    job = replace(whole, batch_size=samples, batches=batches, accumulation_choices=(1, 2))
+    engine = TorchEngine(job, options=EngineOptions(statistics_every=None, meter_memory=False))
+    losses = [engine.run(1).loss]
+    engine.apply(engine.space.leanest())
+    losses += [engine.run(1).loss for _ in range(steps)]
+    engine.close()
+    return losses
+
+
+def test_the_whole_resnet_trains_real_steps_under_two_plans(folder: Path):
+    public_folders.cifar_binary(folder)
+    losses = trained(CIFAR, 4, 2)
+    assert np.isfinite(losses).all()
+    assert len(set(losses)) == 3
+
+
+@pytest.mark.slow
+def test_the_whole_gpt2_learns_in_real_steps_under_two_plans(folder: Path):
+    public_folders.wikitext(folder)
+    losses = trained(WIKITEXT, 2, 2)
+    assert losses[-1] < losses[0]
