@@ -6,10 +6,11 @@ in that folder (or in ``gpt2`` in it) the text is cut into GPT-2's tokens; witho
 in every run say which. The paper names no length of sequences; at 256 its 12.43 GB for a batch of 32 are about right.
 """
 
+import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -40,29 +41,30 @@ logger = logging.getLogger(__name__)
 class Attention(nn.Module):
     """Let every position look at itself and at earlier ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.project_in = nn.Linear(WIDTH, 3 * WIDTH)
-        self.project_out = nn.Linear(WIDTH, WIDTH)
+        self.heads = heads
+        self.project_in = nn.Linear(width, 3 * width)
+        self.project_out = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, _ = x.shape
-        heads = self.project_in(x).view(batch, length, 3, HEADS, WIDTH // HEADS)
+        batch, length, width = x.shape
+        heads = self.project_in(x).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         rate = DROPOUT if self.training else 0.0
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=rate)
-        return self.project_out(seen.transpose(1, 2).reshape(batch, length, WIDTH))
+        return self.project_out(seen.transpose(1, 2).reshape(batch, length, width))
 
 
 class Block(nn.Module):
     """Be one transformer block: attention and a two-layer network, each on a residual path."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention = Attention()
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
         gelu = nn.GELU(approximate="tanh")
-        self.network = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), gelu, nn.Linear(4 * WIDTH, WIDTH))
+        self.network = nn.Sequential(nn.Linear(width, 4 * width), gelu, nn.Linear(4 * width, width))
         self.dropout = nn.Dropout(DROPOUT)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,9 +75,9 @@ class Block(nn.Module):
 class Embedding(nn.Module):
     """Embed tokens and their positions."""
 
-    def __init__(self, words: int) -> None:
+    def __init__(self, words: int, width: int) -> None:
         super().__init__()
-        self.words, self.positions = nn.Embedding(words, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.words, self.positions = nn.Embedding(words, width), nn.Embedding(CONTEXT, width)
         self.dropout = nn.Dropout(DROPOUT)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -85,9 +87,9 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """Turn the last layer into a number per token of the vocabulary."""
 
-    def __init__(self, words: int) -> None:
+    def __init__(self, words: int, width: int) -> None:
         super().__init__()
-        self.norm, self.project = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, words, bias=False)
+        self.norm, self.project = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.project(self.norm(x))
@@ -96,15 +98,15 @@ class Head(nn.Module):
 class GPT2(nn.Module):
     """Predict the next token."""
 
-    def __init__(self, words: int) -> None:
+    def __init__(self, words: int, layers: int = LAYERS, width: int = WIDTH, heads: int = HEADS) -> None:
         super().__init__()
-        self.embedding = Embedding(words)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.head = Head(words)
+        self.embedding = Embedding(words, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.head = Head(words, width)
         self.apply(_initialise)
         for block in self.blocks:
             for last in (block.attention.project_out, block.network[2]):
-                nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * LAYERS))
+                nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * layers))
         # One matrix reads words and writes them.
         self.head.project.weight = self.embedding.words.weight
 
@@ -234,6 +236,33 @@ def job() -> Job:
         max_steps=6000,
         evaluate_every=100,
         data_sources=data_sources,
+    )
+
+
+def random() -> Job:
+    """Return the same model on random tokens, for what a step costs where there is no data."""
+    return _on_random_tokens("gpt2_random", lambda: GPT2(TOKENS), BATCH, LENGTH)
+
+
+def billion() -> Job:
+    """Return a GPT of 1.3 B parameters on random tokens. Source: GPT-3 XL, arXiv 2005.14165, table 2.1."""
+    return _on_random_tokens("gpt_billion_random", lambda: GPT2(TOKENS, layers=24, width=2048, heads=16), 8, CONTEXT)
+
+
+def _on_random_tokens(name: str, model: Callable[[], nn.Module], batch: int, length: int) -> Job:
+    def batches(seed: int) -> Iterator[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            yield torch.randint(TOKENS, (batch, length + 1), generator=generator)
+
+    return dataclasses.replace(
+        job(),
+        name=name,
+        model=model,
+        batches=batches,
+        batch_size=batch,
+        evaluate=lambda model: math.exp(mean_loss(model, next(batches(0))).item()),
+        data_sources=lambda: [DataSource(name="random tokens", size_bytes=0, sha256="")],
     )
 
 

@@ -6,6 +6,7 @@ those of 1,000 classes; with ten there are 23.5M. Its 8.24 GB at a batch of 128 
 leave 8x8 of 32x32 pixels: a 3x3 convolution stands here, as is usual on CIFAR. It names no augmentation; there is none.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -175,3 +176,22 @@ job = Job(
     evaluate_every=50_000 // BATCH // 2,
     data_sources=data_sources,
 )
+
+
+def random() -> Job:
+    """Return the same model on random images, for what a step costs where there is no data."""
+
+    def batches(seed: int) -> Iterator[Examples]:
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            images = torch.randn(BATCH, 3, 32, 32, generator=generator)
+            yield images, torch.randint(CLASSES, (BATCH,), generator=generator)
+
+    return dataclasses.replace(
+        job,
+        name="resnet50_random",
+        batches=batches,
+        evaluate=lambda model: mean_loss(model, next(batches(0))).item(),
+        goal="min",
+        data_sources=lambda: [DataSource(name="random images", size_bytes=0, sha256="")],
+    )

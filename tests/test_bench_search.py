@@ -18,6 +18,7 @@ from autotune import InputError, Measurement, Plan
 from autotune.campaign import bench_search as bench
 from autotune.campaign import search_judging as judging
 from autotune.campaign import tuning
+from autotune.campaign.runs import benchmark_folder
 from autotune.cli.main import run
 
 STEPS, REPETITIONS, BUDGET = 50, 2, "80%"
@@ -41,7 +42,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.fixture(scope="module")
 def document(ran: Bench) -> dict:
-    return json.loads((ran.runs / "benchmarks" / "search-tiny.json").read_text())
+    return json.loads((benchmark_folder(ran.runs) / "search-tiny.json").read_text())
 
 
 def courses_of(document: dict) -> list[tuple[str, int, list[dict]]]:
@@ -276,4 +277,4 @@ def test_the_command_has_json_and_help(capsys: pytest.CaptureFixture[str]) -> No
 def test_the_command_shows_a_table_and_writes_a_figure(ran: Bench) -> None:
     assert all(name in ran.shown for name in bench.METHODS)
     assert "fewer than warm" in ran.shown
-    assert (ran.runs / "benchmarks" / "search-tiny.png").stat().st_size > 0
+    assert (benchmark_folder(ran.runs) / "search-tiny.png").stat().st_size > 0

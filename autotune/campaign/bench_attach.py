@@ -71,6 +71,8 @@ class Arm:
             randomness.restore(self.random)
             began = time.perf_counter()
             loss = self.step(batch)
+            if loss.is_cuda:
+                torch.cuda.synchronize(loss.device)
             self.seconds.append(time.perf_counter() - began)
             self.random = randomness.capture()
         self.losses.append(float(loss.detach()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import secrets
 import sys
 from collections.abc import Iterator, Mapping
@@ -189,6 +190,12 @@ def describe_environment(job: Job | None = None) -> dict[str, Any]:
         "packages": {name: _version(name) for name in ("autotune-rl", *_PACKAGES)},
         "data": [{"name": source.name, "size_bytes": source.size_bytes, "sha256": source.sha256} for source in sources],
     }
+
+
+def benchmark_folder(runs: Path) -> Path:
+    """Return where this machine's benchmarks are written: ``<runs>/benchmarks/<device>/``."""
+    words = re.sub(r"\((R|TM)\)|Processor|CPU", " ", device_name())
+    return runs / "benchmarks" / ("-".join(re.findall(r"[a-z0-9]+", words.lower())) or "unknown")
 
 
 def device_name() -> str:

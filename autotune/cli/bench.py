@@ -13,7 +13,7 @@ from autotune.cli import console as shared
 from autotune.cli.console import JsonOption, LeanOption, RunsOption, SeedOption, StepsOption
 from autotune.errors import InputError
 
-app = typer.Typer(help="Benchmarks; results are written to runs/benchmarks/.", no_args_is_help=True)
+app = typer.Typer(help="Benchmarks; results are written to runs/benchmarks/<device>/.", no_args_is_help=True)
 
 
 @app.callback()
@@ -176,7 +176,7 @@ def search(
     """Count the real steps and seconds that each method spends until its plan is nearly the best one known."""
     from autotune.budget import MemoryBudget
     from autotune.campaign.bench_search import METHODS, SearchBenchSettings, bench_search
-    from autotune.campaign.runs import require_writable
+    from autotune.campaign.runs import benchmark_folder, require_writable
     from autotune.campaign.search_judging import verdict
     from autotune.catalog import load_job
     from autotune.engines.profiler import ProfilerOptions
@@ -197,7 +197,7 @@ def search(
         document = bench_search(found, budget, runs_dir, settings, reporter=bars)
     output.print(_search_table(document))
     _finish(document, f"search-{found.name}", verdict(document), runs_dir, as_json)
-    draw_search(document, Path(runs_dir) / "benchmarks" / f"search-{found.name}.png")
+    draw_search(document, benchmark_folder(Path(runs_dir)) / f"search-{found.name}.png")
 
 
 @app.command("attach")
@@ -348,13 +348,46 @@ def _search_table(document: dict[str, Any]) -> Table:
     return table
 
 
+@app.command("gpu")
+def gpu(
+    jobs: Annotated[
+        str | None,
+        typer.Option("--jobs", help="Jobs, separated by commas; left out, GPT-2 small, ResNet-50 and a GPT of 1.3 B."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="A folder with WikiText-2 and CIFAR-10; random data if left out.")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="cuda, or cpu to try the command on small jobs.")] = "cuda",
+    rounds: Annotated[int, typer.Option("--rounds", help="Windows in which each plan is measured.")] = 4,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=1, help="No further job begins after so many seconds.")
+    ] = 300.0,
+    seed: SeedOption = 0,
+    runs_dir: RunsOption = shared.RUNS,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure plans within 100, 60, 40 and 30 % of the FP32 baseline's memory, predictions, and being attached."""
+    from autotune.campaign.bench_gpu import GpuBenchSettings, bench_gpu, verdict
+    from autotune.campaign.gpu_jobs import gpu_jobs
+    from autotune.campaign.runs import require_writable
+
+    require_writable(runs_dir)
+    settings = GpuBenchSettings(device=device, rounds=rounds, seconds=seconds, seed=seed)
+    found = gpu_jobs(None if jobs is None else jobs.split(","), data, device)
+    with shared.Bars(shared.console(as_json=as_json)) as bars:
+        document = bench_gpu(found, settings, reporter=bars)
+    _finish(document, "gpu" if device != "cpu" else "gpu-command-on-cpu", verdict(document), runs_dir, as_json)
+
+
 def _finish(document: dict[str, Any], name: str, line: str, runs_dir: Path, as_json: bool) -> None:
     """Write a benchmark's document and show its line."""
+    from autotune.campaign.runs import benchmark_folder, describe_environment
     from autotune.files import write_json
 
-    folder = Path(runs_dir) / "benchmarks"
+    folder = benchmark_folder(Path(runs_dir))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
+    document = {**document, "environment": describe_environment()}
     write_json(path, document)
     if as_json:
         shared.print_json(document)
