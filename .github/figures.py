@@ -1,0 +1,113 @@
+"""Say what the benchmark files say, in the words of the README; a test holds the README to it.
+
+python .github/figures.py    # print every figure, to be put into the README after a benchmark ran anew
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from autotune.campaign.verdicts import interval
+
+BENCHMARKS = Path(__file__).parent.parent / "runs" / "benchmarks"
+POLICY_ROWS = {
+    "noise scale: late and noisy": "noise_scale",
+    "costs: wrong and drifting": "costs",
+    "sequence lengths, at random": "pressure",
+    "sequence lengths that grow": "curriculum",
+    "dips of the memory, half of them unannounced": "events",
+    "the same, with switches that cost": "switching",
+    "all of it": "all",
+    "all of it, twice as strongly as in training": "all_double",
+}
+DIPS_ROWS = {
+    "`charlm_ragged:curriculum`: sequences that grow, 6": "dips-charlm-ragged-curriculum",
+    "`charlm:adaptive`: a step takes k batches, 6": "dips-charlm-adaptive",
+    "`digits`, 10": "dips-digits",
+    "`digits:watched`: shorter stretches, 10": "dips-digits-watched",
+}
+
+
+def read(name: str) -> dict[str, Any]:
+    """Return a benchmark's document, from whichever machine's folder it is in."""
+    (path,) = BENCHMARKS.glob(f"*/{name}.json")
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def ratio(value: float, ends: list[float]) -> str:
+    """Return a ratio with its interval."""
+    return f"{value:.3f} ({ends[0]:.3f} to {ends[1]:.3f})"
+
+
+def attached() -> Iterator[str]:
+    """Yield what being attached costs and wins."""
+    (found,) = (one for one in read("attach-overhead")["overhead"] if one["job"] == "digits_deep")
+    observe, act = found["observe"], found["act"]
+    yield f"a step takes {ratio(observe['ratio_median'], observe['ratio_ci95'])} of an unattached one's time observing"
+    yield f"and {ratio(act['ratio_median'], act['ratio_ci95'])} acting"
+    yield (
+        "over 1,000 steps, probe and profile included, "
+        f"{observe['ratio_total_1000_steps']:.3f} and {act['ratio_total_1000_steps']:.3f}"
+    )
+    situations = read("attach-situations")["situations"]
+    for one in situations:
+        pair = " | ".join(
+            ratio(one[key]["mean"], one[key]["ci95"]) for key in ("live_over_static", "oracle_over_static")
+        )
+        low, high = one["share_of_ceiling"]["ci95"]
+        yield f"| {one['situation']} | {pair} | {one['share_of_ceiling']['mean']:.0%} ({low:.0%} to {high:.0%}) |"
+    nearest = max(one["largest_measured_over_budget"] for one in situations)
+    yield f"{sum(one['metered'] for one in situations)} were metered: none was over (at most {nearest:.3f} of it)"
+
+
+def policy() -> Iterator[str]:
+    """Yield what the shipped kind of policy wins where conditions move."""
+    moving = read("policy")["dynamic"]
+    for row, name in POLICY_ROWS.items():
+        won = moving[name]["methods"]["ppo"]
+        # Where it wins nothing, neither does its interval say much.
+        shown = f"{won['won_percent'] + 0.0:.1f} %".replace("-0.0", "0.0")
+        if round(won["won_percent"], 1) > 0:
+            shown = f"**{shown}** ({won['won_ci95'][0]:.1f} to {won['won_ci95'][1]:.1f})"
+        yield f"| {row} | {moving[name]['headroom_percent']:.1f} % | {shown}"
+
+
+def dips() -> Iterator[str]:
+    """Yield by how much the shipped policy is ahead on real jobs whose budget dips."""
+    for row, name in DIPS_ROWS.items():
+        arms = {arm["name"]: arm["runs"] for arm in read(name)["arms"]}
+        cells = []
+        # Where sequences grow, the exact plan that always fits is the longest ones'.
+        static = "exact" if "exact" in arms else "worst_static"
+        for other in (static, "optuna", "planner"):
+            pairs = zip(arms[other], arms["ppo"], strict=True)
+            logs = [math.log(one["time_to_target_s"] / own["time_to_target_s"]) for one, own in pairs]
+            low, high = (math.exp(end) for end in interval(logs, 0.95))
+            mean = f"{math.exp(statistics.fmean(logs)):.2f}x"
+            cells.append(f"{f'**{mean}**' if low > 1 else mean} ({low:.2f} to {high:.2f})")
+        out = (statistics.fmean(run["out_of_memory"] for run in arms[name]) for name in ("planner", "ppo"))
+        yield f"| {row} | {' | '.join(cells)} | {', '.join(f'{count:.3g}' for count in out)} |"
+
+
+def cluster() -> Iterator[str]:
+    """Yield how trials spread over workers."""
+    found = read("cluster-digits")
+    rates, (low, high) = found["trials_per_minute"], found["efficiency_ci95"]
+    yield f"Two workers on two cores try {rates['all']:.0f} plans of `digits` a minute, one {rates['one']:.0f}"
+    yield f"{found['efficiency_median']:.2f} ({low:.2f} to {high:.2f}) of twice as many"
+
+
+def figures() -> list[str]:
+    """Return everything that the README must say, word for word but for line breaks."""
+    return [*attached(), *policy(), *dips(), *cluster()]
+
+
+if __name__ == "__main__":
+    for line in figures():
+        print(line)  # noqa: T201

@@ -1,0 +1,39 @@
+"""What the README says of benchmarks is what their files say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def figures() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("figures", ROOT / ".github" / "figures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_figure_stands_in_the_readme(figures: ModuleType) -> None:
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    found = figures.figures()
+    assert len(found) > 20
+    missing = [line for line in found if " ".join(line.split()) not in readme]
+    assert not missing
+
+
+def test_every_file_of_a_benchmark_says_where_it_was_measured() -> None:
+    files = sorted((ROOT / "runs" / "benchmarks").glob("*/*.json"))
+    assert len(files) >= 10
+    for path in files:
+        document = json.loads(path.read_text())
+        assert document["device"], path
+    assert not list((ROOT / "runs" / "benchmarks").glob("*.json"))
