@@ -28,7 +28,8 @@ from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import InputError
 from autotune.gym.observation import Observation
 from autotune.job import Job
-from autotune.measurement import Failure, Measurement
+from autotune.measurement import ABSENT, Failure, Measurement
+from autotune.physics.carbon import Intensity
 from autotune.physics.planning import LOOK_AHEAD
 from autotune.plan import Plan, PlanSpace
 
@@ -114,6 +115,7 @@ class Protocol:
         memory_budget_bytes: what ``within_budget`` refers to; ``None`` for no budget.
         dips: how the budget dips; ``None`` if it stays. A window that runs out of memory is then repeated under the
             leanest plan, and its time counts.
+        watts: power from which energy is estimated where it cannot be measured; ``None`` makes no estimate.
         margin: largest relative loss of the final metric that counts as non-inferior.
         confidence: of every interval.
     """
@@ -124,6 +126,7 @@ class Protocol:
     horizon_samples: int
     memory_budget_bytes: int | None
     dips: Dips | None = None
+    watts: float | None = None
     margin: float = 0.005
     confidence: float = 0.95
 
@@ -149,8 +152,10 @@ class RunRecord:
     out_of_memory: int = 0
     # Windows in which a policy's planner acted without its network, by reason; empty for other arms.
     alone: dict[str, int] = field(default_factory=dict)
+    # Of training alone, as its time is; and the POSIX seconds between which the run drew it.
     energy_j: float | None = None
-    energy_source: str = "absent"
+    energy_source: str = ABSENT
+    ran_s: tuple[float, float] = (0.0, 0.0)
     failure: str | None = None
     # Training seconds, samples and metric at each evaluation, and plans by the step they began at.
     curve: list[tuple[float, int, float]] = field(default_factory=list)
@@ -161,6 +166,7 @@ class RunRecord:
         document = asdict(self)
         document["curve"] = [list(point) for point in self.curve]
         document["plans"] = [{"step": step, "plan": plan} for step, plan in self.plans]
+        document["ran_s"] = list(self.ran_s)
         return document
 
     @classmethod
@@ -168,7 +174,8 @@ class RunRecord:
         """Read what :meth:`to_json` returned."""
         curve = [(seconds, samples, metric) for seconds, samples, metric in document["curve"]]
         plans = [(entry["step"], entry["plan"]) for entry in document["plans"]]
-        return cls(**{**document, "curve": curve, "plans": plans})
+        ran = tuple(document.get("ran_s", (0.0, 0.0)))
+        return cls(**{**document, "curve": curve, "plans": plans, "ran_s": ran})
 
 
 def paired_seeds(count: int) -> tuple[int, ...]:
@@ -241,6 +248,7 @@ def compare(
     tracker: Tracker | None = None,
     journal: Journal | None = None,
     on_progress: Callable[[str, int, float], None] | None = None,
+    intensity: Intensity | None = None,
 ) -> dict[str, Any]:
     """Run every arm on every seed and return ``comparison.json`` as an object.
 
@@ -252,6 +260,7 @@ def compare(
         tracker: where runs are logged.
         journal: has the runs that were finished before.
         on_progress: is told of the arm, the seed and the share of its run that is done.
+        intensity: adds the grams of CO2 of runs whose energy is known; ``None`` adds none.
     """
     if tracker is not None:
         tracker.tags({"protocol_sha256": protocol.digest, "protocol": json.dumps(asdict(protocol))})
@@ -266,7 +275,7 @@ def compare(
             records[arm.name].append(record)
             if tracker is not None and not tracker.knows(_called(arm, record)):
                 _track(tracker, arm, record)
-    return _document(job, arms, records, protocol, device)
+    return _document(job, arms, records, protocol, device, intensity)
 
 
 def _as_json(run: Callable[[], RunRecord]) -> Callable[[], dict[str, Any]]:
@@ -280,7 +289,7 @@ def _run_arm(
     protocol: Protocol,
     on_progress: Callable[[str, int, float], None] | None,
 ) -> RunRecord:
-    options = EngineOptions(total_samples=protocol.horizon_samples)
+    options = EngineOptions(total_samples=protocol.horizon_samples, watts=protocol.watts)
     engine = TorchEngine(job, seed=seed, options=options)
     policy = arm.policy(engine.space)
     policy.reset()
@@ -333,6 +342,13 @@ class _Run:
         self._samples_per_step: list[float] = []
 
     def record(self, *, stop_at_target: bool) -> RunRecord:
+        began = time.time()
+        try:
+            return self._trained(stop_at_target=stop_at_target)
+        finally:
+            self._record.ran_s = (began, time.time())
+
+    def _trained(self, *, stop_at_target: bool) -> RunRecord:
         record, engine = self._record, self._engine
         plan = getattr(self._policy, "plan", engine.space.baseline())
         self._apply(plan)
@@ -411,6 +427,9 @@ class _Run:
         self._step_s.extend(window.step_s)
         if window.samples_per_step is not None:
             self._samples_per_step.append(window.samples_per_step)
+        if window.total_energy_j is not None:
+            record.energy_j = (record.energy_j or 0.0) + window.total_energy_j
+            record.energy_source = window.energy_source
         peaks = [peak for peak in (record.peak_bytes, window.peak_bytes) if peak is not None]
         record.peak_bytes = max(peaks, default=None)
         if window.failure in _OUT_OF_MEMORY and self._dips is None:
@@ -457,6 +476,7 @@ def _document(
     records: Mapping[str, Sequence[RunRecord]],
     protocol: Protocol,
     device: str,
+    intensity: Intensity | None,
 ) -> dict[str, Any]:
     return {
         "version": COMPARISON_VERSION,
@@ -470,16 +490,19 @@ def _document(
         "horizon_samples": protocol.horizon_samples,
         "protocol_sha256": protocol.digest,
         "indication_only": len(protocol.seeds) < FEWEST_FOR_A_CLAIM,
-        "arms": [_arm_json(arm, records[arm.name]) for arm in arms],
+        "arms": [_arm_json(arm, records[arm.name], intensity) for arm in arms],
         "against_baseline": [
             judge(arm, records[arm.name], records[arms[0].name], protocol, job.goal) for arm in arms[1:]
         ],
     }
 
 
-def _arm_json(arm: Arm, records: Sequence[RunRecord]) -> dict[str, Any]:
+def _arm_json(arm: Arm, records: Sequence[RunRecord], intensity: Intensity | None) -> dict[str, Any]:
     live = any(len(record.plans) > 1 for record in records)
     runs = [record.to_json() for record in records]
+    if intensity is not None:
+        for run, record in zip(runs, records, strict=True):
+            run["grams"] = None if record.energy_j is None else intensity.grams(record.energy_j, *record.ran_s)
     document: dict[str, Any] = {"name": arm.name, "tuning_s": arm.tuning_s, "tuning_steps": arm.tuning_steps}
     if not live:
         document["plan"] = runs[0]["plans"][0]["plan"]
@@ -637,6 +660,7 @@ def _track(tracker: Tracker, arm: Arm, record: RunRecord) -> None:
             "final_metric": record.final_metric,
             "peak_bytes": record.peak_bytes,
             "throughput": record.throughput,
+            "energy_j": record.energy_j,
         },
         run=key,
     )
