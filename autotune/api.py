@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -36,7 +37,11 @@ from autotune.engines.engine import Engine
 from autotune.engines.isolated_engine import RankOptions
 from autotune.engines.profiler import ProfilerOptions
 from autotune.errors import BudgetError, InputError, JobError, RunDirectoryError
+from autotune.gym.reward import Objective
 from autotune.job import Job
+from autotune.mechanics.energy_meter import require_watts
+from autotune.physics.carbon import Intensity
+from autotune.physics.cost import Weights
 from autotune.physics.memory_model import peak_bytes
 from autotune.physics.profile import Profile
 from autotune.physics.solver import Goal, require_feasible, solve, with_shadow_price
@@ -60,6 +65,8 @@ class Session:
         budget: the memory budget; ``None`` for none.
         settings: what a search may spend.
         reporter: shows progress.
+        watts: the device's power, for an estimate of energy where it cannot be measured; ``None`` makes none.
+        intensity: grams of CO2 per kWh, for compared runs; ``None`` if it was not given.
         dips: how the budget dips in compared runs; ``None`` if it stays. Static plans are searched for within what a
             dip leaves.
         profiler: what a profile may cost, where there is none yet.
@@ -76,6 +83,8 @@ class Session:
     budget: MemoryBudget | None
     settings: tuning.TuningSettings
     reporter: Reporter
+    watts: float | None = None
+    intensity: Intensity | None = None
     dips: Dips | None = None
     profiler: ProfilerOptions = field(default_factory=ProfilerOptions)
     isolate: str | None = None
@@ -105,10 +114,18 @@ class Session:
                 where="--cluster",
                 allowed=f"--method {', '.join(tuning.SPREADING)}",
             )
+        weights = self.settings.objective.weights
+        if method in tuning.PROFILED and not weights.time and not weights.memory:
+            raise InputError(
+                f"{method} plans by time and memory, and neither has a weight",
+                where="--weights",
+                allowed=f"w1 or w2 above 0, or --method {', '.join(tuning.SEARCHES)}",
+            )
         require_writable(self.runs)
         self._refuse_budget_early()
         with contextlib.closing(self._engine()) as engine:
             references = self._references(engine, with_leanest=method not in PLANNERS)
+            self.settings.objective.check(references.baseline)
             profile = self._profile([method])
             if profile is not None:
                 # A budget that cannot be met is answered here, before anything is written.
@@ -127,6 +144,9 @@ class Session:
                 "peak_bytes": result.measurement.peak_bytes,
                 "throughput": result.measurement.throughput,
                 "cost": result.cost,
+                "sample_j": result.measurement.sample_j,
+                "baseline_sample_j": result.baseline.sample_j,
+                "energy_source": result.measurement.energy_source,
                 "baseline_seconds_per_step": result.baseline.seconds_per_step,
                 "baseline_peak_bytes": references.baseline.peak_bytes,
                 "memory_budget_bytes": references.memory_budget_bytes,
@@ -210,6 +230,7 @@ class Session:
             horizon_samples=length,
             memory_budget_bytes=references.memory_budget_bytes,
             dips=self.dips,
+            watts=self.watts,
         )
         total = len(names) * len(seeds)
         self.reporter.stage(f"compare {len(names)} arms on {len(seeds)} seeds", total)
@@ -228,6 +249,7 @@ class Session:
             tracker=tracker,
             journal=self.journal,
             on_progress=on_progress,
+            intensity=self.intensity,
         )
         document = {**document, "run": str(run.path)}
         tracker.artifact(run.write("comparison.json", document))
@@ -262,7 +284,12 @@ class Session:
     def _engine(self) -> JournaledEngine:
         self.reporter.stage("measure the baseline", 1)
         made = tuning.make_engine(
-            self.job, self.settings.seed, isolate=self.isolate, ranks=self.ranks, cluster=self.cluster
+            self.job,
+            self.settings.seed,
+            isolate=self.isolate,
+            ranks=self.ranks,
+            cluster=self.cluster,
+            watts=self.watts,
         )
         return JournaledEngine(made, self.journal)
 
@@ -343,6 +370,8 @@ def tune(
     ranks: RankOptions | None = None,
     cluster: ClusterOptions | None = None,
     storage: str | None = None,
+    weights: str | None = None,
+    watts: float | None = None,
     runs_dir: str | Path = "runs",
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
@@ -365,6 +394,8 @@ def tune(
             one after another, here. For ``random``, ``optuna`` and ``optuna-prices``.
         storage: a database for Optuna's studies, ``postgresql://user@host:port/database``; ``None`` keeps them in the
             run directory.
+        weights: of time, memory and energy in what is minimised, ``1,0,0.5``; ``None`` for time alone.
+        watts: the device's power, for an estimate of energy where it cannot be measured; ``None`` makes none.
         runs_dir: where the run directory is made.
         reporter: shows progress; ``None`` shows nothing.
 
@@ -387,6 +418,8 @@ def tune(
         ranks=ranks,
         cluster=cluster,
         storage=storage,
+        weights=weights,
+        watts=watts,
     )
     return session.tune(method)
 
@@ -492,14 +525,20 @@ def resume(run: str | Path, *, job: Job | None = None, reporter: Reporter | None
             ranks=None if asked.get("ranks") is None else RankOptions(**asked["ranks"]),
             cluster=None if asked.get("cluster") is None else ClusterOptions(**asked["cluster"]),
             storage=asked.get("storage"),
+            weights=asked.get("weights"),
+            watts=asked.get("watts"),
         ),
         journal=Journal.opened(folder.path),
         run=folder,
     )
     if "method" in asked:
         return session.tune(asked["method"])
-    dips = asked["dips"]
-    session = replace(session, dips=None if dips is None else Dips.parse(dips))
+    dips, intensity = asked["dips"], asked.get("carbon_intensity")
+    session = replace(
+        session,
+        dips=None if dips is None else Dips.parse(dips),
+        intensity=None if intensity is None else Intensity.parse(intensity),
+    )
     return session.compare(asked["arms"], tuple(asked["seeds"]), verb=config["verb"])
 
 
@@ -515,6 +554,8 @@ def compare(
     dips: str | None = None,
     lean: bool = True,
     storage: str | None = None,
+    watts: float | None = None,
+    carbon_intensity: str | None = None,
     runs_dir: str | Path = "runs",
     reporter: Reporter | None = None,
     verb: str = "compare",
@@ -533,6 +574,9 @@ def compare(
         dips: how the budget dips in compared runs, ``EVERY:SHARE`` as in ``5:70%``; ``None`` if it stays.
         lean: as for :func:`tune`.
         storage: as for :func:`tune`.
+        watts: as for :func:`tune`.
+        carbon_intensity: grams of CO2 per kWh, or a file with a series of them that covers the runs; the grams of each
+            run whose energy is known then stand in the document.
         runs_dir: where the run directory is made.
         reporter: shows progress; ``None`` shows nothing.
         verb: what the run directory is called after.
@@ -548,8 +592,14 @@ def compare(
     moves = None if dips is None else Dips.parse(dips)
     if moves is not None and memory_budget is None:
         raise InputError("dips are given without a memory budget", where="--dips", allowed="--memory-budget beside it")
-    session = _session(job, memory_budget, steps, trials, seed, runs_dir, reporter, lean=lean, storage=storage)
-    session = replace(session, dips=moves, asked={**session.asked, "dips": dips, "within": within})
+    intensity = None if carbon_intensity is None else Intensity.parse(carbon_intensity)
+    if intensity is not None:
+        intensity.require_covered(time.time(), where="--carbon-intensity")
+    session = _session(
+        job, memory_budget, steps, trials, seed, runs_dir, reporter, lean=lean, storage=storage, watts=watts
+    )
+    asked = {**session.asked, "dips": dips, "carbon_intensity": carbon_intensity, "within": within}
+    session = replace(session, dips=moves, intensity=intensity, asked=asked)
     return session.compare(names, drawn, verb=verb)
 
 
@@ -793,6 +843,8 @@ def _session(
     ranks: RankOptions | None = None,
     cluster: ClusterOptions | None = None,
     storage: str | None = None,
+    weights: str | None = None,
+    watts: float | None = None,
 ) -> Session:
     if ranks is not None and cluster is not None:
         raise InputError("stands beside ranks", where="--cluster", allowed="one of both: ranks are on one machine")
@@ -813,10 +865,18 @@ def _session(
         "cluster": None if cluster is None else asdict(cluster),
         # Where it is taken up, a password comes from PGPASSWORD.
         "storage": None if storage is None else without_password(storage),
+        "weights": weights,
+        "watts": watts,
     }
+    require_watts(watts)
+    objective = Objective() if weights is None else Objective(weights=Weights.parse(weights))
     budget = None if memory_budget is None else MemoryBudget.parse(memory_budget)
     settings = tuning.TuningSettings(
-        steps=steps, trials=trials, seed=seed, storage=None if storage is None else checked(storage)
+        steps=steps,
+        trials=trials,
+        seed=seed,
+        objective=objective,
+        storage=None if storage is None else checked(storage),
     )
     session = Session(
         job=load_job(job),
@@ -827,6 +887,7 @@ def _session(
         isolate=job if isolate and isinstance(job, str) else None,
         ranks=ranks,
         cluster=cluster,
+        watts=watts,
         asked=asked,
     )
     return replace(session, profiler=ProfilerOptions.lean()) if lean else session

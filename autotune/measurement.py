@@ -12,7 +12,8 @@ from autotune.errors import InputError
 from autotune.files import refuse_unknown_keys
 
 MEASUREMENT_VERSION = 1
-ENERGY_SOURCES = ("measured:nvml", "measured:rapl", "estimated:tdp", "absent")
+ABSENT = "absent"
+ENERGY_SOURCES = ("measured:nvml", "measured:rapl", "estimated:tdp", ABSENT)
 
 
 class Failure(StrEnum):
@@ -99,6 +100,7 @@ class Measurement:
         loss_scale: the loss scale after the window; ``None`` where no unit is fp16.
         skipped_steps: steps whose update was skipped for a gradient that was not finite.
         energy_j: energy of the timed steps; ``None`` where it cannot be read.
+        total_energy_j: energy of the whole window; ``None`` where it cannot be read.
         energy_source: ``measured:nvml``, ``measured:rapl``, ``estimated:tdp`` or ``absent``.
         failure: what ended the window early, or ``None``.
         failure_detail: one line about it.
@@ -120,7 +122,8 @@ class Measurement:
     loss_scale: float | None = None
     skipped_steps: int = 0
     energy_j: float | None = None
-    energy_source: str = "absent"
+    total_energy_j: float | None = None
+    energy_source: str = ABSENT
     failure: Failure | None = None
     failure_detail: str = ""
 
@@ -132,13 +135,13 @@ class Measurement:
             value = getattr(self, name)
             _require(value is None or (_is_number(value) and value >= 0), name, value, ">= 0")
         _require(_is_number(self.learning_rate), "learning_rate", self.learning_rate, "a finite number")
-        for name in ("seconds_per_step", "samples_per_step", "loss", "loss_scale", "energy_j"):
+        for name in ("seconds_per_step", "samples_per_step", "loss", "loss_scale", "energy_j", "total_energy_j"):
             value = getattr(self, name)
             _require(value is None or _is_number(value), name, value, "a finite number")
         sizes = self.batch_bytes
         two = sizes is None or (len(sizes) == 2 and all(_is_number(size) and size >= 0 for size in sizes))
         _require(two, "batch_bytes", sizes, "the mean and the largest, >= 0")
-        known = self.energy_source in ENERGY_SOURCES and (self.energy_j is None) == (self.energy_source == "absent")
+        known = self.energy_source in ENERGY_SOURCES and (self.energy_j is None) == (self.energy_source == ABSENT)
         _require(known, "energy_source", self.energy_source, f"{', '.join(ENERGY_SOURCES)}; absent without energy_j")
 
     @classmethod
@@ -178,6 +181,13 @@ class Measurement:
         if not self.seconds_per_step or self.samples_per_step is None:
             return None
         return self.samples_per_step / self.seconds_per_step
+
+    @property
+    def sample_j(self) -> float | None:
+        """Return joules per sample of the timed steps."""
+        if self.energy_j is None or not self.step_s or not self.samples_per_step:
+            return None
+        return self.energy_j / (self.samples_per_step * len(self.step_s))
 
     def to_json(self) -> dict[str, Any]:
         """Return the measurement as a JSON object of the current version."""

@@ -24,6 +24,7 @@ VERBS = [
     "replay",
     "report",
     "resume",
+    "schedule",
     "train",
     "tune",
 ]
@@ -33,6 +34,12 @@ def plan_file(folder: Path, **changes: object) -> str:
     document = {"version": 1, "accumulation_steps": 1, "precision": {}, "storage": {}, **changes}
     path = folder / "plan.json"
     path.write_text(json.dumps(document))
+    return str(path)
+
+
+def series_file(folder: Path) -> str:
+    path = folder / "series.csv"
+    path.write_text("2025-03-01T00:00Z,100\n2025-03-01T01:00Z,90\n")
     return str(path)
 
 
@@ -52,6 +59,8 @@ def test_the_surface_is_the_documented_one(capsys: pytest.CaptureFixture[str]) -
         ["explain"],
         ["doctor"],
         ["plan"],
+        ["export"],
+        ["schedule"],
         ["bench", "overhead"],
         ["bench", "solver"],
         ["bench", "simulator"],
@@ -112,6 +121,35 @@ BAD: dict[str, Callable[[Path], tuple[list[str], str]]] = {
     "explaining nothing": lambda f: (["explain", "nothing", "--job", str(JOB)], "a run"),
     "explaining without a job": lambda f: (["explain", "paper"], "--job"),
     "explaining a folder that is no run": lambda f: (["explain", str(JOB.parent)], "config.json"),
+    "weights that are two": lambda f: (["tune", str(JOB), "--weights", "1,0"], "three numbers w1,w2,w3"),
+    "weights that are 0": lambda f: (["tune", str(JOB), "--weights", "0,0,0"], "not all 0"),
+    "weight of energy that nothing reads": lambda f: (
+        ["tune", str(JOB), "--method", "random", "--weights", "1,0,1"],
+        "--watts",
+    ),
+    "energy alone for a planner": lambda f: (
+        ["tune", str(JOB), "--method", "exact", "--weights", "0,0,1", "--watts", "9"],
+        "w1 or w2 above 0, or --method random",
+    ),
+    "watts below 0": lambda f: (["tune", str(JOB), "--watts", "-9"], "--watts: is -9.0"),
+    "intensity in kg": lambda f: (["compare", str(JOB), "--carbon-intensity", "0.3"], "looks like kg/kWh"),
+    "intensity of last year": lambda f: (["compare", str(JOB), "--carbon-intensity", series_file(f)], "nothing of"),
+    "length that is none": lambda f: (
+        ["schedule", "--length", "long", "--carbon-intensity", series_file(f)],
+        "6h, 90min or 1d12h",
+    ),
+    "series that is over": lambda f: (
+        ["schedule", "--length", "1h", "--carbon-intensity", series_file(f)],
+        "ends after 2025-03-01T02:00:00",
+    ),
+    "export for nothing": lambda f: (
+        ["export", plan_file(f), "--job", str(JOB), "--to", "onnx"],
+        "deepspeed, accelerate, transformers, python, json",
+    ),
+    "export of another job's plan": lambda f: (
+        ["export", plan_file(f, precision={"tail": "bf16"}), "--job", str(JOB), "--to", "transformers"],
+        "unknown unit 'tail'",
+    ),
     "unknown verb": lambda f: (["frobnicate"], "frobnicate"),
     "unknown option": lambda f: (["tune", str(JOB), "--frobnicate"], "frobnicate"),
     "number that is none": lambda f: (["tune", str(JOB), "--seed", "x"], "seed"),
@@ -126,6 +164,8 @@ def test_wrong_input_is_one_line_exit_2_and_nothing_written(
     plans.mkdir()
     work.mkdir()
     monkeypatch.chdir(work)
+    # A machine that can read its energy would not refuse to weigh it.
+    monkeypatch.setattr("autotune.mechanics.energy_meter.POWERCAP", plans)
     arguments, expected = BAD[case](plans)
     assert run(arguments) == 2
     captured = capsys.readouterr()

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import exported_job
 import pytest
 import tiny_job
+import torch
 from ranks import run_on_ranks
+from torch import nn
+from watching import Watcher
 
-from autotune import Launch, Plan, PlanError, Precision, TorchEngine
+from autotune import Job, Launch, Plan, PlanError, Precision, TorchEngine
 from autotune.cli.main import run
 from autotune.errors import InputError
-from autotune.report.export import export
+from autotune.report.export import TARGETS, export
+from autotune.report.exported import Export
+from autotune.report.launchers import APPLY
 
 TESTS = Path(__file__).parent
+EVERYWHERE = {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]), "OMP_NUM_THREADS": "1"}
 
 
 def a_plan(**changes: Any) -> Plan:
@@ -75,6 +87,233 @@ def test_the_command_writes_the_files_and_says_how_to_launch(
     assert run([*command, "--to", "nothing"]) == 2
     assert run([*command[:-1], str(tmp_path / "nowhere")]) == 2
     assert "is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_plan_that_does_not_fit_the_job_is_refused_with_the_unit_named(target: str) -> None:
+    plan, job = a_plan(), tiny_job.make()
+    with pytest.raises(PlanError, match=r"precision names unknown unit 'tail' \(allowed: embedding, blocks.0, "):
+        export(plan.changed(precision={**plan.precision, "tail": Precision.BF16}), job, target)
+    with pytest.raises(PlanError, match=r"storage names unknown unit 'head' \(allowed: blocks.0, blocks.1, blocks.2\)"):
+        export(plan.changed(storage={"head": "recompute"}), job, target)
+    with pytest.raises(PlanError, match=r"accumulation_steps is 3 \(allowed: 1, 2, 4\)"):
+        export(plan.changed(accumulation_steps=3), job, target)
+
+
+def test_what_needs_one_process_is_refused_for_several_and_a_script_without_a_reference() -> None:
+    for target in ("python", "json"):
+        with pytest.raises(InputError, match=f"{target} says nothing of 2 ranks .allowed: deepspeed, accelerate"):
+            export(a_plan(), tiny_job.make(), target, ranks=2)
+    with pytest.raises(InputError, match="a job was given without its reference"):
+        export(a_plan(), tiny_job.make(), "python")
+
+
+def test_a_plan_that_a_configuration_holds_entirely_needs_no_plan_file() -> None:
+    plan = a_plan(storage={})
+    for target, file in (("accelerate", "accelerate.json"), ("transformers", "training_args.json")):
+        made = export(plan.changed(launch=Launch()), tiny_job.make(), target)
+        assert list(made.files) == [file]
+        assert not any("single layers" in note or "does not hold" in note for note in made.notes)
+
+
+def test_what_only_deepspeed_holds_is_said_by_the_others() -> None:
+    plan = a_plan().changed(launch=Launch(zero_stage=2, compile=True))
+    for target in ("accelerate", "transformers", "python"):
+        notes = export(plan, tiny_job.make(), target, reference="tiny").notes
+        assert any("does not hold compile True, zero_stage 2 (autotune export --to deepspeed" in note for note in notes)
+
+
+def test_a_plan_that_names_some_units_alone_is_not_taken_for_one_of_the_whole_model() -> None:
+    made = export(Plan(precision={"head": Precision.BF16}), tiny_job.make(), "transformers")
+    assert made.files["training_args.json"]["bf16"] is False
+    assert made.files["plan.json"]["precision"]["head"] == "bf16"
+
+
+def uniform(plan: Plan) -> Plan:
+    return plan
+
+
+def mixed(plan: Plan) -> Plan:
+    own = {name: Precision.FP32 if name.endswith((".1", "head")) else it for name, it in plan.precision.items()}
+    return plan.changed(precision=own)
+
+
+def scaled(plan: Plan) -> Plan:
+    """Return the mixed plan with fp16 in place of bf16, whose losses must be scaled."""
+    return mixed(plan.changed(precision=dict.fromkeys(plan.precision, Precision.FP16)))
+
+
+def dtypes_of(plan: Plan, units: tuple[str, ...]) -> dict[str, list[str]]:
+    names = {Precision.FP32: "float32", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
+    return {unit: [names[plan.precision_of(unit)]] for unit in units}
+
+
+def seen_of(plan: Plan, units: tuple[str, ...], *, steps: int, sizes: list[int]) -> dict[str, Any]:
+    recomputed = [name for name, storage in plan.storage.items() if storage == "recompute"]
+    k, dtypes = plan.accumulation_steps, dtypes_of(plan, units)
+    return {"steps": steps, "k": [k], "sizes": sizes, "dtypes": dtypes, "recomputed": recomputed}
+
+
+def script_of(made: Export, folder: Path) -> Path:
+    (script,) = made.files
+    (folder / script).write_text(str(made.files[script]))
+    assert made.command == f"python {script}"
+    return folder / script
+
+
+@pytest.mark.parametrize(
+    ("vary", "attribute", "sizes"),
+    [
+        (mixed, "job", [4]),
+        (scaled, "adaptive", [8]),
+        pytest.param(uniform, "job", [4], marks=pytest.mark.slow),
+        pytest.param(scaled, "job", [4], marks=pytest.mark.slow),
+        pytest.param(mixed, "adaptive", [8], marks=pytest.mark.slow),
+    ],
+)
+def test_the_script_runs_by_itself_and_trains_as_the_engine_does(
+    vary: Callable[[Plan], Plan], attribute: str, sizes: list[int], tmp_path: Path
+) -> None:
+    job: Job = getattr(exported_job, attribute)()
+    plan = vary(a_plan()).changed(launch=Launch())
+    made = export(plan, job, "python", reference=f"{TESTS / 'exported_job.py'}:{attribute}")
+    done = subprocess.run(
+        [sys.executable, str(script_of(made, tmp_path))],
+        env={**os.environ, **EVERYWHERE, "WATCHED": str(tmp_path / "seen.json")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    steps = 12 if attribute == "job" else 6
+    assert json.loads((tmp_path / "seen.json").read_text()) == seen_of(
+        plan, exported_job.UNITS, steps=steps, sizes=sizes
+    )
+    said = json.loads(done.stdout)
+    engine = TorchEngine(job)
+    # fp16 is no choice on a processor that emulates it, but a plan for another machine may say it.
+    engine._space = dataclasses.replace(engine.space, precisions=tuple(Precision))
+    engine.apply(plan)
+    assert engine.run(steps).failure is None
+    assert (said["samples"], said["metric"]) == (engine.progress.samples, engine.evaluate())
+    engine.close()
+
+
+def launch(made: Export, folder: Path) -> dict[str, Any]:
+    """Write an export for Accelerate, launch it by its own command with a script of its user's, return what it did."""
+    pytest.importorskip("accelerate")
+    for name, document in made.files.items():
+        (folder / name).write_text(json.dumps(document))
+    size = int(next(note for note in made.notes if "batch_size=" in note).partition("batch_size=")[2].partition(")")[0])
+    apply = list(APPLY) if any("; ".join(APPLY) in note for note in made.notes) else []
+    (folder / "note.json").write_text(json.dumps({"batch_size": size, "apply": apply}))
+    cpu = {"ACCELERATE_USE_CPU": "true"} if any("ACCELERATE_USE_CPU=true" in note for note in made.notes) else {}
+    setting, *command = made.command.replace("train.py", f"{TESTS / 'exported_accelerate.py'} {folder}").split()
+    name, value = setting.split("=")
+    command[0] = str(Path(sys.executable).parent / command[0])
+    done = subprocess.run(
+        command,
+        env={**os.environ, **EVERYWHERE, **cpu, name: value},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads((folder / "found.json").read_text()))
+
+
+@pytest.mark.parametrize(("vary", "told"), [pytest.param(uniform, "bf16", marks=pytest.mark.slow), (mixed, "no")])
+def test_accelerate_launches_the_export_and_does_what_the_plan_says(
+    vary: Callable[[Plan], Plan], told: str, tmp_path: Path
+) -> None:
+    plan = vary(a_plan()).changed(launch=Launch())
+    found = launch(export(plan, exported_job.job(), "accelerate"), tmp_path)
+    expected = seen_of(plan, exported_job.UNITS, steps=12, sizes=[4])
+    assert found == {**expected, "ranks": 1, "mixed_precision": told}
+
+
+@pytest.mark.slow
+def test_accelerate_launches_two_ranks_with_scaled_losses(tmp_path: Path) -> None:
+    plan = scaled(a_plan()).changed(launch=Launch())
+    found = launch(export(plan, exported_job.job(), "accelerate", ranks=2), tmp_path)
+    expected = seen_of(plan, exported_job.UNITS, steps=12, sizes=[2])
+    assert found == {**expected, "ranks": 2, "mixed_precision": "fp16"}
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=17,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=32,
+        )
+    )
+
+
+def rows() -> list[dict[str, torch.Tensor]]:
+    ids = torch.randint(1, 17, (48, 9), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def llama_batches(seed: int) -> Iterator[dict[str, torch.Tensor]]:
+    order = torch.randperm(48, generator=torch.Generator().manual_seed(seed)).tolist()
+    for start in range(0, 48, 8):
+        chosen = [rows()[index] for index in order[start : start + 8]]
+        yield {name: torch.stack([row[name] for row in chosen]) for name in ("input_ids", "labels")}
+
+
+def llama_job() -> Job:
+    return tiny_job.make(
+        name="llama",
+        model=llama,
+        batches=llama_batches,
+        loss=lambda model, batch: model(**batch).loss,
+        evaluate=lambda model: float(model(**next(llama_batches(9))).loss),
+        clip_norm=0.7,
+    )
+
+
+LAYERS = ("model.layers.0", "model.layers.1", "model.layers.2", "lm_head")
+
+
+@pytest.mark.parametrize("vary", [uniform, mixed])
+def test_a_trainer_with_the_exported_arguments_does_what_the_plan_says(
+    vary: Callable[[Plan], Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    job = llama_job()
+    engine = TorchEngine(job)
+    recomputed = ["model.layers.0", "model.layers.2"]
+    plan = vary(engine.space.plan(accumulation_steps=2, precision=Precision.BF16, recomputed=recomputed))
+    engine.close()
+    made = export(plan, job, "transformers")
+    # What a user adds in the same file is no affair of a plan.
+    own = {"output_dir": str(tmp_path / "out"), "max_steps": 6, "use_cpu": True, "report_to": [], "disable_tqdm": True}
+    quiet = {"save_strategy": "no", "dataloader_pin_memory": False}
+    for name, document in made.files.items():
+        extra = {**own, **quiet} if name == "training_args.json" else {}
+        (tmp_path / name).write_text(json.dumps({**document, **extra}))
+    monkeypatch.chdir(tmp_path)
+    parser = transformers.HfArgumentParser(transformers.TrainingArguments)
+    (args,) = parser.parse_json_file("training_args.json")
+    assert (args.max_grad_norm, bool(args.gradient_checkpointing)) == (0.7, False)
+    model = llama()
+    assert any("; ".join(APPLY) in note and "recomputed: model.layers.0, model.layers.2" in note for note in made.notes)
+    exec("\n".join(APPLY), {"model": model})
+    watcher = Watcher(model, LAYERS)
+    trainer = transformers.Trainer(model, args, train_dataset=rows())
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    trainer.train()
+    watcher.close()
+    assert watcher.seen() == seen_of(plan, LAYERS, steps=6, sizes=[4])
+    assert any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.gym.observation import Observation
 from autotune.job import Job
 from autotune.measurement import Failure, Measurement
+from autotune.physics.carbon import Intensity
 from autotune.physics.planning import LOOK_AHEAD
 from autotune.plan import Plan
 
@@ -99,6 +100,7 @@ def compare(
     tracker: Tracker | None = None,
     journal: Journal | None = None,
     on_progress: Callable[[str, int, float], None] | None = None,
+    intensity: Intensity | None = None,
 ) -> dict[str, Any]:
     """Run every arm on every seed and return ``comparison.json`` as an object.
 
@@ -110,6 +112,7 @@ def compare(
         tracker: where runs are logged.
         journal: has the runs that were finished before.
         on_progress: is told of the arm, the seed and the share of its run that is done.
+        intensity: adds the grams of CO2 of runs whose energy is known; ``None`` adds none.
     """
     if tracker is not None:
         tracker.tags({"protocol_sha256": protocol.digest, "protocol": json.dumps(asdict(protocol))})
@@ -124,7 +127,7 @@ def compare(
             records[arm.name].append(record)
             if tracker is not None and not tracker.knows(_called(arm, record)):
                 _track(tracker, arm, record)
-    return _document(job, arms, records, protocol, device)
+    return _document(job, arms, records, protocol, device, intensity)
 
 
 def _as_json(run: Callable[[], RunRecord]) -> Callable[[], dict[str, Any]]:
@@ -138,7 +141,7 @@ def _run_arm(
     protocol: Protocol,
     on_progress: Callable[[str, int, float], None] | None,
 ) -> RunRecord:
-    options = EngineOptions(total_samples=protocol.horizon_samples)
+    options = EngineOptions(total_samples=protocol.horizon_samples, watts=protocol.watts)
     engine = TorchEngine(job, seed=seed, options=options)
     policy = arm.policy(engine.space)
     policy.reset()
@@ -191,6 +194,13 @@ class _Run:
         self._samples_per_step: list[float] = []
 
     def record(self, *, stop_at_target: bool) -> RunRecord:
+        began = time.time()
+        try:
+            return self._trained(stop_at_target=stop_at_target)
+        finally:
+            self._record.ran_s = (began, time.time())
+
+    def _trained(self, *, stop_at_target: bool) -> RunRecord:
         record, engine = self._record, self._engine
         plan = getattr(self._policy, "plan", engine.space.baseline())
         self._apply(plan)
@@ -269,6 +279,9 @@ class _Run:
         self._step_s.extend(window.step_s)
         if window.samples_per_step is not None:
             self._samples_per_step.append(window.samples_per_step)
+        if window.total_energy_j is not None:
+            record.energy_j = (record.energy_j or 0.0) + window.total_energy_j
+            record.energy_source = window.energy_source
         peaks = [peak for peak in (record.peak_bytes, window.peak_bytes) if peak is not None]
         record.peak_bytes = max(peaks, default=None)
         if window.failure in _OUT_OF_MEMORY and self._dips is None:
@@ -315,6 +328,7 @@ def _document(
     records: Mapping[str, Sequence[RunRecord]],
     protocol: Protocol,
     device: str,
+    intensity: Intensity | None,
 ) -> dict[str, Any]:
     judged = {arm.name: judge(arm, records[arm.name], records[arms[0].name], protocol, job.goal) for arm in arms[1:]}
     gate = judged.pop(GATE, None)
@@ -331,15 +345,18 @@ def _document(
         "horizon_samples": protocol.horizon_samples,
         "protocol_sha256": protocol.digest,
         "indication_only": len(protocol.seeds) < FEWEST_FOR_A_CLAIM,
-        "arms": [_arm_json(arm, records[arm.name]) for arm in arms],
+        "arms": [_arm_json(arm, records[arm.name], intensity) for arm in arms],
         "gate": gate,
         "against_baseline": entries if gate is None else gated(entries, gate),
     }
 
 
-def _arm_json(arm: Arm, records: Sequence[RunRecord]) -> dict[str, Any]:
+def _arm_json(arm: Arm, records: Sequence[RunRecord], intensity: Intensity | None) -> dict[str, Any]:
     live = any(len(record.plans) > 1 for record in records)
     runs = [record.to_json() for record in records]
+    if intensity is not None:
+        for run, record in zip(runs, records, strict=True):
+            run["grams"] = None if record.energy_j is None else intensity.grams(record.energy_j, *record.ran_s)
     document: dict[str, Any] = {"name": arm.name, "tuning_s": arm.tuning_s, "tuning_steps": arm.tuning_steps}
     if not live:
         document["plan"] = runs[0]["plans"][0]["plan"]
@@ -363,6 +380,7 @@ def _track(tracker: Tracker, arm: Arm, record: RunRecord) -> None:
             "final_metric": record.final_metric,
             "peak_bytes": record.peak_bytes,
             "throughput": record.throughput,
+            "energy_j": record.energy_j,
         },
         run=key,
     )

@@ -11,6 +11,7 @@ from typing import Any
 from autotune.agents.policy import Policy
 from autotune.budget import MemoryBudget
 from autotune.errors import InputError
+from autotune.measurement import ABSENT
 from autotune.plan import PlanSpace
 
 # Paired seeds below which a verdict is an indication only: with n = 3 the best two-sided sign-flip p is 0.25.
@@ -87,6 +88,7 @@ class Protocol:
         memory_budget_bytes: what ``within_budget`` refers to; ``None`` for no budget.
         dips: how the budget dips; ``None`` if it stays. A window that runs out of memory is then repeated under the
             leanest plan, and its time counts.
+        watts: power from which energy is estimated where it cannot be measured; ``None`` makes no estimate.
         margin: largest relative loss of the final metric that counts as non-inferior.
         confidence: of every interval.
     """
@@ -97,6 +99,7 @@ class Protocol:
     horizon_samples: int
     memory_budget_bytes: int | None
     dips: Dips | None = None
+    watts: float | None = None
     margin: float = 0.005
     confidence: float = 0.95
 
@@ -122,8 +125,10 @@ class RunRecord:
     out_of_memory: int = 0
     # Windows in which a policy's planner acted without its network, by reason; empty for other arms.
     alone: dict[str, int] = field(default_factory=dict)
+    # Of training alone, as its time is; and the POSIX seconds between which the run drew it.
     energy_j: float | None = None
-    energy_source: str = "absent"
+    energy_source: str = ABSENT
+    ran_s: tuple[float, float] = (0.0, 0.0)
     failure: str | None = None
     # Training seconds, samples and metric at each evaluation, and plans by the step they began at.
     curve: list[tuple[float, int, float]] = field(default_factory=list)
@@ -134,6 +139,7 @@ class RunRecord:
         document = asdict(self)
         document["curve"] = [list(point) for point in self.curve]
         document["plans"] = [{"step": step, "plan": plan} for step, plan in self.plans]
+        document["ran_s"] = list(self.ran_s)
         return document
 
     @classmethod
@@ -141,7 +147,8 @@ class RunRecord:
         """Read what :meth:`to_json` returned."""
         curve = [(seconds, samples, metric) for seconds, samples, metric in document["curve"]]
         plans = [(entry["step"], entry["plan"]) for entry in document["plans"]]
-        return cls(**{**document, "curve": curve, "plans": plans})
+        ran = tuple(document.get("ran_s", (0.0, 0.0)))
+        return cls(**{**document, "curve": curve, "plans": plans, "ran_s": ran})
 
 
 def paired_seeds(count: int) -> tuple[int, ...]:

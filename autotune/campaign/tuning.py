@@ -37,7 +37,7 @@ from autotune.gym.env import TuningEnv
 from autotune.gym.observation import Observation
 from autotune.gym.reward import Objective
 from autotune.job import Job
-from autotune.measurement import Measurement
+from autotune.measurement import ABSENT, Measurement
 from autotune.mechanics.randomness import isolated
 from autotune.physics.profile import Profile
 from autotune.physics.solver import Goal
@@ -183,6 +183,7 @@ def make_engine(
     isolate: str | None = None,
     ranks: RankOptions | None = None,
     cluster: ClusterOptions | None = None,
+    watts: float | None = None,
 ) -> Engine:
     """Return the engine that tuning measures on.
 
@@ -192,8 +193,9 @@ def make_engine(
         isolate: the job's reference, if it shall train in a process of its own.
         ranks: how many such processes train it together, through DeepSpeed; ``None`` for one without.
         cluster: where many such processes measure plans at once; ``None`` for one after another, here.
+        watts: power from which energy is estimated where it cannot be measured; ``None`` makes no estimate.
     """
-    options = EngineOptions(discard_steps=_DISCARDED, split_to_learn_noise=True)
+    options = EngineOptions(discard_steps=_DISCARDED, split_to_learn_noise=True, watts=watts)
     if isolate is not None and cluster is not None:
         return cluster_pool(cluster, isolate, seed=seed, measuring=options)
     if isolate is not None:
@@ -577,6 +579,8 @@ def merge_windows(windows: Sequence[Measurement]) -> Measurement:
     if failed:
         return failed[0]
     steps = [seconds for window in windows for seconds in window.step_s]
+    energies = [window.energy_j for window in windows if window.energy_j is not None]
+    totals = [window.total_energy_j for window in windows if window.total_energy_j is not None]
     return replace(
         windows[-1],
         steps=sum(window.steps for window in windows),
@@ -585,6 +589,9 @@ def merge_windows(windows: Sequence[Measurement]) -> Measurement:
         total_s=sum(window.total_s for window in windows),
         step_s=tuple(steps),
         seconds_per_step=statistics.median(steps) if steps else None,
+        energy_j=sum(energies) if len(energies) == len(windows) else None,
+        total_energy_j=sum(totals) if len(totals) == len(windows) else None,
+        energy_source=windows[-1].energy_source if len(energies) == len(windows) else ABSENT,
     )
 
 

@@ -17,6 +17,7 @@ from autotune.cli.console import (
     StepsOption,
     StorageOption,
     TrialsOption,
+    WattsOption,
 )
 
 
@@ -38,6 +39,13 @@ def command(
     trials: TrialsOption = None,
     lean: LeanOption = True,
     storage: StorageOption = None,
+    watts: WattsOption = None,
+    carbon_intensity: Annotated[
+        str | None,
+        typer.Option(
+            "--carbon-intensity", help="gCO2/kWh as a number, or a CSV file of them: each run's grams are then shown."
+        ),
+    ] = None,
     seed: SeedOption = 0,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
@@ -54,6 +62,8 @@ def command(
         "trials": trials,
         "lean": lean,
         "storage": storage,
+        "watts": watts,
+        "carbon_intensity": carbon_intensity,
         "seed": seed,
         "runs_dir": runs_dir,
     }
@@ -80,10 +90,10 @@ def show_jobs(document: dict[str, Any], output: Console, *, as_json: bool) -> No
 
 def show(document: dict[str, Any], output: Console, *, as_json: bool) -> None:
     """Print a comparison: a table, one sentence, and where the files are; or the document itself."""
-    from autotune.report.tables import alone_lines, comparison_table, plan_lines, verdict_line
+    from autotune.report.tables import alone_lines, comparison_table, energy_lines, plan_lines, verdict_line
 
     output.print(comparison_table(document))
-    for line in [*plan_lines(document), *alone_lines(document)]:
+    for line in [*plan_lines(document), *alone_lines(document), *energy_lines(document)]:
         output.print(line, soft_wrap=True)
     output.print(verdict_line(document))
     output.print(f"Written: {document['run']}/ (comparison.json, plan.json, comparison.png)", soft_wrap=True)

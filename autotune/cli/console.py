@@ -40,6 +40,10 @@ ClusterOption = Annotated[
 WorkerCoresOption = Annotated[
     int, typer.Option("--worker-cores", min=1, help="With a cluster: cores that each worker is pinned to.")
 ]
+WattsOption = Annotated[
+    float | None,
+    typer.Option("--watts", help="The device's power, to estimate energy by where it cannot be measured."),
+]
 RUNS = Path("runs")
 
 

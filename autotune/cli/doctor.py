@@ -36,6 +36,7 @@ def _examine(runs: Path) -> dict[str, Any]:
     from autotune.campaign.tracking import tracking_uri
     from autotune.catalog import catalog
     from autotune.errors import RunDirectoryError
+    from autotune.mechanics.energy_meter import find_meter
     from autotune.mechanics.precision import excluded_precisions, useful_precisions
 
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,6 +52,7 @@ def _examine(runs: Path) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "precisions": [str(precision) for precision in useful_precisions(kind)],
         "precisions_excluded": {str(key): reason for key, reason in excluded_precisions(kind).items()},
+        "energy": find_meter(torch.device(kind)).source,
         "jobs": list(catalog()),
         "runs_directory": str(runs),
         "runs_writable": writable,

@@ -14,7 +14,7 @@ from autotune.cli.console import JsonOption
 def command(
     plan: Annotated[str, typer.Argument(metavar="PLAN|RUN", help="A plan file, or a run directory with one.")],
     job: Annotated[str, typer.Option("--job", help="The job that it is a plan of.")],
-    to: Annotated[str, typer.Option("--to", help="deepspeed or json.")] = "deepspeed",
+    to: Annotated[str, typer.Option("--to", help="deepspeed, accelerate, transformers, python or json.")] = "deepspeed",
     ranks: Annotated[int, typer.Option("--ranks", min=1, help="How many ranks will train it.")] = 1,
     out: Annotated[Path, typer.Option("--out", help="The folder to write to.")] = Path(),
     as_json: JsonOption = False,
@@ -23,16 +23,19 @@ def command(
     from autotune.campaign.runs import read_plan
     from autotune.catalog import load_job
     from autotune.errors import InputError
-    from autotune.files import write_json
+    from autotune.files import write_atomic, write_json
     from autotune.report.export import export
 
     path = Path(plan)
     found = read_plan(path / "plan.json" if path.is_dir() else path)
-    made = export(found, load_job(job), to, ranks=ranks)
+    made = export(found, load_job(job), to, ranks=ranks, reference=job)
     if not out.is_dir():
         raise InputError("is no folder", where=f"--out {out}", allowed="a folder that is there")
     for name, document in made.files.items():
-        write_json(out / name, dict(document))
+        if isinstance(document, str):
+            write_atomic(out / name, document)
+        else:
+            write_json(out / name, dict(document))
     if as_json:
         shared.print_json(made.to_json())
         return

@@ -21,6 +21,7 @@ from autotune.cli.console import (
     StepsOption,
     StorageOption,
     TrialsOption,
+    WattsOption,
     WorkerCoresOption,
 )
 from autotune.errors import InputError
@@ -52,6 +53,11 @@ def command(
     cluster: ClusterOption = None,
     worker_cores: WorkerCoresOption = 1,
     storage: StorageOption = None,
+    weights: Annotated[
+        str | None,
+        typer.Option("--weights", help="w1,w2,w3 of time, memory and energy in what is minimised, as in 1,0,0.5."),
+    ] = None,
+    watts: WattsOption = None,
     seed: SeedOption = 0,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
@@ -70,6 +76,8 @@ def command(
             "seed": seed,
             "lean": lean,
             "storage": storage,
+            "weights": weights,
+            "watts": watts,
             "runs_dir": runs_dir,
             "reporter": bars,
         }
@@ -77,7 +85,7 @@ def command(
             document = api.tune_stages(job, method, asked.count, config=asked.config, **settings)
         else:
             document = api.tune(job, method, isolate=isolate, ranks=asked, cluster=workers, **settings)
-    show(document, job, method, output, as_json=as_json)
+    show(document, job, method, output, as_json=as_json, weights=weights)
 
 
 def _ranks(engine: str, count: int, zero_stage: str, config: Path | None) -> RankOptions | None:
@@ -101,7 +109,9 @@ def _ranks(engine: str, count: int, zero_stage: str, config: Path | None) -> Ran
     return RankOptions(count=count, zero_stage=stage, config=None if config is None else read_json(config))
 
 
-def show(document: dict[str, Any], job: str, method: str, output: Console, *, as_json: bool) -> None:
+def show(
+    document: dict[str, Any], job: str, method: str, output: Console, *, as_json: bool, weights: str | None = None
+) -> None:
     """Print what a tuning found: one document for programs, or a table for people."""
     if as_json:
         shared.print_json(document)
@@ -117,9 +127,12 @@ def show(document: dict[str, Any], job: str, method: str, output: Console, *, as
     plan = str(Plan.from_json(document["plan"]))
     table.add_row("tuned", plan, f"{measured['seconds_per_step'] * 1000:.0f} ms", format_bytes(measured["peak_bytes"]))
     output.print(table)
+    own, other = measured["sample_j"], measured["baseline_sample_j"]
+    energy = f", {own / other:.0%} of its energy ({measured['energy_source']})" if own and other else ""
+    what = "time per sample" if weights is None else f"weighed cost ({weights} of time, memory, energy)"
     output.print(
-        f"Tuned steps cost {measured['cost']:.2f} of the baseline's time per sample and "
-        f"{measured['peak_bytes'] / measured['baseline_peak_bytes']:.0%} of its memory; found in "
+        f"Tuned steps cost {measured['cost']:.2f} of the baseline's {what}, "
+        f"{measured['peak_bytes'] / measured['baseline_peak_bytes']:.0%} of its memory{energy}; found in "
         f"{document['tuning_s']:.0f} s and {document['tuning_steps']} real steps. Compare it on fresh seeds before you "
         f"rely on it: autotune compare {job} --arms baseline,{document['run']}/plan.json"
     )

@@ -18,12 +18,13 @@ import torch
 
 from autotune.engines.batch_stream import BatchStream
 from autotune.engines.inspection import ask, build_model, build_optimizer, classify, inspect_job
-from autotune.engines.window import StepReport, Window
+from autotune.engines.window import StepReport, Window, spent
 from autotune.errors import EngineError
 from autotune.job import Job
 from autotune.measurement import Failure, Measurement
 from autotune.mechanics import controls, randomness, stepping
 from autotune.mechanics.buffers import copy_buffers, drop_constants, write_buffers
+from autotune.mechanics.energy_meter import find_meter
 from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe, MonitorState
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors, tensor_bytes
 from autotune.mechanics.step_trace import Phase
@@ -44,6 +45,7 @@ class EngineOptions:
         meter_memory: whether each plan's peak is metered.
         time_limit_s: seconds after which a window ends with ``timeout``; ``None`` for no limit.
         total_samples: length of the learning-rate schedule; ``None`` takes the job's ``max_steps``.
+        watts: power from which energy is estimated where it cannot be measured; ``None`` makes no estimate.
     """
 
     discard_steps: int = 2
@@ -52,6 +54,7 @@ class EngineOptions:
     meter_memory: bool = True
     time_limit_s: float | None = None
     total_samples: int | None = None
+    watts: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +107,7 @@ class TorchEngine:
     Attributes:
         job: the job.
         model: its model.
+        energy: reads the device's energy.
         called: what the job's loss is computed with: the model, or what stands round it.
         recovers: whether a step that raised can be put back; else what it raised is the caller's to know.
 
@@ -141,6 +145,7 @@ class TorchEngine:
         self._base_rates = [group["lr"] for group in self.update.optimizer.param_groups]
         self.monitor = GradientMonitor(self.model, self._space.units)
         self._meter = MemoryMeter(self.device)
+        self.energy = find_meter(self.device, self.options.watts)
         # Peak and batch size at which it was metered, per plan: a smaller batch cannot need more.
         self._peaks: dict[Plan, tuple[int, int]] = {}
         self._steps_under_plan = 0
@@ -183,7 +188,7 @@ class TorchEngine:
         """
         if self._closed:
             raise EngineError("the engine is closed; create another one")
-        window = Window()
+        window = Window(meter=self.energy)
         first_step = self.progress.steps
         with self._own_randomness():
             for _ in range(steps):
@@ -266,7 +271,7 @@ class TorchEngine:
 
     def _advance(self, window: Window, *, sample: bool) -> None:
         """Try one step; on failure, end the window and put everything back."""
-        began = time.perf_counter()
+        began, began_j = time.perf_counter(), self.energy.read()
         batches = self._take_batches()
         undo = _Undo(randomness.capture(), copy_buffers(self.model), self.monitor.state)
         attempt = _Attempt(self, batches, sample=sample)
@@ -294,10 +299,10 @@ class TorchEngine:
         if not attempt.stepped and not attempt.overflowed:
             write_buffers(self.model, undo.buffers)
         del self._pending[: len(batches)]
-        self._count(window, attempt, began)
+        self._count(window, attempt, began, began_j)
         self._judge(window, attempt)
 
-    def _count(self, window: Window, attempt: _Attempt, began: float) -> None:
+    def _count(self, window: Window, attempt: _Attempt, began: float, began_j: float | None) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.progress.steps += 1
@@ -307,6 +312,7 @@ class TorchEngine:
         window.reports.append(
             StepReport(
                 seconds=time.perf_counter() - began,
+                energy_j=spent(began_j, self.energy.read()),
                 timed=attempt.representative and self._steps_under_plan > self.options.discard_steps,
                 samples=attempt.samples,
                 items=attempt.items,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from dataclasses import dataclass, field
 
-from autotune.measurement import Failure, GradientStatistics, Measurement
+from autotune.measurement import ABSENT, Failure, GradientStatistics, Measurement
+from autotune.mechanics.energy_meter import EnergyMeter
 
 
 @dataclass(slots=True, kw_only=True)
@@ -15,6 +17,7 @@ class StepReport:
 
     Attributes:
         seconds: wall time of the step.
+        energy_j: energy of the step; ``None`` where it cannot be read.
         timed: whether the time is representative (not discarded, metered or split to learn the noise).
         samples: samples consumed.
         items: loss-bearing items consumed.
@@ -25,6 +28,7 @@ class StepReport:
     """
 
     seconds: float
+    energy_j: float | None
     timed: bool
     samples: int
     items: int
@@ -36,12 +40,21 @@ class StepReport:
 
 @dataclass(slots=True, kw_only=True)
 class Window:
-    """Collect step reports from the moment of its construction."""
+    """Collect step reports from the moment of its construction.
 
+    Attributes:
+        meter: reads energy.
+    """
+
+    meter: EnergyMeter
     reports: list[StepReport] = field(default_factory=list)
     failure: Failure | None = None
     failure_detail: str = ""
     began: float = field(default_factory=time.perf_counter)
+    began_j: float | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.began_j = self.meter.read()
 
     def elapsed(self) -> float:
         """Return the seconds since the window began."""
@@ -64,6 +77,8 @@ class Window:
         good = [report for report in self.reports if report.stepped]
         timed = [report for report in good if report.timed]
         items = sum(report.items for report in good)
+        energies = [report.energy_j for report in timed if report.energy_j is not None]
+        known = self.began_j is not None and len(energies) == len(timed)
         sizes = [size for report in self.reports for size in report.batch_bytes]
         return Measurement(
             steps=len(self.reports),
@@ -80,7 +95,15 @@ class Window:
             gradient=gradient,
             learning_rate=self.reports[-1].learning_rate if self.reports else 0.0,
             loss_scale=loss_scale,
+            energy_j=math.fsum(energies) if known else None,
+            total_energy_j=spent(self.began_j, self.meter.read()),
+            energy_source=self.meter.source if known else ABSENT,
             skipped_steps=len(self.reports) - len(good),
             failure=self.failure,
             failure_detail=self.failure_detail,
         )
+
+
+def spent(before_j: float | None, after_j: float | None) -> float | None:
+    """Return the joules between two readings of a meter; ``None`` if either is not known."""
+    return None if before_j is None or after_j is None else after_j - before_j

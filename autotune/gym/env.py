@@ -112,7 +112,7 @@ class TuningEnv(gymnasium.Env[dict[str, Array], NDArray[np.int64]]):
         self._engine.memory_budget_bytes = self.memory_budget_bytes
         self._samples += reference.samples
         self.observation = self._observe(self.plan_space.baseline(), reference, reference, None)
-        self.objective.check(self.observation)
+        self.objective.check(self.observation.reference)
         return self.observation.arrays(self._rows), self._info(self.observation, metric=None)
 
     def step(self, action: NDArray[np.int64]) -> tuple[dict[str, Array], float, bool, bool, dict[str, Any]]:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from autotune.errors import InputError
 from autotune.gym.observation import Observation
+from autotune.measurement import Measurement
 from autotune.physics.cost import Constraints, Weights, cost
 from autotune.physics.goodput import efficiency
 
@@ -31,23 +32,28 @@ class Objective:
     weights: Weights = field(default_factory=Weights)
     gradient_norm: float | None = None
 
-    def check(self, observation: Observation) -> None:
+    def check(self, reference: Measurement) -> None:
         """Refuse an objective that the measurements cannot answer.
+
+        Args:
+            reference: the baseline's window.
 
         Raises:
             InputError: if energy has a weight and was not measured.
         """
-        if self.weights.energy > 0 and observation.reference.energy_j is None:
+        if self.weights.energy > 0 and not reference.sample_j:
             raise InputError(
-                "energy has a weight but cannot be read on this machine", where="objective", allowed="w3 = 0"
+                "energy has a weight but cannot be read on this machine",
+                where="--weights",
+                allowed="w3 = 0, or the device's power by --watts",
             )
 
     def cost(self, observation: Observation) -> float:
         """Return C = w1 T + w2 M + w3 E of a window, lower is better; the baseline costs w1 + w2 + w3.
 
-        T is time per sample, divided by what a sample is worth at the effective batch (Pollux' efficiency) where the
-        noise scale is known and the batch adaptive. A window that failed or broke a constraint costs
-        ``FAILURE_COST`` and more, the further it is over the budget.
+        T and E are time and energy per sample, divided by what a sample is worth at the effective batch (Pollux'
+        efficiency) where the noise scale is known and the batch adaptive. A window that failed or broke a constraint
+        costs ``FAILURE_COST`` and more, the further it is over the budget.
         """
         excess = overshoot(observation)
         if excess > 0 or not self.feasible(observation):
@@ -97,12 +103,16 @@ def overshoot(observation: Observation) -> float:
 
 def _time_ratio(observation: Observation) -> float:
     window, reference = observation.window, observation.reference
-    ratio = (reference.throughput or 0.0) / (window.throughput or 1.0)
+    return (reference.throughput or 0.0) / (window.throughput or 1.0) / _worth(observation)
+
+
+def _worth(observation: Observation) -> float:
+    """Return what a sample is worth at the effective batch, as a ratio to the job's own; 1 where it is not known."""
     noise = observation.gradient.noise_scale
-    if observation.adaptive and noise is not None:
-        batch = observation.batch_size * observation.plan.accumulation_steps
-        ratio /= efficiency(batch, noise, observation.batch_size)
-    return ratio
+    if not observation.adaptive or noise is None:
+        return 1.0
+    batch = observation.batch_size * observation.plan.accumulation_steps
+    return efficiency(batch, noise, observation.batch_size)
 
 
 def _memory_ratio(observation: Observation) -> float:
@@ -111,7 +121,5 @@ def _memory_ratio(observation: Observation) -> float:
 
 
 def _energy_ratio(observation: Observation) -> float | None:
-    window, reference = observation.window, observation.reference
-    if window.energy_j is None or not reference.energy_j:
-        return None
-    return window.energy_j / reference.energy_j
+    own, other = observation.window.sample_j, observation.reference.sample_j
+    return None if own is None or not other else own / other / _worth(observation)

@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autotune.errors import InputError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
@@ -29,6 +31,23 @@ class Weights:
         values = (self.time, self.memory, self.energy)
         if any(not math.isfinite(value) or value < 0 for value in values) or sum(values) == 0:
             raise ValueError("weights must be finite, not negative, and not all zero")
+
+    @classmethod
+    def parse(cls, text: str) -> Weights:
+        """Read ``TIME,MEMORY,ENERGY``, as in ``1,0,0.5``.
+
+        Raises:
+            InputError: if it is not three numbers, none negative and not all 0.
+        """
+        try:
+            time, memory, energy = (float(part) for part in text.split(","))
+            return cls(time=time, memory=memory, energy=energy)
+        except ValueError as error:
+            raise InputError(
+                f"is {text!r}",
+                where="--weights",
+                allowed="three numbers w1,w2,w3 for time, memory and energy, none negative and not all 0",
+            ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

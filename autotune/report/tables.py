@@ -124,6 +124,20 @@ def alone_lines(comparison: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def energy_lines(comparison: Mapping[str, Any]) -> list[str]:
+    """Return a line for each arm whose energy is known on every seed: joules and grams of a run, and their source."""
+    lines = []
+    for arm in comparison["arms"]:
+        runs = arm["runs"]
+        if any(run.get("energy_j") is None for run in runs):
+            continue
+        energy = statistics.fmean(run["energy_j"] for run in runs)
+        known = [run["grams"] for run in runs if run.get("grams") is not None]
+        grams = f", {statistics.fmean(known):.3g} gCO2" if len(known) == len(runs) else ""
+        lines.append(f"{arm['name']}: {energy:.4g} J a run{grams} ({runs[0]['energy_source']})")
+    return lines
+
+
 def _peak(arm: Mapping[str, Any]) -> int | None:
     return max((run["peak_bytes"] for run in arm["runs"] if run["peak_bytes"]), default=None)
 

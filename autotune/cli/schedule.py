@@ -1,0 +1,100 @@
+"""``autotune schedule``: when to start a run so that it emits least."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from autotune.cli import console as shared
+from autotune.cli.console import JsonOption
+
+if TYPE_CHECKING:
+    from autotune.physics.carbon import Start
+
+
+def command(
+    length: Annotated[str, typer.Option("--length", help="How long the run takes, as in 6h, 90min or 1d12h.")],
+    carbon_intensity: Annotated[
+        Path,
+        typer.Option("--carbon-intensity", help="A CSV file of two columns: ISO time with zone, gCO2/kWh."),
+    ],
+    earliest: Annotated[
+        str | None, typer.Option("--earliest", help="When it can start, as an ISO time with zone; now if left out.")
+    ] = None,
+    deadline: Annotated[
+        str | None, typer.Option("--deadline", help="When it must have ended; the series' end if left out.")
+    ] = None,
+    watts: Annotated[
+        float | None, typer.Option("--watts", help="The run's mean power; without it no grams are known.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Pick the start time of a run of known length under a series of carbon intensities: exact, not sampled."""
+    from autotune.mechanics.energy_meter import require_watts
+    from autotune.physics import carbon
+
+    length_s = carbon.parse_length(length)
+    require_watts(watts)
+    earliest_s = time.time() if earliest is None else carbon.parse_time(earliest, where="--earliest")
+    deadline_s = None if deadline is None else carbon.parse_time(deadline, where="--deadline")
+    found = carbon.schedule(carbon.Intensity.read(carbon_intensity), length_s, earliest_s, deadline_s)
+    energy_j = None if watts is None else watts * length_s
+    rows = {"best": found.best, "earliest": found.earliest, "worst": found.worst}
+    document: dict[str, Any] = {
+        "length_s": length_s,
+        "energy_j": energy_j,
+        **{name: _row(start, energy_j) for name, start in rows.items()},
+        "saved_frac": _saved(found.best, found.earliest),
+        "saved_frac_of_worst": _saved(found.best, found.worst),
+    }
+    if as_json:
+        shared.print_json(document)
+        return
+    show(document, now=earliest is None)
+
+
+def show(document: dict[str, Any], *, now: bool) -> None:
+    """Print the three starts for people."""
+    at_once = "now" if now else "earliest"
+    called = {"best": "best", "earliest": at_once, "worst": "worst"}
+    with_grams = document["energy_j"] is not None
+    table = Table()
+    for name in ("UTC", "start", "end", "gCO2/kWh", *(["gCO2"] if with_grams else [])):
+        table.add_column(name, justify="right" if name.startswith("gCO2") else "left")
+    for name, title in called.items():
+        row = document[name]
+        grams = [f"{row['grams']:.0f}"] if with_grams else []
+        table.add_row(title, _short(row["start"]), _short(row["end"]), f"{row['grams_per_kwh']:.0f}", *grams)
+    output = shared.console(as_json=False)
+    output.print(table)
+    output.print(
+        f"Starting at {document['best']['start']} emits {document['saved_frac']:.0%} less than starting "
+        f"{at_once if now else 'as early as possible'}, and {document['saved_frac_of_worst']:.0%} less than the worst.",
+        soft_wrap=True,
+    )
+    if not with_grams:
+        output.print("How many grams that is depends on the run's power: --watts N.")
+
+
+def _row(start: Start, energy_j: float | None) -> dict[str, Any]:
+    from autotune.physics.carbon import JOULES_PER_KWH, iso
+
+    grams = None if energy_j is None else energy_j / JOULES_PER_KWH * start.grams_per_kwh
+    return {
+        "start": iso(start.begin_s),
+        "end": iso(start.end_s),
+        "grams_per_kwh": start.grams_per_kwh,
+        "grams": grams,
+    }
+
+
+def _short(time: str) -> str:
+    return time[:16].replace("T", " ")
+
+
+def _saved(best: Start, other: Start) -> float:
+    return 1 - best.grams_per_kwh / other.grams_per_kwh if other.grams_per_kwh else 0.0

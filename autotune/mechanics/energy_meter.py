@@ -1,0 +1,193 @@
+"""Read the energy that a device has used, and say where the reading comes from.
+
+GPUs are read through zeus. Processors are read from the kernel's powercap files: zeus counts a counter's wrap-arounds
+in a process of its own that looks once a second, so that a window which ends within that second reads a whole range too
+little, and the process takes time on the machine that is measured. Whatever else runs on the device is in the reading.
+Nothing is guessed: an estimate is made only from watts that the user gave.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from autotune.errors import InputError
+from autotune.measurement import ABSENT
+
+POWERCAP = Path("/sys/class/powercap")
+_WINDOW = "autotune"
+
+logger = logging.getLogger(__name__)
+
+
+class EnergyMeter(Protocol):
+    """Add up the energy that a device uses.
+
+    Attributes:
+        source: where the figures come from, one of ``autotune.measurement.ENERGY_SOURCES``.
+    """
+
+    source: str
+
+    def read(self) -> float | None:
+        """Return the joules used since the meter was made; ``None`` where they are not known."""
+
+
+class NoMeter:
+    """Know nothing of energy."""
+
+    source = ABSENT
+
+    def read(self) -> float | None:
+        """Return ``None``."""
+        return None
+
+
+class TdpMeter:
+    """Estimate energy as a constant power times the time that passed.
+
+    Args:
+        watts: the power; the processor's or GPU's thermal design power, say.
+    """
+
+    source = "estimated:tdp"
+
+    def __init__(self, watts: float) -> None:
+        self._watts = watts
+        self._began = time.perf_counter()
+
+    def read(self) -> float | None:
+        """Return watts times seconds."""
+        return self._watts * (time.perf_counter() - self._began)
+
+
+@dataclass(slots=True)
+class _Counter:
+    """Be one powercap counter, which begins anew at 0 when it is full.
+
+    Attributes:
+        path: its file, in microjoules.
+        range_uj: at how many it begins anew.
+        last_uj: what was read last.
+    """
+
+    path: Path
+    range_uj: int
+    last_uj: int
+
+    @classmethod
+    def of(cls, zone: Path) -> _Counter:
+        return cls(zone / "energy_uj", _number(zone / "max_energy_range_uj"), _number(zone / "energy_uj"))
+
+    def advance(self) -> int:
+        """Return the microjoules since the last call, in which it began anew once at most."""
+        now = _number(self.path)
+        passed = now - self.last_uj if now >= self.last_uj else now + self.range_uj - self.last_uj
+        self.last_uj = now
+        return passed
+
+
+class RaplMeter:
+    """Read the processor packages' and the memory's energy, as the kernel's RAPL driver counts it.
+
+    A package's counter holds its cores and its own graphics; memory has a counter beside it. The counter of the whole
+    platform (``psys``), where there is one, would count the packages again.
+
+    Args:
+        root: the powercap folder.
+
+    Raises:
+        OSError: if a counter cannot be read; many systems let root alone read them (CVE-2020-8694).
+        LookupError: if there is none.
+    """
+
+    source = "measured:rapl"
+
+    def __init__(self, root: Path) -> None:
+        packages = [zone for zone in sorted(root.glob("intel-rapl:*")) if _name(zone).startswith("package")]
+        parts = [part for package in packages for part in sorted(package.glob("intel-rapl:*"))]
+        self._counters = [_Counter.of(zone) for zone in [*packages, *(part for part in parts if _name(part) == "dram")]]
+        if not self._counters:
+            raise LookupError(f"no processor package in {root}")
+        self._total_uj = 0
+
+    def read(self) -> float | None:
+        """Return the joules since the meter was made; call it before a counter can begin anew twice (minutes)."""
+        self._total_uj += sum(counter.advance() for counter in self._counters)
+        return self._total_uj / 1e6
+
+
+class NvmlMeter:
+    """Read a GPU's energy through zeus.
+
+    Args:
+        device: the GPU, as torch counts them.
+
+    Raises:
+        LookupError: if zeus finds no such GPU.
+    """
+
+    source = "measured:nvml"
+
+    def __init__(self, device: torch.device) -> None:
+        from zeus.monitor import ZeusMonitor
+
+        index = torch.cuda.current_device() if device.index is None else device.index
+        # No CPU: zeus would have a process look at each package.
+        self._monitor: Any = ZeusMonitor(gpu_indices=[index], cpu_indices=[])
+        if len(self._monitor.gpus) <= index:
+            raise LookupError(f"zeus finds {len(self._monitor.gpus)} GPUs")
+        self._total_j = 0.0
+        self._monitor.begin_window(_WINDOW, sync_execution=False)
+
+    def read(self) -> float | None:
+        """Return the joules since the meter was made; the driver's counter moves some times a second."""
+        self._total_j += self._monitor.end_window(_WINDOW, sync_execution=False).total_energy
+        self._monitor.begin_window(_WINDOW, sync_execution=False)
+        return self._total_j
+
+
+def find_meter(device: torch.device, watts: float | None = None) -> EnergyMeter:
+    """Return the best meter that there is for a device: one that measures, else an estimate, else none.
+
+    Args:
+        device: where the training runs.
+        watts: its power, if the user gave it; ``None`` makes no estimate.
+
+    Raises:
+        InputError: if the power is not a number above 0.
+    """
+    require_watts(watts)
+    try:
+        if device.type == "cuda" and importlib.util.find_spec("zeus") is not None:
+            return NvmlMeter(device)
+        if device.type == "cpu":
+            return RaplMeter(POWERCAP)
+    except Exception as error:  # noqa: BLE001 - drivers and their libraries fail in many ways; training goes on
+        logger.info("energy is not measured: %s: %s", type(error).__name__, error)
+    return NoMeter() if watts is None else TdpMeter(watts)
+
+
+def require_watts(watts: float | None) -> None:
+    """Refuse a power that is none.
+
+    Raises:
+        InputError: if it is not a number above 0.
+    """
+    if watts is not None and not 0 < watts < math.inf:
+        raise InputError(f"is {watts!r}", where="--watts", allowed="a number above 0")
+
+
+def _name(zone: Path) -> str:
+    return (zone / "name").read_text(encoding="ascii").strip()
+
+
+def _number(path: Path) -> int:
+    return int(path.read_text(encoding="ascii"))

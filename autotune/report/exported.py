@@ -1,0 +1,131 @@
+"""Say what a plan becomes elsewhere, and what a launcher's configuration can be told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.engines.inspection import accumulation_choices, build_model
+from autotune.errors import PlanError
+from autotune.job import Job
+from autotune.mechanics import randomness
+from autotune.plan import Plan, PlanSpace, Precision, Storage
+from autotune.units import find_units, name_units
+
+_WHERE = "export"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """Hold what a plan becomes.
+
+    Attributes:
+        files: by file name, JSON documents, or text as it is.
+        command: how to launch with them.
+        notes: what the target cannot hold by itself, and what to do about it.
+    """
+
+    files: Mapping[str, Mapping[str, Any] | str]
+    command: str
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the export as a JSON object."""
+        return {"files": dict(self.files), "command": self.command, "notes": list(self.notes)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """Hold a plan as launchers see it: whole numbers of samples, and one autocast for the whole model.
+
+    Attributes:
+        plan: the plan, every unit of the job named in it.
+        samples: of one optimizer step, on all ranks.
+        micro_samples: of one micro-batch on one rank.
+        ranks: how many ranks train.
+        clip_norm: largest 2-norm of the gradient; 0 never clips.
+    """
+
+    plan: Plan
+    samples: int
+    micro_samples: int
+    ranks: int
+    clip_norm: float
+
+    @property
+    def k(self) -> int:
+        """Return the micro-batches of an optimizer step on one rank."""
+        return self.plan.accumulation_steps
+
+    @property
+    def autocast(self) -> Precision | None:
+        """Return the precision of the launcher's own autocast; ``None`` leaves it off.
+
+        A single fp16 unit asks for it too: the launcher scales losses only under its own fp16.
+        """
+        return self.plan.uniform_16_bit or (Precision.FP16 if self.plan.uses_fp16 else None)
+
+    @property
+    def by_unit(self) -> Plan | None:
+        """Return what is left to be applied to the model, unit by unit; ``None`` if the autocast says it all.
+
+        Where units are recomputed each names its precision, since the launcher's autocast keeps casted weights from
+        one graph to another (pytorch#141896) and a unit's own does not.
+        """
+        plan = self.plan
+        differs = plan.uniform_16_bit is None and any(choice.is_16_bit for choice in plan.precision.values())
+        if not differs and Storage.RECOMPUTE not in plan.storage.values():
+            return None
+        if self.autocast is None or not differs:
+            return plan
+        own = {name: Precision.FP32 if it is Precision.INHERIT else it for name, it in plan.precision.items()}
+        return plan.changed(precision=own)
+
+
+def require_fit(plan: Plan, job: Job) -> Plan:
+    """Return the plan with every unit of the job named, in the plan's own order.
+
+    Raises:
+        PlanError: if the job has no such unit or k, naming it.
+        JobError: if the job's model cannot be built.
+    """
+    with randomness.isolated():
+        model = build_model(job)
+    units = find_units(model) if job.units is None else name_units(model, job.units)
+    # Precisions are the target machine's affair, not this one's.
+    space = PlanSpace(
+        units=units, accumulation_choices=accumulation_choices(job, model, {}), precisions=tuple(Precision)
+    )
+    space.check(plan, where=_WHERE)
+    inherited = {unit.name: Precision.INHERIT for unit in units if unit.name not in plan.precision}
+    return plan.changed(precision={**plan.precision, **inherited})
+
+
+def launched(plan: Plan, job: Job, ranks: int) -> Launched:
+    """Return a plan as launchers see it.
+
+    Args:
+        plan: a plan of the job, every unit named.
+        job: the job.
+        ranks: how many ranks will train it.
+
+    Raises:
+        PlanError: if the batch cannot be cut evenly, as launchers' arithmetic demands.
+    """
+    k = plan.accumulation_steps
+    samples = job.batch_size * (k if job.batching == "adaptive" else 1)
+    if samples % (k * ranks):
+        raise PlanError(
+            f"a batch of {samples} samples is cut into k={k} micro-batches on {ranks} ranks",
+            where=_WHERE,
+            allowed=f"a batch size that {k * ranks} divides",
+        )
+    return Launched(
+        plan=plan,
+        samples=samples,
+        micro_samples=samples // (k * ranks),
+        ranks=ranks,
+        # Launchers clip at 1 where nothing is said.
+        clip_norm=float(job.clip_norm or 0.0),
+    )

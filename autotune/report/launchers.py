@@ -1,0 +1,142 @@
+"""Write what DeepSpeed, Accelerate and transformers' Trainer are launched with, and say what it cannot hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autotune.engines.deepspeed_config import STAGES
+from autotune.plan import Plan, Precision, Storage
+from autotune.report.exported import Export, Launched
+
+PLAN_FILE = "plan.json"
+# What applies a plan's choices of single units to a model.
+APPLY = (
+    "from pathlib import Path",
+    "from autotune.campaign.runs import read_plan",
+    "from autotune.mechanics import controls",
+    f'controls.apply(model, read_plan(Path("{PLAN_FILE}")))',
+)
+_DTYPES = {Precision.BF16: "bfloat16", Precision.FP16: "float16"}
+
+
+def to_deepspeed(launched: Launched) -> Export:
+    """Return a DeepSpeed configuration with the plan's micro-batch, k, ZeRO stage, precision and clipping."""
+    plan = launched.plan
+    stage = plan.launch.zero_stage or 0
+    assert stage in STAGES
+    config: dict[str, Any] = {
+        "train_batch_size": launched.samples,
+        "train_micro_batch_size_per_gpu": launched.micro_samples,
+        "gradient_accumulation_steps": launched.k,
+        "gradient_clipping": launched.clip_norm,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+    }
+    notes, files = [], {}
+    uniform = plan.uniform_16_bit
+    if uniform is not None:
+        config["torch_autocast"] = {"enabled": True, "dtype": _DTYPES[uniform]}
+    elif any(precision.is_16_bit for precision in plan.precision.values()):
+        notes.append(
+            "precision differs from unit to unit, which a configuration cannot hold: the units stay in fp32 unless "
+            "autotune's own DeepSpeed engine trains them"
+        )
+    recomputed = _recomputed(plan)
+    if recomputed:
+        own = plan.changed(precision=dict.fromkeys(plan.precision, Precision.INHERIT))
+        files[PLAN_FILE] = own.to_json()
+        notes.append(
+            f"{len(recomputed)} units are recomputed ({', '.join(recomputed)}): after deepspeed.initialize, "
+            f'tuner = autotune.attach(engine=engine, policy="{PLAN_FILE}", limits=autotune.Limits(gain_frac=-1.0))'
+        )
+    files["ds_config.json"] = config
+    command = f"torchrun --nproc-per-node {launched.ranks} train.py --deepspeed --deepspeed_config ds_config.json"
+    return Export(files=files, command=command, notes=tuple(notes))
+
+
+def to_accelerate(launched: Launched) -> Export:
+    """Return a configuration of ``accelerate launch`` with the plan's ranks and precision; k goes by the command.
+
+    The file holds no k (only its DeepSpeed section does), but each ``Accelerator()`` reads it from its environment.
+    """
+    config: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        # Also without GPUs: nothing else in such a file starts several processes.
+        "distributed_type": "MULTI_GPU" if launched.ranks > 1 else "NO",
+        "num_machines": 1,
+        "num_processes": launched.ranks,
+        "machine_rank": 0,
+        "mixed_precision": str(launched.autocast or "no"),
+        "use_cpu": False,
+    }
+    clip = f"accelerator.clip_grad_norm_(model.parameters(), {launched.clip_norm:g})"
+    alone = "without GPUs, ACCELERATE_USE_CPU=true before the command; else each rank trains by itself"
+    notes = [
+        *([alone] if launched.ranks > 1 else []),
+        f"micro-batches are the script's own: DataLoader(..., batch_size={launched.micro_samples}) on each of "
+        f"{launched.ranks} ranks, its loop under `with accelerator.accumulate(model):`",
+        *([f"clipping is the script's own: if accelerator.sync_gradients: {clip}"] if launched.clip_norm else []),
+        *_not_held(launched, "before accelerator.prepare"),
+    ]
+    command = (
+        f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={launched.k} accelerate launch --config_file accelerate.json train.py"
+    )
+    return Export(files={"accelerate.json": config, **_plan_file(launched)}, command=command, notes=tuple(notes))
+
+
+def to_transformers(launched: Launched) -> Export:
+    """Return the ``TrainingArguments`` with the plan's micro-batch, k, precision and clipping, as a JSON file."""
+    arguments = {
+        "per_device_train_batch_size": launched.micro_samples,
+        "gradient_accumulation_steps": launched.k,
+        "bf16": launched.autocast is Precision.BF16,
+        "fp16": launched.autocast is Precision.FP16,
+        "max_grad_norm": launched.clip_norm,
+    }
+    notes = [
+        'TrainingArguments: (args,) = HfArgumentParser(TrainingArguments).parse_json_file("training_args.json")',
+        *_not_held(launched, "before Trainer(model, args, ...)"),
+    ]
+    command = f"torchrun --nproc-per-node {launched.ranks} train.py training_args.json"
+    return Export(files={"training_args.json": arguments, **_plan_file(launched)}, command=command, notes=tuple(notes))
+
+
+def _plan_file(launched: Launched) -> dict[str, Any]:
+    return {} if launched.by_unit is None else {PLAN_FILE: launched.by_unit.to_json()}
+
+
+def _not_held(launched: Launched, when: str) -> list[str]:
+    """Return what a configuration says nothing of: single units, and what the plan launches with.
+
+    Args:
+        launched: the plan.
+        when: at which point of the script single units are told.
+    """
+    notes, own = [], launched.by_unit
+    if own is not None:
+        lists = [f"{precision}: {', '.join(names)}" for precision, names in _by_precision(own).items()]
+        if recomputed := _recomputed(own):
+            lists.append(f"recomputed: {', '.join(recomputed)}")
+        notes.append(f"it holds nothing of single layers ({'; '.join(lists)}): {when}, {'; '.join(APPLY)}")
+    if launch := own_launch(launched.plan):
+        notes.append(f"it does not hold {launch}")
+    return notes
+
+
+def own_launch(plan: Plan) -> str:
+    """Return what a plan launches with that only a DeepSpeed configuration, or the script itself, can hold."""
+    chosen = plan.launch.to_json()
+    if stage := chosen.pop("zero_stage", 0):
+        chosen["zero_stage"] = f"{stage} (autotune export --to deepspeed does)"
+    return ", ".join(f"{name} {value}" for name, value in chosen.items())
+
+
+def _by_precision(plan: Plan) -> dict[Precision, list[str]]:
+    lists: dict[Precision, list[str]] = {}
+    for name, precision in plan.precision.items():
+        lists.setdefault(precision, []).append(name)
+    return lists
+
+
+def _recomputed(plan: Plan) -> list[str]:
+    return [name for name, storage in plan.storage.items() if storage is Storage.RECOMPUTE]

@@ -1,0 +1,127 @@
+"""Write a plan as a training script that runs by itself: a plain loop, to be taken over."""
+
+from __future__ import annotations
+
+import pprint
+import textwrap
+
+from autotune.errors import InputError
+from autotune.job import Job
+from autotune.physics.learning_rate import batch_factor
+from autotune.plan import Plan
+from autotune.report.exported import Export
+from autotune.report.launchers import own_launch
+
+FILE = "train_tuned.py"
+
+_SCRIPT = '''"""Train a job under a tuned plan: {plan}."""
+
+import itertools
+import json
+
+import torch
+
+from autotune import Plan, load_job
+from autotune.mechanics import controls, stepping
+
+PLAN = Plan.from_json(
+{document}
+)
+
+
+def main() -> None:
+    """Train to the job's last sample and print its metric."""
+    job = load_job({reference!r})
+    torch.manual_seed(0)
+    model = job.model()
+    # Precision and recomputation, unit by unit; controls.remove(model) takes them back.
+    controls.apply(model, PLAN)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+{prepared}
+    # A pass over the data that ends is followed by another one.
+    batches = itertools.chain.from_iterable(job.batches(seed) for seed in itertools.count())
+    samples = 0
+    while samples < job.total_samples:
+{taken}
+        # Weighed by what bears loss, micro-batches give the gradient of the whole step, whatever k is.
+        for piece, weight in stepping.shares(pieces, job.count).here:
+{updated}
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad(), controls.suspended(model):
+        print(json.dumps({{"samples": samples, "metric": job.evaluate(model)}}))
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+def to_python(plan: Plan, job: Job, reference: str) -> Export:
+    """Return a script that trains the job under the plan, in one process.
+
+    Args:
+        plan: a plan of the job.
+        job: the job.
+        reference: what the job is loaded by.
+
+    Raises:
+        InputError: if there is no reference.
+    """
+    if not reference:
+        raise InputError("a job was given without its reference", where="export", allowed="what load_job takes")
+    script = _SCRIPT.format(
+        plan=plan,
+        reference=reference,
+        document=textwrap.indent(pprint.pformat(plan.to_json(), width=110, sort_dicts=False), " " * 4),
+        prepared=_block(1, _prepared(plan, job)),
+        taken=_block(2, _taken(plan, job)),
+        updated=_block(2, _updated(plan, job)),
+    )
+    held = own_launch(plan)
+    return Export(files={FILE: script}, command=f"python {FILE}", notes=(f"it does not hold {held}",) if held else ())
+
+
+def _prepared(plan: Plan, job: Job) -> list[str]:
+    """Return the lines that make the optimizer, and what a step needs beside it."""
+    lines = ["optimizer = job.optimizer(parameters)"]
+    if plan.uses_fp16:
+        lines.append("scaler = torch.amp.GradScaler(parameters[0].device.type)")
+    if _factors(plan, job):
+        lines.append('rates = [group["lr"] for group in optimizer.param_groups]')
+    return lines
+
+
+def _taken(plan: Plan, job: Job) -> list[str]:
+    """Return the lines that take a step's micro-batches and set its learning rate."""
+    fixed = "pieces = stepping.split(next(batches), PLAN.accumulation_steps)"
+    adaptive = "pieces = list(itertools.islice(batches, PLAN.accumulation_steps))"
+    lines = [
+        adaptive if job.batching == "adaptive" else fixed,
+        "samples += sum(stepping.num_samples(piece) for piece in pieces)",
+    ]
+    if factors := _factors(plan, job):
+        lines.append("for group, rate in zip(optimizer.param_groups, rates):")
+        lines.append(f'    group["lr"] = {" * ".join(["rate", *factors])}')
+    return lines
+
+
+def _updated(plan: Plan, job: Job) -> list[str]:
+    """Return the lines that run one micro-batch and, after the last one, update the weights."""
+    clip = [] if job.clip_norm is None else [f"torch.nn.utils.clip_grad_norm_(parameters, {job.clip_norm!r})"]
+    loss = "    loss = job.loss(model, piece) * weight"
+    if not plan.uses_fp16:
+        return [loss, "    loss.backward()", *clip, "optimizer.step()"]
+    unscale = ["scaler.unscale_(optimizer)"] if clip else []
+    return [loss, "    scaler.scale(loss).backward()", *unscale, *clip, "scaler.step(optimizer)", "scaler.update()"]
+
+
+def _factors(plan: Plan, job: Job) -> list[str]:
+    """Return what a step's learning rate is multiplied by."""
+    scheduled = [] if job.schedule is None else ["job.schedule.factor(samples / job.total_samples)"]
+    larger = batch_factor(job.lr_rule, plan.accumulation_steps, 1) if job.batching == "adaptive" else 1.0
+    return [*scheduled, *([] if larger == 1.0 else [repr(larger)])]
+
+
+def _block(depth: int, lines: list[str]) -> str:
+    return textwrap.indent("\n".join(lines), " " * 4 * depth)

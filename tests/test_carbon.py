@@ -1,0 +1,216 @@
+"""Carbon: a series is read strictly, grams are an integral, and the best start is the best of all starts."""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune.cli.main import run
+from autotune.errors import InputError
+from autotune.physics.carbon import JOULES_PER_KWH, Intensity, iso, parse_length, parse_time, schedule
+
+HOUR = 3600.0
+BEGIN = datetime(2025, 3, 1, tzinfo=UTC).timestamp()
+
+
+def series(values: list[float], step_s: float = HOUR) -> Intensity:
+    starts = tuple(BEGIN + index * step_s for index in range(len(values)))
+    return Intensity(starts_s=starts, grams_per_kwh=tuple(values), end_s=starts[-1] + step_s)
+
+
+def written(folder: Path, *rows: str) -> Path:
+    path = folder / "series.csv"
+    path.write_text("\n".join(rows) + "\n")
+    return path
+
+
+values = st.lists(st.floats(2.0, 1000.0), min_size=2, max_size=12)
+
+
+@given(values=values, data=st.data())
+def test_the_mean_is_the_integral_on_a_fine_grid(values: list[float], data: st.DataObject) -> None:
+    intensity = series(values)
+    minutes = len(values) * 60
+    first = data.draw(st.integers(0, minutes - 1))
+    last = data.draw(st.integers(first + 1, minutes))
+    each = [values[minute // 60] for minute in range(first, last)]
+    mean = intensity.mean(BEGIN + first * 60, BEGIN + last * 60)
+    assert mean == pytest.approx(math.fsum(each) / len(each), rel=1e-9)
+
+
+@settings(max_examples=200)
+@given(values=values, length_min=st.integers(1, 300), wait_min=st.integers(0, 200), spare_min=st.integers(0, 400))
+def test_no_start_on_a_fine_grid_emits_less_than_the_best_or_more_than_the_worst(
+    values: list[float], length_min: int, wait_min: int, spare_min: int
+) -> None:
+    intensity, minutes = series(values), len(values) * 60
+    latest = min(wait_min + spare_min, minutes - length_min)
+    if latest < wait_min:
+        return
+    earliest_s, deadline_s = BEGIN + wait_min * 60, BEGIN + (latest + length_min) * 60
+    found = schedule(intensity, length_min * 60, earliest_s, deadline_s)
+    # Brute force knows nothing of changes: every minute's value, every minute's start.
+    per_minute = np.repeat(np.asarray(values), 60)
+    summed = np.concatenate([[0.0], np.cumsum(per_minute)])
+    begins = np.arange(wait_min, latest + 1)
+    means = (summed[begins + length_min] - summed[begins]) / length_min
+    # The grid holds every change, so that equality holds, not a bound alone.
+    assert found.best.grams_per_kwh == pytest.approx(means.min(), rel=1e-9)
+    assert found.worst.grams_per_kwh == pytest.approx(means.max(), rel=1e-9)
+    assert found.earliest.grams_per_kwh == pytest.approx(means[0], rel=1e-9)
+    assert found.earliest.begin_s == earliest_s
+    for start in (found.best, found.worst):
+        assert earliest_s <= start.begin_s
+        assert start.end_s <= deadline_s + 1e-6
+
+
+@given(values=values, length_s=st.floats(1.0, 2 * HOUR), share=st.floats(0.0, 1.0))
+def test_no_start_between_the_grid_points_is_better_either(values: list[float], length_s: float, share: float) -> None:
+    intensity = series(values)
+    if length_s > len(values) * HOUR:
+        return
+    found = schedule(intensity, length_s, BEGIN)
+    begin = min(BEGIN + share * (intensity.end_s - length_s - BEGIN), intensity.end_s - length_s)
+    assert found.best.grams_per_kwh <= intensity.mean(begin, begin + length_s) * (1 + 1e-9)
+
+
+def test_of_equal_starts_the_earliest_is_the_best() -> None:
+    found = schedule(series([300.0, 100.0, 100.0, 100.0]), HOUR, BEGIN)
+    assert found.best.begin_s == BEGIN + HOUR
+    assert schedule(series([7.1] * 9), 2.5 * HOUR, BEGIN + 100).best.begin_s == BEGIN + 100
+
+
+def test_the_best_start_can_lie_where_the_end_meets_a_change() -> None:
+    # Two clean hours, of which a run of three hours can use both only if it ends with them.
+    found = schedule(series([300.0, 200.0, 50.0, 50.0, 400.0]), 3 * HOUR, BEGIN)
+    assert (found.best.begin_s, found.best.end_s) == (BEGIN + HOUR, BEGIN + 4 * HOUR)
+    assert found.best.grams_per_kwh == pytest.approx(100.0)
+
+
+def test_a_kilowatt_hour_emits_the_intensity() -> None:
+    intensity = series([100.0, 300.0])
+    assert intensity.grams(JOULES_PER_KWH, BEGIN, BEGIN + 2 * HOUR) == pytest.approx(200.0)
+    assert intensity.grams(JOULES_PER_KWH, BEGIN + HOUR, BEGIN + HOUR) == 300.0
+    assert intensity.grams(1.0, BEGIN, BEGIN + 3 * HOUR) is None
+    assert Intensity.parse("250").grams(2 * JOULES_PER_KWH, 0.0, 1.0) == 500.0
+
+
+def test_a_series_is_read_with_or_without_a_heading_and_in_any_zone(tmp_path: Path) -> None:
+    rows = ("2025-03-01T01:00:00+01:00,120.5", "2025-03-01T01:00:00Z,80", "2025-03-01T02:00:00+00:00,0")
+    expected = Intensity(
+        starts_s=(BEGIN, BEGIN + HOUR, BEGIN + 2 * HOUR), grams_per_kwh=(120.5, 80.0, 0.0), end_s=BEGIN + 3 * HOUR
+    )
+    assert Intensity.read(written(tmp_path, *rows)) == expected
+    assert Intensity.read(written(tmp_path, "time,Carbon intensity gCO2eq/kWh (direct)", *rows, "")) == expected
+    assert iso(expected.end_s) == "2025-03-01T03:00:00+00:00"
+
+
+GOOD = ("2025-03-01T00:00Z,100", "2025-03-01T01:00Z,90")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ((*GOOD, "2025-03-01T03:00Z,80"), r"line 3: leaves a gap: it comes 7200 s after .*allowed: 3600 s"),
+        (
+            ("2025-03-01T00:00Z,1", "2025-03-01T02:00Z,90", "2025-03-01T03:00Z,9", "2025-03-01T04:00Z,9"),
+            r"line 2: leaves a gap",
+        ),
+        ((*GOOD, "2025-03-01T01:30Z,80", "2025-03-01T02:30Z,80"), r"line 3: is out of step: it comes 1800 s"),
+        ((*GOOD, "2025-03-01T01:00Z,80"), r"line 3: is not later than the line before it .allowed: ascending times"),
+        ((GOOD[1], GOOD[0]), r"line 2: is not later"),
+        ((GOOD[0], "2025-03-01T01:00,90"), r"line 2: time '2025-03-01T01:00' has no zone .allowed: an ISO time with"),
+        ((GOOD[0], "yesterday,90"), r"line 2: time is 'yesterday'"),
+        ((GOOD[0], "2025-03-01T01:00Z,-4"), r"line 2: intensity is -4 .allowed: .*not negative"),
+        ((GOOD[0], "2025-03-01T01:00Z,nan"), r"line 2: intensity is nan"),
+        ((GOOD[0], "2025-03-01T01:00Z,much"), r"line 2: intensity is 'much'"),
+        ((GOOD[0], "2025-03-01T01:00Z,4,5"), r"line 2: has 3 columns"),
+        (("2025-03-01T00:00Z,0.1", "2025-03-01T01:00Z,0.4"), r"no value reaches 2, which looks like kg/kWh"),
+        (("2025-03-01T00:00Z,100000", "2025-03-01T01:00Z,90000"), r"100000 is no grid's, and looks like g/MWh"),
+        (("time,kgCO2/kWh", *GOOD), r"line 1: the unit is 'kgCO2/kWh' .allowed: gCO2/kWh"),
+        (("time,lb CO2/MWh", *GOOD), r"line 1: the unit is 'lb CO2/MWh'"),
+        (("time,gCO2/kWh",), r"holds 0 values .allowed: at least two rows"),
+        ((GOOD[0],), r"holds 1 values"),
+    ],
+)
+def test_a_wrong_series_is_one_line_that_names_file_and_line(
+    tmp_path: Path, rows: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, *rows)
+    with pytest.raises(InputError, match=f"{path}.*{message}"):
+        Intensity.read(path)
+    assert run(["schedule", "--length", "1h", "--carbon-intensity", str(path)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert str(path) in said.err
+    assert said.err.count("\n") == 1
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"nowhere.csv: cannot be read .No such file"):
+        Intensity.parse(str(tmp_path / "nowhere.csv"))
+    (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="is not UTF-8"):
+        Intensity.parse(str(tmp_path / "bytes.csv"))
+    for text, message in (
+        ("0.3", "looks like kg"),
+        ("-5", "is no intensity"),
+        ("nan", "is no intensity"),
+        ("9e9", "MWh"),
+    ):
+        with pytest.raises(InputError, match=f"--carbon-intensity: .*{message}"):
+            Intensity.parse(text)
+
+
+def test_lengths_and_times_are_read_or_refused() -> None:
+    assert [parse_length(text) for text in ("6h", "90min", "90m", "1d12h", "1.5h", "30 s")] == [
+        *(21600, 5400, 5400, 129600, 5400, 30)
+    ]
+    for text in ("", "6", "h", "-1h", "0h", "6 hours", "1h-"):
+        with pytest.raises(InputError, match=r"--length: length is .*allowed: a length such as 6h"):
+            parse_length(text)
+    assert parse_time("2025-03-01T01:00:00+01:00", where="") == BEGIN
+    with pytest.raises(InputError, match="--deadline: time is 'soon'"):
+        parse_time("soon", where="--deadline")
+
+
+def test_what_the_series_does_not_cover_is_refused() -> None:
+    intensity = series([100.0] * 4)
+    with pytest.raises(InputError, match=r"--earliest, --deadline: the series says nothing of 2025-02-28T23:00:00"):
+        schedule(intensity, HOUR, BEGIN - HOUR)
+    with pytest.raises(InputError, match=r"says nothing of .* to 2025-03-01T05:00:00.*allowed: .* to 2025-03-01T04:00"):
+        schedule(intensity, HOUR, BEGIN, BEGIN + 5 * HOUR)
+    with pytest.raises(InputError, match=r"--deadline: a run of 7200 s that starts at .* ends after 2025-03-01T01:00"):
+        schedule(intensity, 2 * HOUR, BEGIN, BEGIN + HOUR)
+
+
+def test_the_command_answers_in_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grams = (300, 200, 50, 50, 400, 400)
+    path = written(tmp_path, "time,gCO2/kWh", *(f"2025-03-01T0{hour}:00Z,{value}" for hour, value in enumerate(grams)))
+    command = ["schedule", "--length", "3h", "--carbon-intensity", str(path), "--earliest", "2025-03-01T00:00Z"]
+    assert run([*command, "--watts", "1000", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["length_s"], found["energy_j"]) == (10800.0, 1.08e7)
+    assert found["best"] == {
+        "start": "2025-03-01T01:00:00+00:00",
+        "end": "2025-03-01T04:00:00+00:00",
+        "grams_per_kwh": pytest.approx(100.0),
+        "grams": pytest.approx(300.0),
+    }
+    assert (found["earliest"]["grams"], found["worst"]["grams"]) == (pytest.approx(550.0), pytest.approx(850.0))
+    assert found["saved_frac"] == pytest.approx(1 - 300 / 550)
+    assert run([*command, "--json", "--deadline", "2025-03-01T03:00Z"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["best"] == alone["earliest"] == alone["worst"]
+    assert alone["best"]["grams"] is None
+    assert run([*command]) == 0
+    assert "emits 45% less than starting as early as possible, and 65% less" in capsys.readouterr().out
+    for wrong in (["--watts", "0"], ["--watts", "nan"], ["--deadline", "2025-03-01T03:00"]):
+        assert run([*command, *wrong]) == 2
