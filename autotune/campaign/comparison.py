@@ -155,6 +155,8 @@ class RunRecord:
     # Training seconds, samples and metric at each evaluation, and plans by the step they began at.
     curve: list[tuple[float, int, float]] = field(default_factory=list)
     plans: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    # What each window saw, in order; kept where plans change.
+    windows: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON object."""
@@ -413,6 +415,7 @@ class _Run:
             self._samples_per_step.append(window.samples_per_step)
         peaks = [peak for peak in (record.peak_bytes, window.peak_bytes) if peak is not None]
         record.peak_bytes = max(peaks, default=None)
+        record.windows.append(_seen(window, self._engine.progress.steps))
         if window.failure in _OUT_OF_MEMORY and self._dips is None:
             record.within_budget = False
         if self._budget is not None and window.peak_bytes is not None:
@@ -451,6 +454,19 @@ class _Run:
         return tuple(self._dips.budget(self._windows + ahead, self._budget) for ahead in range(LOOK_AHEAD))
 
 
+def _seen(window: Measurement, step: int) -> dict[str, Any]:
+    """Return what a report shows of a window; ``step`` is the optimizer steps that the run had done after it."""
+    scale = None if window.gradient is None else window.gradient.noise_scale
+    return {
+        "step": step,
+        "seconds_per_step": window.seconds_per_step,
+        "peak_bytes": window.peak_bytes,
+        "memory_budget_bytes": window.memory_budget_bytes,
+        "noise_scale": scale if scale is not None and math.isfinite(scale) else None,
+        "failure": None if window.failure is None else str(window.failure),
+    }
+
+
 def _document(
     job: Job,
     arms: Sequence[Arm],
@@ -484,7 +500,7 @@ def _arm_json(arm: Arm, records: Sequence[RunRecord]) -> dict[str, Any]:
     if not live:
         document["plan"] = runs[0]["plans"][0]["plan"]
         for run in runs:
-            del run["plans"]
+            del run["plans"], run["windows"]
     return {**document, "runs": runs}
 
 
