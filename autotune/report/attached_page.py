@@ -9,8 +9,10 @@ from autotune.budget import format_bytes
 from autotune.files import write_atomic
 from autotune.live.view import told_steps
 from autotune.report.attached_run import AttachedRun, Decision, count, recomputed, verdict
+from autotune.report.charts import Mark, Point, Series, chart
 from autotune.report.html import Html, cards, element, join, page, section, table
-from autotune.report.svg import Course, Mark, Point, Series, chart, strip
+from autotune.report.strips import Course, strip
+from autotune.report.svg import Figure
 
 PAGE_NAME = "report.html"
 # Share of the run's time from which the tuner is dear.
@@ -80,7 +82,7 @@ def _head(run: AttachedRun) -> Html:
 def _figures(run: AttachedRun) -> Html:
     if not run.decisions:
         return element("p", "The run ended before its first decision: there is nothing to draw.", class_="note")
-    drawn = [_memory(run), _time(run)]
+    drawn = [_memory(run).html, _time(run).html]
     return section("Over the run", element("div", *drawn, class_="figures"))
 
 
@@ -94,7 +96,7 @@ def _marks(run: AttachedRun) -> list[Mark]:
     return [*refused, *switched, *(Mark(x=s, kind="trip", text=f"step {s:,}: {why}") for s, why in run.trips)]
 
 
-def _memory(run: AttachedRun) -> Html:
+def _memory(run: AttachedRun) -> Figure:
     known = [one.predicted_bytes for one in run.decisions if one.predicted_bytes]
     unit, size = next(((n, s) for n, s in _SIZES if max(known, default=1.0) >= s), _SIZES[-1])
 
@@ -118,7 +120,7 @@ def _memory(run: AttachedRun) -> Html:
     return chart("Memory at decisions", said, series, _marks(run), unit=unit, end=run.steps)
 
 
-def _time(run: AttachedRun) -> Html:
+def _time(run: AttachedRun) -> Figure:
     ran = [(row["step"], row) for row in run.windows]
     predicted: list[Point] = [(step, _to_ms(row["predicted_s"])) for step, row in ran]
     measured: list[Point] = [(step, _to_ms(row["measured_s"])) for step, row in ran]
@@ -160,7 +162,7 @@ def _plan(run: AttachedRun) -> Html:
     others = [f"{name}: {reason}" for name, reason in run.locks.items() if name not in run.units]
     listed = element("ul", *(element("li", text) for text in others)) if others else Html("")
     summary = element("summary", f"All {len(run.units)} units at the end, and why some are locked")
-    return join([strip("The plan over the run", said, course), listed, element("details", summary, units)])
+    return join([strip("The plan over the run", said, course).html, listed, element("details", summary, units)])
 
 
 def _decisions(run: AttachedRun) -> Html:

@@ -6,6 +6,7 @@ Text is escaped where it enters; what is ``Html`` already is left as it is.
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Sequence
 
 _STYLE = """
@@ -39,16 +40,6 @@ figcaption { margin-top: .3rem; max-width: 75ch; }
 svg { display: block; width: 100%; height: auto; }
 svg.wide { display: none; }
 @media (min-width: 640px) { svg.wide { display: block; } svg.narrow { display: none; } }
-svg text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill: var(--faint); }
-svg .name { fill: var(--ink); }
-svg .grid { stroke: var(--grid); } svg .axis { stroke: var(--rule); }
-svg .line { fill: none; stroke-width: 2; }
-svg .line.one { stroke: var(--one); } svg .line.two { stroke: var(--two); stroke-dasharray: 2 2; }
-svg .line.limit { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 7 4; }
-svg .dot.one { fill: var(--one); } svg .dot.two { fill: var(--two); } svg .dot.limit { fill: var(--ink); }
-svg .switch { fill: var(--good); } svg .refused { stroke: var(--warn); stroke-width: 1.6; fill: none; }
-svg .trip { stroke: var(--bad); stroke-width: 2; }
-svg .kept { fill: var(--kept); } svg .again { fill: var(--again); } svg .fixed { fill: var(--fixed); }
 .key { display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; list-style: none; margin: 0 0 .4rem; padding: 0;
   font-size: .9rem; }
 .key li { display: flex; align-items: center; gap: .4rem; }
@@ -69,7 +60,29 @@ pre { background: var(--card); border: 1px solid var(--rule); border-radius: .4r
   white-space: pre-wrap; overflow-wrap: anywhere; }
 @media print { .scroll { overflow: visible; } }
 """
+# Rules of what is drawn; the same in a file of its own.
+_FIGURES = """
+svg text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill: var(--faint); }
+svg .name { fill: var(--ink); }
+svg .grid { stroke: var(--grid); } svg .axis { stroke: var(--rule); }
+svg .line { fill: none; stroke-width: 2; }
+svg .line.one { stroke: var(--one); } svg .line.two { stroke: var(--two); stroke-dasharray: 2 2; }
+svg .line.limit { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 7 4; }
+svg .dot.one { fill: var(--one); } svg .dot.two { fill: var(--two); } svg .dot.limit { fill: var(--ink); }
+svg .switch { fill: var(--good); } svg .refused { stroke: var(--warn); stroke-width: 1.6; fill: none; }
+svg .trip { stroke: var(--bad); stroke-width: 2; }
+svg .kept { fill: var(--kept); } svg .again { fill: var(--again); } svg .fixed { fill: var(--fixed); }
+"""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def _in_light(rules: str) -> str:
+    """Return rules with the light colours in place of their names, which few other programs than browsers know."""
+    light = dict(re.findall(r"--([a-z0-9]+): (#[0-9a-f]{6})", _STYLE[: _STYLE.index("@media")]))
+    return re.sub(r"var\(--([a-z0-9]+)\)", lambda name: light[name[1]], rules)
+
+
+FIGURE_STYLE = _in_light(_FIGURES)
 
 
 class Html(str):
@@ -148,7 +161,7 @@ def page(title: str, *content: object) -> str:
             Html('<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'),
             Html(f'<meta http-equiv="Content-Security-Policy" content="{html.escape(_POLICY)}">\n'),
             element("title", title),
-            Html(f"\n<style>{_STYLE}</style>\n"),
+            Html(f"\n<style>{_STYLE}{_FIGURES}</style>\n"),
         ]
     )
     body = element("body", element("main", *content))
