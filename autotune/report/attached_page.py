@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from autotune.budget import format_bytes
-from autotune.files import write_atomic
 from autotune.live.view import told_steps
 from autotune.report.attached_run import AttachedRun, Decision, count, recomputed, verdict
 from autotune.report.charts import Mark, Point, Series, chart
@@ -14,7 +12,6 @@ from autotune.report.html import Html, cards, element, join, page, section, tabl
 from autotune.report.strips import Course, strip
 from autotune.report.svg import Figure
 
-PAGE_NAME = "report.html"
 # Share of the run's time from which the tuner is dear.
 _DEAR = 0.01
 # Rows of the table of decisions; those that changed or refused something come first.
@@ -28,16 +25,6 @@ _RULES = {
     "interval": "too soon after the last switch",
     "gain": "not worth a switch",
 }
-
-
-def write_page(run: AttachedRun, path: Path) -> Path:
-    """Write a run's page and return its path.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
-    write_atomic(path, page_of(run))
-    return path
 
 
 def page_of(run: AttachedRun) -> str:
@@ -82,8 +69,14 @@ def _head(run: AttachedRun) -> Html:
 def _figures(run: AttachedRun) -> Html:
     if not run.decisions:
         return element("p", "The run ended before its first decision: there is nothing to draw.", class_="note")
-    drawn = [_memory(run).html, _time(run).html]
+    drawn = [figure.html for figure in (_memory(run), _time(run))]
     return section("Over the run", element("div", *drawn, class_="figures"))
+
+
+def figures_of(run: AttachedRun) -> list[Figure]:
+    """Return a run's figures."""
+    drawn = [_memory(run), _time(run)] if run.decisions else []
+    return [*drawn, _course(run)] if run.units else drawn
 
 
 def _marks(run: AttachedRun) -> list[Mark]:
@@ -139,14 +132,6 @@ def _plan(run: AttachedRun) -> Html:
     if not run.units:
         return element("p", "The model has no units.")
     plan = run.plan
-    end = "your own plan: none was ever put in its place" if plan is None else str(plan)
-    course = Course(
-        units=run.units,
-        fixed=frozenset(run.units) - frozenset(run.recomputable),
-        recomputed=[(step, recomputed(one)) for step, one in run.schedule],
-        end=run.steps,
-    )
-    said = f"Which units the decided plan recomputed, over the run. At its end: {end}."
     names = frozenset() if plan is None else recomputed(plan)
     rows = [
         [
@@ -162,7 +147,19 @@ def _plan(run: AttachedRun) -> Html:
     others = [f"{name}: {reason}" for name, reason in run.locks.items() if name not in run.units]
     listed = element("ul", *(element("li", text) for text in others)) if others else Html("")
     summary = element("summary", f"All {len(run.units)} units at the end, and why some are locked")
-    return join([strip("The plan over the run", said, course).html, listed, element("details", summary, units)])
+    return join([_course(run).html, listed, element("details", summary, units)])
+
+
+def _course(run: AttachedRun) -> Figure:
+    end = "your own plan: none was ever put in its place" if run.plan is None else str(run.plan)
+    course = Course(
+        units=run.units,
+        fixed=frozenset(run.units) - frozenset(run.recomputable),
+        recomputed=[(step, recomputed(one)) for step, one in run.schedule],
+        end=run.steps,
+    )
+    said = f"Which units the decided plan recomputed, over the run. At its end: {end}."
+    return strip("The plan over the run", said, course)
 
 
 def _decisions(run: AttachedRun) -> Html:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autotune.report.html import Html, element, join
-from autotune.report.svg import RIGHT, Figure, Key, ticks
+from autotune.report.svg import RIGHT, Figure, Key, text_width, ticks
 
 _COLUMNS = 240
 _ROWS = 60
@@ -93,3 +93,67 @@ def _runs(kinds: Sequence[str]) -> Iterator[tuple[int, int, str]]:
         if number == len(kinds) or kinds[number] != kinds[first]:
             yield first, number, kinds[first]
             first = number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Hold what a plan chose for one unit.
+
+    Attributes:
+        unit: its name.
+        precision: its precision.
+        storage: ``kept``, ``again`` or ``fixed``.
+    """
+
+    unit: str
+    precision: str
+    storage: str
+
+
+def plan_strip(title: str, described: str, cells: Sequence[Cell]) -> Figure:
+    """Return a figure with the units from left to right: how each is stored, and below it how it computes."""
+    storages = [name for name in _STORAGES if any(cell.storage == name for cell in cells)]
+    precisions = dict.fromkeys(cell.precision for cell in cells)
+
+    def draw(width: int) -> tuple[Html, int]:
+        wide = (width - _SIDE) / max(len(cells), 1)
+        gap = 1.0 if wide > 4 else 0.0
+        parts = [
+            element("text", "storage", x=0, y=18, class_="name"),
+            element("text", "precision", x=0, y=42, class_="name"),
+        ]
+        for number, cell in enumerate(cells):
+            place = {"x": f"{_SIDE + number * wide:.1f}", "width": f"{max(wide - gap, 0.5):.1f}", "height": 20}
+            told = element("title", f"{cell.unit}: {cell.precision}, {_STORAGES[cell.storage]}")
+            drawn = [
+                element("rect", **place, y=4, class_=cell.storage),
+                element("rect", **place, y=28, class_=f"of-{cell.precision}"),
+            ]
+            parts.append(element("g", told, *drawn))
+        return join([*parts, *_unit_names(cells, wide)]), 68
+
+    key = [_patch(name, _STORAGES[name]) for name in storages]
+    key += [_patch(f"of-{name}", name) for name in precisions]
+    return Figure(title=title, described=described, key=key, draw=draw)
+
+
+_STORAGES = {"kept": "kept for backward", "again": "recomputed", "fixed": "no choice of storage"}
+_SIDE = 64
+
+
+def _patch(style: str, name: str) -> Key:
+    return Key(sample=element("rect", width=26, height=12, class_=style), name=name)
+
+
+def _unit_names(cells: Sequence[Cell], wide: float) -> Iterator[Html]:
+    """Yield the names of as many units as have room for theirs."""
+    free = 0.0
+    for number, cell in enumerate(cells):
+        middle = _SIDE + (number + 0.5) * wide
+        half = text_width(cell.unit) / 2
+        last = number == len(cells) - 1
+        if middle - half >= free and (last or middle + half <= _SIDE + len(cells) * wide):
+            yield element(
+                "text", cell.unit, x=f"{middle:.1f}", y=62, text_anchor="end" if last and half > wide / 2 else "middle"
+            )
+            free = middle + half + 8

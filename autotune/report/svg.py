@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from autotune.report.html import FIGURE_STYLE, Html, element
+from autotune.report.html import Html, element
+from autotune.report.style import FIGURE_STYLE
 
 WIDTHS = {"wide": 720, "narrow": 360}
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 44
@@ -179,3 +180,35 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 def _told(value: float) -> str:
     return f"{value:,.6g}"
+
+
+def marker(number: int, x: float, y: float, told: str = "") -> Html:
+    """Return the mark of the arm of a number, told from the others by its shape and its colour.
+
+    Args:
+        number: from 0; the baseline's.
+        x: its middle, from the left.
+        y: its middle, from above.
+        told: what it stands for, shown where a pointer rests on it.
+    """
+    shape = _SHAPES[number % len(_SHAPES)]
+    path = element("path", d=f"M{x:.1f} {y:.1f}{shape}", class_=f"arm {arm_style(number)}")
+    return element("g", element("title", told), path) if told else path
+
+
+def arm_style(number: int) -> str:
+    """Return the class that has the colour of the arm of a number."""
+    return f"a{number % _COLOURS}"
+
+
+_COLOURS = 8
+# A circle, a square, a diamond, two triangles, a cross and an hourglass, about 10 wide, from their middle.
+_SHAPES = (
+    "m-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0z",
+    "m-4.5-4.5h9v9h-9z",
+    "m0-6.2l6.2 6.2l-6.2 6.2l-6.2-6.2z",
+    "m0-6l5.8 10.2h-11.6z",
+    "m0 6l5.8-10.2h-11.6z",
+    "m-1.8-5.5h3.6v3.7h3.7v3.6h-3.7v3.7h-3.6v-3.7h-3.7v-3.6h3.7z",
+    "m-5-5.5h10l-10 11h10z",
+)
