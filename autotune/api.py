@@ -287,7 +287,8 @@ class Session:
 
     def _keep_profile(self, run: RunDirectory, profile: Profile | None) -> None:
         """Keep what the job cost beside the run, for its report; a profile that is there already will do."""
-        found = profile or (find_profile(self.job, self.runs) if self.ranks is None else None)
+        # Without profiles, the job is not built once more to look for its own.
+        found = profile or (find_profile(self.job, self.runs) if (self.runs / "profiles").is_dir() else None)
         if found is not None:
             run.write(PROFILE, found.to_json())
 

@@ -93,32 +93,42 @@ def prediction_table(run: CampaignRun, plans: Sequence[tuple[str, Plan, Cost | N
     """
     if run.profile is None:
         return element("p", "The job had no profile, so nothing was predicted.")
-    rows, off_time, off_memory = [], [], []
-    for name, plan, cost in plans:
-        told = predicted(run.profile, plan)
-        if told is None or cost is None:
-            continue
-        off_time.append(cost.seconds_per_sample / told.seconds_per_sample - 1)
-        off_memory.append(cost.peak_bytes / told.peak_bytes - 1)
-        rows.append(
-            [
-                name,
-                f"{told.seconds_per_sample * 1e3:.3g} ms",
-                f"{cost.seconds_per_sample * 1e3:.3g} ms",
-                f"{off_time[-1]:+.1%}",
-                format_bytes(told.peak_bytes),
-                format_bytes(cost.peak_bytes),
-                f"{off_memory[-1]:+.1%}",
-                str(plan),
-            ]
-        )
+    pairs = [
+        (name, plan, told, cost)
+        for name, plan, cost in plans
+        if cost is not None and (told := predicted(run.profile, plan)) is not None
+    ]
+    rows = [
+        [
+            name,
+            f"{told.seconds_per_sample * 1e3:.3g} ms",
+            f"{cost.seconds_per_sample * 1e3:.3g} ms",
+            f"{cost.seconds_per_sample / told.seconds_per_sample - 1:+.1%}",
+            format_bytes(told.peak_bytes),
+            format_bytes(cost.peak_bytes),
+            f"{cost.peak_bytes / told.peak_bytes - 1:+.1%}",
+            str(plan),
+        ]
+        for name, plan, told, cost in pairs
+    ]
     if not rows:
         return element("p", "The profile predicts none of the plans that were measured.")
     columns = ("", "time predicted", "measured", "off by", "peak predicted", "measured", "off by", "plan")
-    middle = [statistics.median(abs(value) for value in values) for values in (off_time, off_memory)]
-    said = f"Per sample. Off by {middle[0]:.1%} in time and {middle[1]:.1%} in memory, median of {len(rows)}."
+    said = _errors_told([(told, cost) for _, _, told, cost in pairs])
     listed = table("Predicted against measured", columns, rows, numbers=(1, 2, 3, 4, 5, 6))
     return join([element("p", said), listed])
+
+
+def _errors_told(pairs: Sequence[tuple[Cost, Cost]]) -> str:
+    """Say how far predictions were off, and how far against the first pair: a machine that slows down slows all."""
+    times = [cost.seconds_per_sample / told.seconds_per_sample for told, cost in pairs]
+    memory = statistics.median(abs(cost.peak_bytes / told.peak_bytes - 1) for told, cost in pairs)
+    off = statistics.median(abs(ratio - 1) for ratio in times)
+    said = f"Per sample. Off by {off:.1%} in time and {memory:.1%} in memory, median of {len(pairs)}"
+    if len(pairs) < 2:
+        return f"{said}."
+    beside = statistics.median(abs(ratio / times[0] - 1) for ratio in times[1:])
+    return f"{said}; against the first row as measured, by {beside:.1%} in time."
 
 
 def environment_section(run: CampaignRun) -> Html:

@@ -58,7 +58,7 @@ class ComparisonPage:
             section("The plan", self._plan()),
             section("The arms", self._arms()),
             section("Pictures", element("div", *(figure.html for figure in self._pictures()), class_="figures")),
-            section("Arms that decide while they train", *(course_section(run, arm) for arm in live)),
+            *(section(f"{arm['name']}, while it trained", course_section(run, arm)) for arm in live),
             section("Predicted against measured", self._predictions()),
             section("What it cost", self._costs()),
             section("The other plans", self._other_plans()),
@@ -238,19 +238,23 @@ class ComparisonPage:
         rows = [
             [
                 cost.arm,
+                "not reached" if cost.to_target_s is None else f"{cost.to_target_s:.2f} s",
                 f"{cost.train_s:.2f} s",
                 f"{cost.tuning_s:.1f} s" if cost.tuning_s else "none",
                 "" if cost.peak_bytes is None else format_bytes(cost.peak_bytes),
                 "absent" if cost.energy_j is None else f"{cost.energy_j:,.0f} J",
-                cost.energy_source,
                 "" if cost.carbon_g is None else f"{cost.carbon_g:.3g} g",
+                "" if cost.energy_j is None else cost.energy_source,
             ]
             for cost in costs
         ]
-        columns = ("arm", "a whole run", "tuning", "peak", "energy of a run", "read from", "carbon of a run")
+        columns = (
+            *("arm", "to the target", "a whole run", "tuning", "peak", "energy of a run", "carbon of a run"),
+            "energy read from",
+        )
         said = [element("p", "Training time without evaluation, which is the same for all arms; mean of the seeds.")]
         said.append(element("p", _energy_told(costs, self.carbon_g_per_kwh), class_="note"))
-        return join([*said, table("What it cost", columns, rows, numbers=(1, 2, 3, 4, 6))])
+        return join([*said, table("What it cost", columns, rows, numbers=(1, 2, 3, 4, 5, 6))])
 
     def _other_plans(self) -> Html:
         """Return every other arm's plan, folded."""

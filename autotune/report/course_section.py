@@ -25,10 +25,12 @@ def is_live(arm: Mapping[str, Any]) -> bool:
 
 
 def course_section(run: CampaignRun, arm: Mapping[str, Any]) -> Html:
-    """Return the figures of an arm's first run, and a table of the decisions of all."""
-    first = arm["runs"][0]
+    """Return the figures of the run of an arm that changed its plan most often, and a table of the decisions of all."""
     changes = [len(one["plans"]) - 1 for one in arm["runs"]]
-    said = f"Seed {first['seed']} is drawn. Plans changed {_times(changes)} over {count(len(changes), 'seed')}."
+    said = (
+        f"Over {count(len(changes), 'seed')} the plan changed {_times(changes)}; drawn is seed "
+        f"{_liveliest(arm)['seed']}, where it changed most often."
+    )
     drawn = element("div", *(figure.html for figure in course_figures(run, arm)), class_="figures")
     rows = [
         [f"{one['seed']}", f"{entry['step']:,}", str(Plan.from_json(entry["plan"]))]
@@ -38,12 +40,12 @@ def course_section(run: CampaignRun, arm: Mapping[str, Any]) -> Html:
     more = f", the first {_ROWS} of them here" if len(rows) > _ROWS else ""
     listed = table(f"Decisions of {arm['name']}", ("seed", "from step", "plan"), rows[:_ROWS], numbers=(1,))
     summary = element("summary", f"{count(len(rows), 'plan')} by seed and step{more}")
-    return join([element("h3", arm["name"]), element("p", said), drawn, element("details", summary, listed)])
+    return join([element("p", said), drawn, element("details", summary, listed)])
 
 
 def course_figures(run: CampaignRun, arm: Mapping[str, Any]) -> list[Figure]:
-    """Return the figures of an arm's first run; those of which nothing was recorded are left out."""
-    first, name = arm["runs"][0], arm["name"]
+    """Return the figures of an arm's liveliest run; those of which nothing was recorded are left out."""
+    first, name = _liveliest(arm), arm["name"]
     plans = [(entry["step"], Plan.from_json(entry["plan"])) for entry in first["plans"]]
     marks = [Mark(x=step, kind="switch", text=f"step {step:,}: {plan}") for step, plan in plans[1:]]
     end = max(first["steps"], 1)
@@ -56,6 +58,12 @@ def course_figures(run: CampaignRun, arm: Mapping[str, Any]) -> list[Figure]:
     if run.profile is not None and windows:
         figures.append(_time(run, name, plans, windows, marks, end))
     return [*figures, _storage(name, plans, end)]
+
+
+def _liveliest(arm: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the run of an arm that changed its plan most often; of several the first."""
+    found: Mapping[str, Any] = max(arm["runs"], key=lambda run: len(run["plans"]))
+    return found
 
 
 def time_ratios(run: CampaignRun, record: Mapping[str, Any]) -> list[float]:
@@ -86,7 +94,8 @@ def _pairs(
 def _steps(name: str, plans: Sequence[tuple[int, Plan]], marks: Sequence[Mark], end: int) -> Figure:
     points: list[Point] = [(step, float(plan.accumulation_steps)) for step, plan in plans]
     series = [Series(name="micro-batches per step (k)", style="one", points=_to_end(points, end))]
-    said = f"k from {min(y or 0 for _, y in points):.0f} to {max(y or 0 for _, y in points):.0f}."
+    low, high = min(y or 0 for _, y in points), max(y or 0 for _, y in points)
+    said = f"k stayed {low:.0f}." if low == high else f"k from {low:.0f} to {high:.0f}, {points[-1][1]:.0f} at the end."
     return chart(f"{name}: accumulation", said, series, marks, unit="k", end=end, height=_HEIGHT)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from autotune.campaign.tuning import merge_windows
 from autotune.errors import BudgetError, ProfileError
 from autotune.measurement import Measurement
 from autotune.physics.memory_model import peak_bytes
@@ -128,25 +129,21 @@ def measured_arm(arm: Mapping[str, Any]) -> Cost | None:
 
 def measured_trial(trial: Mapping[str, Any]) -> Cost | None:
     """Return what a window of ``trials.jsonl`` cost; ``None`` for one that failed or was not timed."""
-    window = Measurement.from_json(trial["measurement"])
-    if window.failure is not None or not window.throughput or window.peak_bytes is None or not window.samples_per_step:
-        return None
-    steps = [seconds / window.samples_per_step for seconds in window.step_s]
-    return Cost(seconds_per_sample=1 / window.throughput, peak_bytes=window.peak_bytes, spread=(min(steps), max(steps)))
+    return _measured(Measurement.from_json(trial["measurement"]))
 
 
 def measured_finals(run: CampaignRun) -> dict[Plan, Cost]:
     """Return what each finalist of a tuning cost, over all its final windows, and the baseline beside them."""
-    windows: dict[Plan, list[Cost]] = {}
+    windows: dict[Plan, list[Measurement]] = {}
     for trial in run.trials:
-        cost = measured_trial(trial) if trial["final"] else None
-        if cost is not None:
-            windows.setdefault(Plan.from_json(trial["plan"]), []).append(cost)
-    return {
-        plan: Cost(
-            seconds_per_sample=statistics.fmean(cost.seconds_per_sample for cost in costs),
-            peak_bytes=max(cost.peak_bytes for cost in costs),
-            spread=(min(cost.spread[0] for cost in costs), max(cost.spread[1] for cost in costs)),
-        )
-        for plan, costs in windows.items()
-    }
+        if trial["final"]:
+            windows.setdefault(Plan.from_json(trial["plan"]), []).append(Measurement.from_json(trial["measurement"]))
+    costs = {plan: _measured(merge_windows(seen)) for plan, seen in windows.items()}
+    return {plan: cost for plan, cost in costs.items() if cost is not None}
+
+
+def _measured(window: Measurement) -> Cost | None:
+    if window.failure is not None or not window.throughput or window.peak_bytes is None or not window.samples_per_step:
+        return None
+    steps = [seconds / window.samples_per_step for seconds in window.step_s]
+    return Cost(seconds_per_sample=1 / window.throughput, peak_bytes=window.peak_bytes, spread=(min(steps), max(steps)))

@@ -125,6 +125,8 @@ def _measured(frame: Frame, trade: Trade) -> Iterator[Html]:
     taken = [(frame.x(dot.x) - 8, frame.y(dot.y) - 8, 16.0, 16.0) for dot in trade.dots]
     if trade.best is not None:
         taken.append((frame.x(trade.best[0]) - 9, frame.y(trade.best[1]) - 9, 18.0, 18.0))
+    if trade.limit is not None:
+        taken.append((frame.x(trade.limit[0]) - 2, 0.0, 4.0, float(frame.height)))
     for dot in trade.dots:
         across, (low, high) = f"{frame.x(dot.x):.1f}", dot.spread
         if low != high:

@@ -34,7 +34,7 @@ p, li { max-width: 75ch; }
 .figures { display: grid; gap: 1.2rem; }
 @media (min-width: 1080px) { .figures { grid-template-columns: 1fr 1fr; } }
 figure { margin: 0; min-width: 0; max-width: 52rem; }
-h3 { font-size: 1rem; margin: 0 0 .3rem; }
+h3 { font-size: 1rem; margin: 0 0 .3rem; } .scroll + h3 { margin-top: 1.2rem; }
 figcaption { margin-top: .3rem; max-width: 75ch; }
 svg { display: block; width: 100%; height: auto; }
 svg.wide { display: none; }
@@ -49,7 +49,7 @@ table { border-collapse: collapse; width: 100%; font-size: .92rem; font-variant-
 th, td { text-align: left; padding: .35rem .6rem; border-bottom: 1px solid var(--rule); vertical-align: top; }
 thead th { background: var(--card); white-space: nowrap; }
 tbody tr:last-child > * { border-bottom: 0; }
-tbody th { font-weight: 600; white-space: nowrap; }
+tbody th { font-weight: 600; white-space: nowrap; position: sticky; left: 0; background: var(--page); }
 td.number, th.number { text-align: right; white-space: nowrap; }
 tbody td { white-space: nowrap; }
 tbody td.text { min-width: 16rem; white-space: normal; overflow-wrap: anywhere; }

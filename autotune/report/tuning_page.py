@@ -91,10 +91,10 @@ class TuningPage:
         fits = budget is None or (peak is not None and peak <= budget)
         good = fits and measured["cost"] < 1
         shown = [
-            ("time per sample", f"{measured['cost']:.2f} of baseline"),
+            ("time, of the baseline's", f"{measured['cost']:.2f}"),
             ("its peak", "unknown" if peak is None else format_bytes(peak)),
-            ("of the baseline's", "unknown" if peak is None else f"{peak / measured['baseline_peak_bytes']:.0%}"),
-            ("of the budget", "no budget" if budget is None or peak is None else f"{peak / budget:.0%}"),
+            ("peak, of the baseline's", "unknown" if peak is None else f"{peak / measured['baseline_peak_bytes']:.0%}"),
+            ("peak, of the budget", "no budget" if budget is None or peak is None else f"{peak / budget:.0%}"),
             ("tuning", f"{run.document['tuning_s']:.0f} s"),
             ("real steps", f"{run.document['tuning_steps']:,}"),
         ]
