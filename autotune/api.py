@@ -27,7 +27,7 @@ from autotune.campaign.journal import Journal, JournaledEngine
 from autotune.campaign.profiling import cached_profile, find_profile, profile_elsewhere
 from autotune.campaign.progress import Reporter, Silent
 from autotune.campaign.protocol import Arm, Dips, Protocol, paired_seeds
-from autotune.campaign.runs import RunDirectory, device_name, require_writable
+from autotune.campaign.runs import PROFILE, RunDirectory, device_name, require_writable
 from autotune.campaign.stratified import together
 from autotune.campaign.tracking import Tracker, send_pending
 from autotune.catalog import content_folder, load_job
@@ -48,6 +48,7 @@ from autotune.physics.solver import Goal, require_feasible, solve, with_shadow_p
 from autotune.physics.time_model import seconds_per_step
 from autotune.plan import Launch, Plan
 from autotune.report.figures import draw_comparison
+from autotune.report.writing import publish
 
 if TYPE_CHECKING:
     from autotune.agents.recipe import Recipe
@@ -131,6 +132,7 @@ class Session:
                 # A budget that cannot be met is answered here, before anything is written.
                 planned(method if method in PLANNERS else "exact", profile, references.memory_budget_bytes, Goal())
             run = self._create("tune", {"method": method})
+            self._keep_profile(run, profile)
             tracker = Tracker(self.runs, run.path, f"tune {self.job.name} {method}")
             result = self._search(method, engine, references, profile, run, tracker)
         if self.ranks is not None:
@@ -160,6 +162,7 @@ class Session:
         if (run.path / "policy").is_dir():
             tracker.artifact(run.path / "policy")
         tracker.artifact(run.write("tuned.json", document))
+        publish(run.path, tracker)
         tracker.close()
         return document
 
@@ -206,6 +209,7 @@ class Session:
                     allowed=f"at least {format_bytes(least)}, what the leanest plan needs",
                 )
         run = self._create(verb, {"arms": list(names), "seeds": list(seeds)})
+        self._keep_profile(run, profile)
         tracker = Tracker(self.runs, run.path, f"{verb} {self.job.name}")
         for method in (name for name in names if name not in arms):
             result = self._search(method, engine, lowest, profile, run, tracker)
@@ -262,6 +266,7 @@ class Session:
             tracker.tags({f"verdict.{entry['arm']}": entry["verdict"]})
         if (run.path / "policy").is_dir():
             tracker.artifact(run.path / "policy")
+        publish(run.path, tracker)
         tracker.close()
         return document
 
@@ -308,6 +313,13 @@ class Session:
             profile_elsewhere(self.isolate, self.runs, lean=self.profiler.is_lean)
         profile, _, _ = cached_profile(self.job, self.runs, options=self.profiler, on_progress=self.reporter.advance)
         return profile
+
+    def _keep_profile(self, run: RunDirectory, profile: Profile | None) -> None:
+        """Keep what the job cost beside the run, for its report; a profile that is there already will do."""
+        # Without profiles, the job is not built once more to look for its own.
+        found = profile or (find_profile(self.job, self.runs) if (self.runs / "profiles").is_dir() else None)
+        if found is not None:
+            run.write(PROFILE, found.to_json())
 
     def _search(
         self,

@@ -14,7 +14,7 @@ from test_env import SPACE
 import autotune
 from autotune import InputError, Measurement, Plan, Precision
 from autotune.campaign import tuning
-from autotune.campaign.comparison import RunRecord
+from autotune.campaign.protocol import RunRecord
 from autotune.campaign.runs import RunDirectory
 from autotune.gym.reward import Objective
 from autotune.mechanics import energy_meter

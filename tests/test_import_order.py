@@ -19,6 +19,7 @@ HEAVY = {
     "deepspeed": {"engines/deepspeed_engine.py"},
     "ray": {"cluster.py"},
     "matplotlib": {"report/figures.py"},
+    "pyarrow": {"report/sheets.py"},
     "transformers": {"live/integrations/transformers.py"},
     "lightning": {"live/integrations/lightning.py"},
     "accelerate": set(),

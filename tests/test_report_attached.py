@@ -20,7 +20,7 @@ import autotune
 from autotune.cli.main import run as run_command
 from autotune.errors import InputError, RunDirectoryError
 from autotune.live.decision_log import LOG_NAME
-from autotune.report import html, svg
+from autotune.report import charts, html, svg
 from autotune.report.attached_page import page_of
 from autotune.report.attached_run import AttachedRun, read_attached, verdict
 
@@ -350,7 +350,7 @@ def test_ticks_are_round_within_and_a_handful(low: float, high: float) -> None:
 def test_thinning_keeps_the_highest_and_the_lowest() -> None:
     points = [(float(x), 1.0) for x in range(10_000)]
     points[5000], points[7000] = (5000.0, 9.0), (7000.0, -9.0)
-    kept = list(svg._thinned(points))
+    kept = list(charts._thinned(points))
     assert len(kept) <= 700
     assert {(5000.0, 9.0), (7000.0, -9.0)} <= set(kept)
     assert [x for x, _ in kept] == sorted(x for x, _ in kept)

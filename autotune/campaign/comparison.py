@@ -284,6 +284,7 @@ class _Run:
             record.energy_source = window.energy_source
         peaks = [peak for peak in (record.peak_bytes, window.peak_bytes) if peak is not None]
         record.peak_bytes = max(peaks, default=None)
+        record.windows.append(_seen(window, self._engine.progress.steps))
         if window.failure in _OUT_OF_MEMORY and self._dips is None:
             record.within_budget = False
         if self._budget is not None and window.peak_bytes is not None:
@@ -320,6 +321,19 @@ class _Run:
         if self._dips is None or not self._dips.told:
             return (self._budget,)
         return tuple(self._dips.budget(self._windows + ahead, self._budget) for ahead in range(LOOK_AHEAD))
+
+
+def _seen(window: Measurement, step: int) -> dict[str, Any]:
+    """Return what a report shows of a window; ``step`` is the optimizer steps that the run had done after it."""
+    scale = None if window.gradient is None else window.gradient.noise_scale
+    return {
+        "step": step,
+        "seconds_per_step": window.seconds_per_step,
+        "peak_bytes": window.peak_bytes,
+        "memory_budget_bytes": window.memory_budget_bytes,
+        "noise_scale": scale if scale is not None and math.isfinite(scale) else None,
+        "failure": None if window.failure is None else str(window.failure),
+    }
 
 
 def _document(
@@ -361,7 +375,7 @@ def _arm_json(arm: Arm, records: Sequence[RunRecord], intensity: Intensity | Non
     if not live:
         document["plan"] = runs[0]["plans"][0]["plan"]
         for run in runs:
-            del run["plans"]
+            del run["plans"], run["windows"]
     return {**document, "runs": runs}
 
 

@@ -133,6 +133,8 @@ class RunRecord:
     # Training seconds, samples and metric at each evaluation, and plans by the step they began at.
     curve: list[tuple[float, int, float]] = field(default_factory=list)
     plans: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    # What each window saw, in order; kept where plans change.
+    windows: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON object."""

@@ -31,6 +31,8 @@ _PACKAGES = (
 )
 # What a run directory is made with.
 BEGUN_WITH = ("environment.json", "config.json")
+# The job's profile, as it was when the run was begun.
+PROFILE = "profile.json"
 
 
 class RunDirectory:

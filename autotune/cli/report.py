@@ -1,7 +1,9 @@
-"""``autotune report``: one page on a run, in one file that fetches nothing."""
+"""``autotune report``: one page on a run, in one file that fetches nothing; its figures and tables, if asked for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -12,25 +14,72 @@ from autotune.cli.console import JsonOption
 
 
 def command(
-    run: Annotated[Path, typer.Argument(help="The run directory of an attached run.")],
+    run: Annotated[Path, typer.Argument(help="The run directory of a tune, a compare, a demo or an attached run.")],
     out: Annotated[Path | None, typer.Option("--out", help="The file to write; RUN/report.html, if left out.")] = None,
+    figures: Annotated[
+        Path | None, typer.Option("--figures", help="A folder for the figures as SVG, and PNG of a campaign's.")
+    ] = None,
+    csv: Annotated[Path | None, typer.Option("--csv", help="A folder for a campaign's tables as CSV.")] = None,
+    parquet: Annotated[Path | None, typer.Option("--parquet", help="The same as Parquet.")] = None,
+    carbon_intensity: Annotated[
+        float | None,
+        typer.Option("--carbon-intensity", help="The grid's, in g CO2e per kWh, to say what energy emits."),
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="A profile of the job, for a campaign that kept none.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a page on an attached run: memory, times, plans, decisions and trips."""
-    from autotune.errors import RunDirectoryError
-    from autotune.report.attached_page import PAGE_NAME, write_page
-    from autotune.report.attached_run import read_attached, to_json, verdict
+    """Write a page on a run: verdict, plan and reasons, arms, pictures, costs, provenance, and how to repeat it."""
+    from autotune.campaign.runs import RunDirectory
+    from autotune.errors import InputError
+    from autotune.files import write_atomic
+    from autotune.report import attached_page, attached_run, sheets, writing
+    from autotune.report.campaign_run import read_campaign
 
-    found = read_attached(run)
-    path = out or run / PAGE_NAME
-    try:
-        write_page(found, path)
-    except OSError as error:
-        reason = f"cannot be written ({error.strerror})"
-        raise RunDirectoryError(reason, where=str(path), allowed="a file in a writable folder") from error
+    if carbon_intensity is not None and not 0 <= carbon_intensity < float("inf"):
+        raise InputError(f"is {carbon_intensity}", where="--carbon-intensity", allowed="grams per kWh, 0 or more")
+    made: dict[str, str] = {}
+    path = out or run / writing.PAGE_NAME
+    if RunDirectory.open(run).read("config.json").get("verb") == "attach":
+        if csv or parquet or profile or carbon_intensity is not None:
+            raise InputError("is for campaigns", where="--csv, --parquet, --profile, --carbon-intensity")
+        attached = attached_run.read_attached(run)
+        text, drawn = attached_page.page_of(attached), attached_page.figures_of(attached)
+        verdict, document = attached_run.verdict(attached), attached_run.to_json(attached)
+    else:
+        campaign = read_campaign(run, profile)
+        page = writing.page_for(campaign, carbon_intensity)
+        text, drawn, verdict, document = page.text, page.figures, page.verdict, writing.to_json(page)
+        for folder, kind in ((csv, "csv"), (parquet, "parquet")):
+            if folder is not None:
+                with _writing(made, kind, folder):
+                    sheets.write_sheets(campaign, folder, kind)
+        if figures is not None:
+            with _writing(made, "figures", figures):
+                writing.draw_figures(page, figures)
+    if figures is not None:
+        with _writing(made, "figures", figures):
+            writing.write_figures(drawn, figures)
+    with _writing(made, "report", path):
+        write_atomic(path, text)
     if as_json:
-        shared.print_json({**to_json(found), "report": str(path)})
+        shared.print_json({**document, **made})
         return
     output = shared.console(as_json=False)
-    output.print(verdict(found), soft_wrap=True)
-    output.print(f"Written: {path}", soft_wrap=True)
+    output.print(verdict, soft_wrap=True)
+    for place in made.values():
+        output.print(f"Written: {place}", soft_wrap=True)
+
+
+@contextmanager
+def _writing(made: dict[str, str], kind: str, path: Path) -> Iterator[None]:
+    """Remember what was written, and where; say in one line why it could not be."""
+    from autotune.errors import RunDirectoryError
+
+    try:
+        yield
+    except OSError as error:
+        reason = f"cannot be written ({error.strerror})"
+        raise RunDirectoryError(reason, where=str(path), allowed="a file or a folder in a writable folder") from error
+    made[kind] = str(path)

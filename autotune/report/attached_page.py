@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from autotune.budget import format_bytes
-from autotune.files import write_atomic
 from autotune.live.view import told_steps
 from autotune.report.attached_run import AttachedRun, Decision, count, recomputed, verdict
+from autotune.report.charts import Mark, Point, Series, chart
 from autotune.report.html import Html, cards, element, join, page, section, table
-from autotune.report.svg import Course, Mark, Point, Series, chart, strip
+from autotune.report.strips import Course, strip
+from autotune.report.svg import Figure
 
-PAGE_NAME = "report.html"
 # Share of the run's time from which the tuner is dear.
 _DEAR = 0.01
 # Rows of the table of decisions; those that changed or refused something come first.
@@ -26,16 +25,6 @@ _RULES = {
     "interval": "too soon after the last switch",
     "gain": "not worth a switch",
 }
-
-
-def write_page(run: AttachedRun, path: Path) -> Path:
-    """Write a run's page and return its path.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
-    write_atomic(path, page_of(run))
-    return path
 
 
 def page_of(run: AttachedRun) -> str:
@@ -80,8 +69,14 @@ def _head(run: AttachedRun) -> Html:
 def _figures(run: AttachedRun) -> Html:
     if not run.decisions:
         return element("p", "The run ended before its first decision: there is nothing to draw.", class_="note")
-    drawn = [_memory(run), _time(run)]
+    drawn = [figure.html for figure in (_memory(run), _time(run))]
     return section("Over the run", element("div", *drawn, class_="figures"))
+
+
+def figures_of(run: AttachedRun) -> list[Figure]:
+    """Return a run's figures."""
+    drawn = [_memory(run), _time(run)] if run.decisions else []
+    return [*drawn, _course(run)] if run.units else drawn
 
 
 def _marks(run: AttachedRun) -> list[Mark]:
@@ -94,7 +89,7 @@ def _marks(run: AttachedRun) -> list[Mark]:
     return [*refused, *switched, *(Mark(x=s, kind="trip", text=f"step {s:,}: {why}") for s, why in run.trips)]
 
 
-def _memory(run: AttachedRun) -> Html:
+def _memory(run: AttachedRun) -> Figure:
     known = [one.predicted_bytes for one in run.decisions if one.predicted_bytes]
     unit, size = next(((n, s) for n, s in _SIZES if max(known, default=1.0) >= s), _SIZES[-1])
 
@@ -118,7 +113,7 @@ def _memory(run: AttachedRun) -> Html:
     return chart("Memory at decisions", said, series, _marks(run), unit=unit, end=run.steps)
 
 
-def _time(run: AttachedRun) -> Html:
+def _time(run: AttachedRun) -> Figure:
     ran = [(row["step"], row) for row in run.windows]
     predicted: list[Point] = [(step, _to_ms(row["predicted_s"])) for step, row in ran]
     measured: list[Point] = [(step, _to_ms(row["measured_s"])) for step, row in ran]
@@ -137,14 +132,6 @@ def _plan(run: AttachedRun) -> Html:
     if not run.units:
         return element("p", "The model has no units.")
     plan = run.plan
-    end = "your own plan: none was ever put in its place" if plan is None else str(plan)
-    course = Course(
-        units=run.units,
-        fixed=frozenset(run.units) - frozenset(run.recomputable),
-        recomputed=[(step, recomputed(one)) for step, one in run.schedule],
-        end=run.steps,
-    )
-    said = f"Which units the decided plan recomputed, over the run. At its end: {end}."
     names = frozenset() if plan is None else recomputed(plan)
     rows = [
         [
@@ -160,7 +147,19 @@ def _plan(run: AttachedRun) -> Html:
     others = [f"{name}: {reason}" for name, reason in run.locks.items() if name not in run.units]
     listed = element("ul", *(element("li", text) for text in others)) if others else Html("")
     summary = element("summary", f"All {len(run.units)} units at the end, and why some are locked")
-    return join([strip("The plan over the run", said, course), listed, element("details", summary, units)])
+    return join([_course(run).html, listed, element("details", summary, units)])
+
+
+def _course(run: AttachedRun) -> Figure:
+    end = "your own plan: none was ever put in its place" if run.plan is None else str(run.plan)
+    course = Course(
+        units=run.units,
+        fixed=frozenset(run.units) - frozenset(run.recomputable),
+        recomputed=[(step, recomputed(one)) for step, one in run.schedule],
+        end=run.steps,
+    )
+    said = f"Which units the decided plan recomputed, over the run. At its end: {end}."
+    return strip("The plan over the run", said, course)
 
 
 def _decisions(run: AttachedRun) -> Html:

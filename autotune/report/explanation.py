@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from autotune.agents.planner import PLANNERS
-from autotune.agents.rules import Rule
+from autotune.agents.rules import RULES, Rule
 from autotune.budget import format_bytes
 from autotune.physics.profile import Profile, Segment, choice_name
 from autotune.plan import Plan, PlanSpace, Precision, Storage
+from autotune.units import Unit
 
 # Ridge weight: choices are collinear when few plans were measured, and effects must not explode then.
 _RIDGE = 1.0
@@ -101,6 +102,38 @@ def explain_trials(plan: Plan, space: PlanSpace, trials: Sequence[Mapping[str, A
     if planners:
         return explain_file(plan, space, _PLANNED[planners[-1]])
     return explain_search(plan, space, trials)
+
+
+def explain_arm(name: str, plan: Plan, space: PlanSpace, trials: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Return the explanation of the plan that an arm is launched with: by whoever made it.
+
+    Args:
+        name: the arm: a rule, a method, a plan file or a policy.
+        plan: its plan.
+        space: the space that the plan lies in.
+        trials: records of ``trials.jsonl``, of every method.
+    """
+    if name in RULES:
+        return explain_rule(plan, space, RULES[name])
+    if name in PLANNERS:
+        return explain_file(plan, space, _PLANNED[name])
+    own = [trial for trial in trials if trial["method"] == name]
+    return explain_search(plan, space, own) if own else explain_file(plan, space)
+
+
+def space_of(plans: Sequence[Plan]) -> PlanSpace:
+    """Return the smallest space that some plans lie in, where there is no profile to say more."""
+    storage = dict.fromkeys(name for plan in plans for name in plan.storage)
+    precision = dict.fromkeys([Precision.FP32, *(choice for plan in plans for choice in plan.precision.values())])
+    units = dict.fromkeys([*(name for plan in plans for name in plan.precision), *storage])
+    return PlanSpace(
+        units=tuple(
+            Unit(name=name, kind="", recomputable=name in storage, parameter_names=(), num_parameters=0)
+            for name in units
+        ),
+        accumulation_choices=tuple(sorted({1, *(plan.accumulation_steps for plan in plans)})),
+        precisions=tuple(precision),
+    )
 
 
 def explain_search(plan: Plan, space: PlanSpace, trials: Sequence[Mapping[str, Any]]) -> list[Row]:

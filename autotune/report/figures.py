@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from autotune.budget import format_bytes
+from autotune.report.curves import edge_of, mean_curve
+from autotune.report.scatter import Trade
 
 _INK, _FAINT, _BUDGET = "#1f2328", "#8c959f", "#cf222e"
 # Okabe and Ito's palette: told apart by colour-blind readers.
@@ -47,6 +49,44 @@ def draw_comparison(comparison: Mapping[str, Any], path: Path) -> Path:
         )
         figure.savefig(path, dpi=150)
         plt.close(figure)
+    return path
+
+
+def draw_trade(trade: Trade, path: Path) -> Path:
+    """Draw time against memory: what was measured, the predicted front and optimum, and the budget.
+
+    Args:
+        trade: what is drawn.
+        path: the PNG to write.
+
+    Returns:
+        The path.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    if trade.faint:
+        axes.plot(*zip(*trade.faint, strict=True), ".", color=_FAINT, label="measured while tuning")
+    if trade.front:
+        best = "predicted: best of every budget"
+        axes.step(*zip(*trade.front, strict=True), where="post", color=_INK, linewidth=1.2, label=best)
+    for dot in trade.dots:
+        low, high = dot.spread
+        colour, marker = _COLOURS[dot.number % len(_COLOURS)], _MARKERS[dot.number % len(_MARKERS)]
+        spread = [[max(dot.y - low, 0.0)], [max(high - dot.y, 0.0)]]
+        axes.errorbar(dot.x, dot.y, yerr=spread, fmt=marker, color=colour, markersize=8, capsize=4, label=dot.name)
+    if trade.best is not None:
+        axes.plot(*trade.best, "*", markersize=14, color=_COLOURS[1], markeredgecolor=_INK, label="exact optimum")
+    if trade.limit is not None:
+        axes.axvline(trade.limit[0], color=_BUDGET, linestyle="--", linewidth=1.2, label=trade.limit[1])
+    axes.set(xlabel=trade.x_name, ylabel=trade.y_name, title="Time against memory")
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=9, frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
     return path
 
 
@@ -131,35 +171,20 @@ def _draw_trade(
 def _draw_curves(axes: Any, comparison: Mapping[str, Any], colours: Mapping[str, str]) -> None:
     target = comparison["metric"]["target"]
     for arm in comparison["arms"]:
-        curve = _mean_curve([run["curve"] for run in arm["runs"]])
+        curve = mean_curve(arm["runs"]) or [(0.0, float("nan"))]
         axes.plot(*zip(*curve, strict=True), color=colours[arm["name"]], linewidth=1.8, label=arm["name"])
     axes.axhline(target, color=_FAINT, linestyle=":", linewidth=1.4)
     axes.annotate("target ", (1, target), xycoords=("axes fraction", "data"), va="top", ha="right", color=_INK)
     axes.set(xlabel="training time, s", ylabel="validation metric", title="Progress against time (mean over seeds)")
     axes.set_xlim(left=0)
-    _leave_out_the_start(axes, comparison)
+    edge = edge_of(mean_curve(comparison["arms"][0]["runs"]), target)
+    if edge is not None:
+        # The steep part would flatten everything else.
+        axes.set_ylim(**({"bottom": edge} if edge < target else {"top": edge}))
     axes.grid(alpha=0.25)
     axes.legend(fontsize=9, frameon=False, ncols=2)
-
-
-def _leave_out_the_start(axes: Any, comparison: Mapping[str, Any]) -> None:
-    """Cut off the first sixth of the baseline's run, whose steep part would flatten everything else."""
-    baseline = _mean_curve([run["curve"] for run in comparison["arms"][0]["runs"]])
-    edge, target = baseline[len(baseline) // 6][1], comparison["metric"]["target"]
-    if comparison["metric"]["goal"] == "min" and target < edge < baseline[0][1]:
-        axes.set_ylim(top=edge)
-    elif comparison["metric"]["goal"] == "max" and baseline[0][1] < edge < target:
-        axes.set_ylim(bottom=edge)
 
 
 def reached_times(arm: Mapping[str, Any]) -> list[float]:
     """Return the times to target of the runs that arrived, in seconds."""
     return [run["time_to_target_s"] for run in arm["runs"] if run["reached"]]
-
-
-def _mean_curve(curves: Sequence[Sequence[Sequence[float]]]) -> list[tuple[float, float]]:
-    """Return the mean over seeds of time and metric at each evaluation."""
-    return [
-        (statistics.fmean(point[0] for point in points), statistics.fmean(point[2] for point in points))
-        for points in zip(*curves, strict=False)
-    ] or [(0.0, float("nan"))]

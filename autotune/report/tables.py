@@ -32,7 +32,7 @@ def comparison_table(comparison: Mapping[str, Any]) -> Table:
     baseline_peak = _peak(comparison["arms"][0])
     for arm in comparison["arms"]:
         entry = judged.get(arm["name"])
-        fits = _all_fit(comparison, arm["name"])
+        fits = all_fit(comparison, arm["name"])
         table.add_row(
             arm["name"],
             _time(arm),
@@ -72,19 +72,12 @@ def plan_lines(comparison: Mapping[str, Any]) -> list[str]:
 
 def verdict_line(comparison: Mapping[str, Any]) -> str:
     """Return one sentence: the fastest arm within the budget, its uncertainty, and what it is worth."""
-    fitting = [
-        entry
-        for entry in comparison["against_baseline"]
-        if entry["time_ratio"] is not None
-        and entry["verdict"] != "not comparable"
-        and _all_fit(comparison, entry["arm"])
-    ]
-    if not fitting:
+    best = best_entry(comparison)
+    if best is None:
         reasons = {entry["reason"] for entry in comparison["against_baseline"] if entry["verdict"] == "not comparable"}
         if len(reasons) == 1:
             return f"Nothing can be compared: {reasons.pop()}."
         return "No arm within the budget reached the target on every seed."
-    best = min(fitting, key=lambda entry: entry["time_ratio"])
     low, high = (1 / bound for bound in reversed(best["time_ratio_ci95"]))
     seeds = len(comparison["seeds"])
     caution = " - an indication, not a claim" if comparison["indication_only"] else ""
@@ -97,7 +90,34 @@ def verdict_line(comparison: Mapping[str, Any]) -> str:
     )
 
 
-def _all_fit(comparison: Mapping[str, Any], name: str) -> bool:
+def best_entry(comparison: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return what is said of the fastest arm that kept to the budget on every seed; ``None`` if there is none."""
+    fitting = [
+        entry
+        for entry in comparison["against_baseline"]
+        if entry["time_ratio"] is not None
+        and entry["verdict"] != "not comparable"
+        and all_fit(comparison, entry["arm"])
+    ]
+    return min(fitting, key=lambda entry: entry["time_ratio"], default=None)
+
+
+def tuned_line(document: Mapping[str, Any]) -> str:
+    """Return one sentence on a tuning: what its plan costs against the baseline, and what that took to find."""
+    measured, budget = document["measured"], document["measured"]["memory_budget_bytes"]
+    peak, baseline = measured["peak_bytes"], measured["baseline_peak_bytes"]
+    memory = "" if peak is None else f" and {peak / baseline:.0%} of its memory"
+    within = ""
+    if budget is not None and peak is not None:
+        within = f", {'within' if peak <= budget else 'OVER'} the budget of {format_bytes(budget)}"
+    return (
+        f"Tuned steps cost {measured['cost']:.2f} of the baseline's time per sample{memory}{within}; found in "
+        f"{document['tuning_s']:.0f} s and {document['tuning_steps']} real steps, and not compared on fresh seeds yet."
+    )
+
+
+def all_fit(comparison: Mapping[str, Any], name: str) -> bool:
+    """Tell whether every run of an arm kept to the budget."""
     arm = next(arm for arm in comparison["arms"] if arm["name"] == name)
     return all(run["within_budget"] for run in arm["runs"])
 

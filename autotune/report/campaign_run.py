@@ -1,0 +1,154 @@
+"""Read the run directory of a comparison or a tuning, and refuse what no campaign wrote before anything is made of it.
+
+All that a report says comes from these files: nothing is measured, and no job is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune.campaign.profiling import read_profile
+from autotune.campaign.runs import PROFILE, RunDirectory
+from autotune.errors import InputError, RunDirectoryError
+from autotune.measurement import Measurement
+from autotune.physics.profile import Profile
+from autotune.plan import Plan
+from autotune.report.documents import Comparison, Trial, Tuned, check
+
+COMPARED, TUNED = ("compare", "demo"), ("tune",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CampaignRun:
+    """Hold what a campaign's run directory says.
+
+    Attributes:
+        folder: the run directory.
+        verb: ``compare``, ``demo`` or ``tune``.
+        config: what was asked for.
+        environment: machine, versions and data.
+        document: ``comparison.json`` or ``tuned.json``.
+        trials: what was measured to find plans, in order.
+        plan: the plan to launch with; ``None`` where no arm that fits has one.
+        profile: what the job's pieces cost; ``None`` where it was never profiled.
+    """
+
+    folder: Path
+    verb: str
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    document: Mapping[str, Any]
+    trials: tuple[Mapping[str, Any], ...]
+    plan: Plan | None
+    profile: Profile | None
+
+    @property
+    def job(self) -> str:
+        """Return the job's name."""
+        return str(self.config["job"])
+
+    @property
+    def compared(self) -> bool:
+        """Tell whether it is a comparison."""
+        return self.verb in COMPARED
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Return the memory budget; ``None`` for none."""
+        found = self.document if self.compared else self.document["measured"]
+        budget: int | None = found["memory_budget_bytes"]
+        return budget
+
+
+def read_campaign(folder: Path, profile: Path | None = None) -> CampaignRun:
+    """Read a comparison's or a tuning's run directory.
+
+    Args:
+        folder: the run directory.
+        profile: a profile of the job; ``None`` for the one that the campaign kept, if it did.
+
+    Raises:
+        RunDirectoryError: if it is none, is not finished, or a file of it is damaged.
+        ProfileError: if the profile is damaged or of another job.
+    """
+    run = RunDirectory.open(folder)
+    config = run.read("config.json")
+    verb = config.get("verb")
+    if verb not in (*COMPARED, *TUNED) or not isinstance(config.get("job"), str):
+        raise RunDirectoryError(f"a run of {verb!r} has no report", where=str(folder), allowed="tune, compare, demo")
+    name, kind = ("comparison.json", Comparison) if verb in COMPARED else ("tuned.json", Tuned)
+    if not (folder / name).is_file():
+        raise RunDirectoryError(
+            f"is not finished: it holds no {name}", where=str(folder), allowed=f"autotune resume {folder} first"
+        )
+    document = run.read(name)
+    check(kind, document, f"{folder / name}")
+    _check_plans(document, folder / name)
+    trials = _trials(run)
+    return CampaignRun(
+        folder=folder,
+        verb=str(verb),
+        config=config,
+        environment=run.read("environment.json"),
+        document=document,
+        trials=trials,
+        plan=_plan(run),
+        profile=_profile(folder, config["job"], profile),
+    )
+
+
+def _check_plans(document: Mapping[str, Any], path: Path) -> None:
+    if "plan" in document:
+        Plan.from_json(document["plan"], where=f"{path}, plan")
+    for arm in document.get("arms", ()):
+        where = f"{path}, arm {arm['name']}"
+        if arm.get("plan") is not None:
+            Plan.from_json(arm["plan"], where=where)
+        elif not all(run.get("plans") for run in arm["runs"]):
+            raise RunDirectoryError("a run has no plan", where=where, allowed="what autotune wrote")
+        for run in arm["runs"]:
+            for number, entry in enumerate(run.get("plans") or ()):
+                Plan.from_json(entry["plan"], where=f"{where}, seed {run['seed']}, plan {number}")
+
+
+def _trials(run: RunDirectory) -> tuple[Mapping[str, Any], ...]:
+    path = run.path / "trials.jsonl"
+    try:
+        rows = run.lines("trials.jsonl")
+    except UnicodeDecodeError as error:
+        raise RunDirectoryError(f"is not UTF-8 text at byte {error.start}", where=str(path)) from error
+    for number, row in enumerate(rows, 1):
+        check(Trial, row, f"{path} line {number}")
+        Plan.from_json(row["plan"], where=f"{path} line {number}, plan")
+        Measurement.from_json(row["measurement"], where=f"{path} line {number}, measurement")
+    return tuple(rows)
+
+
+def _plan(run: RunDirectory) -> Plan | None:
+    path = run.path / "plan.json"
+    return Plan.from_json(run.read("plan.json"), where=str(path)) if path.is_file() else None
+
+
+def _profile(folder: Path, job: str, given: Path | None) -> Profile | None:
+    path = given or folder / PROFILE
+    if given is None and not path.is_file():
+        return None
+    found = read_profile(path)
+    if found.job != job:
+        raise InputError(f"is a profile of {found.job!r}", where=str(path), allowed=f"a profile of {job!r}")
+    return found
+
+
+def arm_named(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return an arm of ``comparison.json``."""
+    found: Mapping[str, Any] = next(arm for arm in document["arms"] if arm["name"] == name)
+    return found
+
+
+def launched(arm: Mapping[str, Any]) -> Plan:
+    """Return the plan that an arm's runs begin with."""
+    plans: Sequence[Mapping[str, Any]] = arm["runs"][0].get("plans") or ()
+    return Plan.from_json(arm["plan"] if arm.get("plan") is not None else plans[0]["plan"])

@@ -1,0 +1,77 @@
+"""Say what each arm cost: time, memory, energy with where it was read, and the carbon of it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_J_PER_KWH = 3.6e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmCost:
+    """Hold what an arm of a comparison cost.
+
+    Attributes:
+        arm: its name.
+        to_target_s: training seconds to the target, mean of the runs that arrived; ``None`` if none did.
+        train_s: training seconds of a whole run, mean.
+        tuning_s: seconds that finding its plan took.
+        tuning_steps: real steps that this took.
+        peak_bytes: highest peak of any run; ``None`` where unmeasured.
+        energy_j: energy of a whole run, mean; ``None`` where it was not read on every seed.
+        energy_source: where it was read, or ``absent``.
+        carbon_g: grams of CO2 equivalent of that energy; ``None`` without energy or intensity.
+    """
+
+    arm: str
+    to_target_s: float | None
+    train_s: float
+    tuning_s: float
+    tuning_steps: int
+    peak_bytes: int | None
+    energy_j: float | None
+    energy_source: str
+    carbon_g: float | None
+
+
+def arm_costs(comparison: Mapping[str, Any], carbon_g_per_kwh: float | None = None) -> list[ArmCost]:
+    """Return what each arm of ``comparison.json`` cost.
+
+    Args:
+        comparison: the document.
+        carbon_g_per_kwh: the grid's carbon intensity; ``None`` if it was not given.
+    """
+    return [_arm_cost(arm, carbon_g_per_kwh) for arm in comparison["arms"]]
+
+
+def _arm_cost(arm: Mapping[str, Any], carbon_g_per_kwh: float | None) -> ArmCost:
+    runs = arm["runs"]
+    arrived = [run["time_to_target_s"] for run in runs if run["reached"]]
+    energy, source = energy_of(runs)
+    return ArmCost(
+        arm=arm["name"],
+        to_target_s=statistics.fmean(arrived) if arrived else None,
+        train_s=statistics.fmean(run["curve"][-1][0] if run["curve"] else 0.0 for run in runs),
+        tuning_s=arm["tuning_s"],
+        tuning_steps=arm["tuning_steps"],
+        peak_bytes=max((run["peak_bytes"] for run in runs if run["peak_bytes"]), default=None),
+        energy_j=energy,
+        energy_source=source,
+        carbon_g=carbon(energy, carbon_g_per_kwh),
+    )
+
+
+def energy_of(records: Sequence[Mapping[str, Any]]) -> tuple[float | None, str]:
+    """Return the mean energy of some runs or windows in J, and where it was read; absent where any has none."""
+    known = [record["energy_j"] for record in records if record["energy_j"] is not None]
+    if not known or len(known) < len(records):
+        return None, "absent"
+    return statistics.fmean(known), ", ".join(sorted({record["energy_source"] for record in records}))
+
+
+def carbon(energy_j: float | None, g_per_kwh: float | None) -> float | None:
+    """Return the grams of CO2 equivalent of an energy in J; ``None`` where either is unknown."""
+    return None if energy_j is None or g_per_kwh is None else energy_j / _J_PER_KWH * g_per_kwh

@@ -1,0 +1,164 @@
+"""Write a campaign's figures as tables for papers and notebooks: CSV, or Parquet.
+
+One row per arm, run, evaluation, change of plan, window and unit; units of measure stand in the columns' names.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from autotune.errors import InputError
+from autotune.files import write_atomic
+from autotune.plan import Plan
+from autotune.report.campaign_run import CampaignRun, launched
+from autotune.report.costs import arm_costs
+
+Row = Mapping[str, Any]
+Kind = Literal["csv", "parquet"]
+
+
+def write_sheets(run: CampaignRun, folder: Path, kind: str) -> list[Path]:
+    """Write a campaign's tables and return their paths.
+
+    Args:
+        run: the campaign.
+        folder: where they are written; made if it is missing.
+        kind: ``csv`` or ``parquet``.
+
+    Raises:
+        InputError: for Parquet where pyarrow is missing.
+        OSError: if they cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, rows in sheets_of(run).items():
+        path = folder / f"{name}.{kind}"
+        write_atomic(path, _as_csv(rows) if kind == "csv" else _as_parquet(rows))
+        paths.append(path)
+    return paths
+
+
+def sheets_of(run: CampaignRun) -> dict[str, list[Row]]:
+    """Return a campaign's tables by name; those without a row are left out."""
+    sheets = {"trials": list(_trials(run)), "units": list(_units(run))}
+    if run.compared:
+        sheets |= {
+            "arms": list(_arms(run)),
+            "runs": list(_runs(run)),
+            "curves": list(_curves(run)),
+            "plans": list(_plans(run)),
+            "windows": list(_windows(run)),
+        }
+    return {name: rows for name, rows in sheets.items() if rows}
+
+
+def _as_csv(rows: Sequence[Row]) -> str:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _as_parquet(rows: Sequence[Row]) -> bytes:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise InputError("pyarrow is missing", where="--parquet", allowed="pip install pyarrow, or --csv") from error
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([dict(row) for row in rows]), sink)
+    written: bytes = sink.getvalue().to_pybytes()
+    return written
+
+
+def _arms(run: CampaignRun) -> Iterator[Row]:
+    judged = {entry["arm"]: entry for entry in run.document["against_baseline"]}
+    for cost in arm_costs(run.document):
+        entry = judged.get(cost.arm, {})
+        low, high = entry.get("time_ratio_ci95") or (None, None)
+        keys = ("time_ratio", "p_value", "memory_ratio", "metric_difference", "non_inferior", "break_even_steps")
+        yield {
+            **{key: value for key, value in asdict(cost).items() if key != "carbon_g"},
+            **{key: entry.get(key) for key in keys},
+            "time_ratio_low": low,
+            "time_ratio_high": high,
+            "verdict": entry.get("verdict", "reference"),
+            "reason": entry.get("reason", ""),
+        }
+
+
+def _runs(run: CampaignRun) -> Iterator[Row]:
+    for arm in run.document["arms"]:
+        for record in arm["runs"]:
+            plain = {key: value for key, value in record.items() if not isinstance(value, list | dict)}
+            yield {"arm": arm["name"], **plain}
+
+
+def _curves(run: CampaignRun) -> Iterator[Row]:
+    for arm in run.document["arms"]:
+        for record in arm["runs"]:
+            for seconds, samples, metric in record["curve"]:
+                yield {
+                    "arm": arm["name"],
+                    "seed": record["seed"],
+                    "train_s": float(seconds),
+                    "samples": samples,
+                    "metric": float(metric),
+                }
+
+
+def _plans(run: CampaignRun) -> Iterator[Row]:
+    for arm in run.document["arms"]:
+        for record in arm["runs"]:
+            for entry in record.get("plans") or ():
+                plan = Plan.from_json(entry["plan"])
+                yield {
+                    "arm": arm["name"],
+                    "seed": record["seed"],
+                    "from_step": entry["step"],
+                    "accumulation_steps": plan.accumulation_steps,
+                    "plan": str(plan),
+                    "digest": plan.digest,
+                }
+
+
+def _windows(run: CampaignRun) -> Iterator[Row]:
+    for arm in run.document["arms"]:
+        for record in arm["runs"]:
+            for window in record.get("windows") or ():
+                yield {"arm": arm["name"], "seed": record["seed"], **window}
+
+
+def _trials(run: CampaignRun) -> Iterator[Row]:
+    keys = ("seconds_per_step", "samples_per_step", "peak_bytes", "loss", "energy_j", "energy_source", "failure")
+    for trial in run.trials:
+        plan, window = Plan.from_json(trial["plan"]), trial["measurement"]
+        yield {
+            **{key: trial[key] for key in ("method", "number", "final", "cost", "tuning_steps", "tuning_s")},
+            **{key: window.get(key) for key in keys},
+            "accumulation_steps": plan.accumulation_steps,
+            "plan": str(plan),
+            "digest": plan.digest,
+        }
+
+
+def _units(run: CampaignRun) -> Iterator[Row]:
+    """Yield the choices of the plan that each arm is launched with."""
+    if run.compared:
+        plans = [(arm["name"], launched(arm)) for arm in run.document["arms"]]
+    else:
+        plans = [(str(run.config.get("method")), Plan.from_json(run.document["plan"]))]
+    for name, plan in plans:
+        for unit in dict.fromkeys([*plan.precision, *plan.storage]):
+            yield {
+                "arm": name,
+                "unit": unit,
+                "precision": str(plan.precision_of(unit)),
+                "storage": str(plan.storage_of(unit)) if unit in plan.storage else None,
+            }

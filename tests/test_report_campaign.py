@@ -1,0 +1,379 @@
+"""The report of a comparison or a tuning says what its documents hold, in one file that fetches nothing."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+import re
+import shutil
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+import tiny_job
+from test_report_attached import Page
+
+import autotune
+from autotune.cli.main import run as run_command
+from autotune.errors import RunDirectoryError
+from autotune.physics.memory_model import peak_bytes
+from autotune.physics.solver import solve
+from autotune.physics.time_model import seconds_per_step
+from autotune.plan import Plan
+from autotune.report.alternatives import otherwise
+from autotune.report.campaign_run import CampaignRun, arm_named, launched, read_campaign
+from autotune.report.comparison_page import ComparisonPage
+from autotune.report.costs import arm_costs
+from autotune.report.pareto import front_of, measured_finals, measured_trial
+from autotune.report.sheets import sheets_of
+from autotune.report.tables import tuned_line, verdict_line
+from autotune.report.tuning_page import TuningPage
+from autotune.report.writing import page_for
+
+ARMS = ["paper", "exact", "optuna", "ppo"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def compared(runs: Path) -> Path:
+    found = autotune.compare(tiny_job.job(), ARMS, seeds=2, memory_budget="90%", steps=48, runs_dir=runs)
+    return Path(found["run"])
+
+
+@pytest.fixture(scope="module")
+def tuned(runs: Path, compared: Path) -> Path:
+    return Path(autotune.tune(tiny_job.job(), "optuna", memory_budget="90%", steps=48, runs_dir=runs)["run"])
+
+
+@pytest.fixture(scope="module")
+def comparison(compared: Path) -> ComparisonPage:
+    found = page_for(read_campaign(compared))
+    assert isinstance(found, ComparisonPage)
+    return found
+
+
+@pytest.fixture(scope="module")
+def tuning(tuned: Path) -> TuningPage:
+    found = page_for(read_campaign(tuned))
+    assert isinstance(found, TuningPage)
+    return found
+
+
+@pytest.fixture(params=["comparison", "tuning"])
+def page(request: pytest.FixtureRequest) -> ComparisonPage | TuningPage:
+    found: ComparisonPage | TuningPage = request.getfixturevalue(request.param)
+    return found
+
+
+def copy_of(folder: Path, to: Path) -> Path:
+    return Path(shutil.copytree(folder, to / folder.name))
+
+
+def change(path: Path, do: Callable[[Any], object]) -> None:
+    document = json.loads(path.read_text())
+    do(document)
+    path.write_text(json.dumps(document))
+
+
+def test_nothing_is_fetched_nothing_runs_and_the_page_is_whole(page: ComparisonPage | TuningPage) -> None:
+    text = page.text
+    parsed = Page(text)
+    assert not re.search(r"(https?:)?//\w", text)
+    assert not {tag for tag, _ in parsed.found} & {"script", "link", "iframe", "img", "object"}
+    for tag, attributes in parsed.found:
+        assert not {"src", "href", "style"} & set(attributes), tag
+    levels = [int(tag[1]) for tag, _ in parsed.found if re.fullmatch(r"h\d", tag)]
+    assert levels[0] == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+    for one in parsed.all("svg"):
+        assert one.get("aria-hidden") == "true" or len(one["aria-label"] or "") > 30
+    assert all(
+        one["tabindex"] == "0" and one["aria-label"] for one in parsed.all("div") if "scroll" in str(one.get("class"))
+    )
+
+
+def test_the_page_begins_with_the_verdict_and_goes_on_with_the_plan(compared: Path, comparison: ComparisonPage) -> None:
+    text = Page(comparison.text).text
+    assert comparison.verdict == verdict_line(json.loads((compared / "comparison.json").read_text()))
+    order = [text.index(part) for part in (comparison.verdict, "The plan ", "The arms ", "Pictures ", "Repeat it ")]
+    assert order == sorted(order)
+    for arm in ("baseline", *ARMS):
+        assert arm in text
+    assert f"autotune compare JOB --arms baseline,{','.join(ARMS)} --seeds 2 --memory-budget 90%" in text
+
+
+def test_every_unit_has_its_choice_and_what_others_would_change(comparison: ComparisonPage) -> None:
+    run = comparison.run
+    assert run.profile is not None
+    plan = launched(arm_named(run.document, "exact"))
+    told = otherwise(run.profile, plan, run.budget_bytes)
+    assert set(told) == {unit.name for unit in run.profile.units}
+    name = next(unit.name for unit in run.profile.units if unit.recomputable)
+    kept = str(plan.storage_of(name)) == "save"
+    other = plan.changed(storage={**plan.storage, name: "recompute" if kept else "save"})
+    off = (seconds_per_step(run.profile, other) - seconds_per_step(run.profile, plan)) * 1e3
+    assert f"{'recomputed' if kept else 'kept'}: {off:+.2f} ms" in told[name]
+    over = peak_bytes(run.profile, other) > (run.budget_bytes or 0)
+    assert (", over the budget" in told[name].split(";")[0]) == over
+    text = Page(comparison.text).text
+    for unit in run.profile.units:
+        assert f"{unit.name}: " in comparison.text
+        assert told[unit.name] in text
+
+
+def test_the_optimum_is_the_solvers_and_the_front_has_no_dominated_plan(comparison: ComparisonPage) -> None:
+    run, front = comparison.run, comparison.front
+    assert run.profile is not None
+    assert front is not None
+    assert front.best is not None
+    assert front.best[0] == solve(run.profile, run.budget_bytes).plan
+    assert front.best[1].peak_bytes <= (run.budget_bytes or 0)
+    costs = [cost for _, cost in front.points]
+    assert len(costs) >= 2
+    assert [cost.peak_bytes for cost in costs] == sorted(cost.peak_bytes for cost in costs)
+    assert [cost.seconds_per_sample for cost in costs] == sorted((c.seconds_per_sample for c in costs), reverse=True)
+    assert f"as predicted: {front.best[0]}" in Page(comparison.text).text
+    short = front_of(run.profile, run.budget_bytes, limit_s=0.0)
+    assert short.best == front.best
+    assert {short.points[0][1].peak_bytes, short.points[-1][1].peak_bytes} <= {cost.peak_bytes for cost in costs}
+
+
+def test_an_arm_that_changes_its_plan_keeps_what_its_windows_saw(compared: Path) -> None:
+    document = json.loads((compared / "comparison.json").read_text())
+    arms = {arm["name"]: arm for arm in document["arms"]}
+    assert "plan" not in arms["ppo"]
+    for run in arms["ppo"]["runs"]:
+        steps = [window["step"] for window in run["windows"]]
+        assert steps == sorted(set(steps))
+        assert steps[-1] == run["steps"]
+        assert max(window["peak_bytes"] for window in run["windows"] if window["peak_bytes"]) == run["peak_bytes"]
+    assert all("windows" not in run for run in arms["exact"]["runs"])
+
+
+def test_a_changing_arms_course_is_drawn_with_its_decisions(comparison: ComparisonPage) -> None:
+    figures = {figure.title: figure for figure in comparison.figures}
+    for what in ("accumulation", "precision and storage", "memory pressure", "time per step", "units over the run"):
+        assert f"ppo: {what}" in figures
+    arm = arm_named(comparison.run.document, "ppo")
+    changed = max(len(run["plans"]) - 1 for run in arm["runs"])
+    drawn = figures["ppo: accumulation"].draw(720)[0]
+    assert drawn.count('class="switch"') == changed
+
+
+def test_energy_is_absent_until_it_was_read_and_carbon_follows_the_intensity(comparison: ComparisonPage) -> None:
+    assert "Energy: absent." in Page(comparison.text).text
+    document = json.loads(json.dumps(dict(comparison.run.document)))
+    for number, run in enumerate(document["arms"][0]["runs"]):
+        run.update(energy_j=3.6e6 * (1 + number), energy_source="measured:rapl")
+    document["arms"][1]["runs"][0].update(energy_j=1.0, energy_source="measured:rapl")
+    costs = arm_costs(document, 380.0)
+    assert costs[0].energy_j == pytest.approx(5.4e6)
+    assert costs[0].carbon_g == pytest.approx(570.0)
+    assert costs[0].energy_source == "measured:rapl"
+    # Half a mean would be none.
+    assert (costs[1].energy_j, costs[1].energy_source, costs[1].carbon_g) == (None, "absent", None)
+
+
+def test_a_tunings_page_says_what_was_found_and_what_it_took(tuned: Path, tuning: TuningPage) -> None:
+    document = json.loads((tuned / "tuned.json").read_text())
+    text = Page(tuning.text).text
+    assert tuning.verdict == tuned_line(document)
+    assert tuning.verdict in text
+    assert "Baseline and finalists" in text
+    finals = measured_finals(tuning.run)
+    chosen = finals[Plan.from_json(document["plan"])]
+    base = next(cost for plan, cost in finals.items() if str(plan) == "k=1, 5xfp32, 0 recomputed")
+    assert chosen.seconds_per_sample / base.seconds_per_sample == pytest.approx(document["measured"]["cost"])
+    assert f"{document['tuning_steps']:,}" in text
+    assert "autotune tune JOB --method optuna --memory-budget 90% --steps 48" in text
+
+
+def test_a_run_without_a_profile_says_so_and_takes_one_from_elsewhere(
+    compared: Path, runs: Path, tmp_path: Path
+) -> None:
+    folder = copy_of(compared, tmp_path)
+    (folder / "profile.json").unlink()
+    page = page_for(read_campaign(folder))
+    assert page.front is None
+    text = Page(page.text).text
+    assert "the job had no profile" in text.lower()
+    assert "exact optimum" not in text
+    cached = next((runs / "profiles").glob("*.json"))
+    assert page_for(read_campaign(folder, cached)).front is not None
+    change(folder / "config.json", lambda config: config.update(job="other"))
+    with pytest.raises(autotune.InputError, match="is a profile of 'tiny'"):
+        read_campaign(folder, cached)
+
+
+def test_a_campaign_writes_its_own_page_and_hands_it_to_the_tracker(compared: Path, comparison: ComparisonPage) -> None:
+    assert "<!DOCTYPE html>" in (compared / "report.html").read_text()[:20]
+    assert comparison.verdict.split(";")[0] in Page((compared / "report.html").read_text()).text
+    assert {path.stem for path in (compared / "figures").iterdir()} == {figure.name for figure in comparison.figures}
+    kept = {path.name for path in (compared.parent / "artifacts").rglob("*") if path.is_file()}
+    assert {"report.html", "time-against-memory.svg", "comparison.png"} <= kept
+
+
+def test_a_figure_in_a_file_of_its_own_is_whole_and_needs_no_page(page: ComparisonPage | TuningPage) -> None:
+    assert len({figure.name for figure in page.figures}) == len(page.figures)
+    for figure in page.figures:
+        root = ET.fromstring(figure.file)
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        assert root[0].text == figure.title
+        assert "var(" not in figure.file
+        for one in figure.key:
+            assert one.name in "".join(root.itertext())
+
+
+def test_tables_hold_what_the_documents_hold_in_both_kinds(compared: Path, tmp_path: Path) -> None:
+    asked = ["--csv", str(tmp_path / "csv"), "--parquet", str(tmp_path / "parquet"), "--out", str(tmp_path / "p.html")]
+    assert run_command(["report", str(compared), *asked]) == 0
+    sheets = sheets_of(read_campaign(compared))
+    assert set(sheets) == {"arms", "runs", "curves", "plans", "windows", "trials", "units"}
+    for name, rows in sheets.items():
+        assert pyarrow.parquet.read_table(tmp_path / "parquet" / f"{name}.parquet").to_pylist() == rows
+        with (tmp_path / "csv" / f"{name}.csv").open(newline="") as file:
+            read = list(csv.DictReader(file))
+        assert [list(row) for row in read] == [list(row) for row in rows]
+    document = json.loads((compared / "comparison.json").read_text())
+    times = {(run["seed"]): run["time_to_target_s"] for run in document["arms"][0]["runs"]}
+    assert {row["seed"]: row["time_to_target_s"] for row in sheets["runs"] if row["arm"] == "baseline"} == times
+    assert len(sheets["curves"]) == sum(len(run["curve"]) for arm in document["arms"] for run in arm["runs"])
+
+
+def test_the_command_writes_what_it_is_asked_for_and_says_where(
+    compared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy_of(compared, tmp_path)
+    (folder / "report.html").unlink()
+    assert run_command(["report", str(folder), "--figures", str(tmp_path / "figures"), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["report"] == str(folder / "report.html")
+    assert (folder / "report.html").is_file()
+    assert document["predicted_optimum"]["peak_bytes"] <= document["memory_budget_bytes"]
+    names = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert {"time-against-memory.svg", "time-against-memory.png", "comparison.png"} <= names
+    assert (tmp_path / "figures" / "time-against-memory.png").read_bytes().startswith(b"\x89PNG")
+    assert run_command(["report", str(folder)]) == 0
+    assert capsys.readouterr().out.startswith(document["verdict"])
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Any], object], str]] = {
+    "no arms": ("comparison.json", lambda d: d.update(arms=[]), "damaged at arms"),
+    "peak is text": (
+        "comparison.json",
+        lambda d: d["arms"][1]["runs"][0].update(peak_bytes="much"),
+        r"arms[1].runs[0].peak_bytes",
+    ),
+    "a curve's point is short": (
+        "comparison.json",
+        lambda d: d["arms"][0]["runs"][1]["curve"][2].pop(),
+        "arms[0].runs[1].curve[2]",
+    ),
+    "no verdict": ("comparison.json", lambda d: d["against_baseline"][0].pop("verdict"), "against_baseline[0].verdict"),
+    "a plan of another world": (
+        "comparison.json",
+        lambda d: d["arms"][0]["plan"]["precision"].update(head="fp7"),
+        "arm baseline",
+    ),
+    "no plan at all": ("comparison.json", lambda d: d["arms"][0].pop("plan"), "a run has no plan"),
+    "a profile of nothing": ("profile.json", lambda d: d.pop("tables"), "profile.json: is damaged"),
+    "a plan without k": ("plan.json", lambda d: d.pop("accumulation_steps"), "accumulation_steps is missing"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_document_is_one_line_that_names_the_place(
+    damage: str, compared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, do, said = DAMAGE[damage]
+    folder = copy_of(compared, tmp_path)
+    (folder / "report.html").unlink()
+    change(folder / name, do)
+    assert run_command(["report", str(folder)]) == 2
+    lines = capsys.readouterr().err.strip().split("\n")
+    assert len(lines) == 1
+    assert name in lines[0]
+    assert said in lines[0]
+    assert not (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize("row", [b"{not json}\n", b'{"method": "exact"}\n', b"\xff\xfe\n"])
+def test_a_damaged_trial_is_one_line_that_names_file_and_line(
+    row: bytes, compared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy_of(compared, tmp_path)
+    path = folder / "trials.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + row)
+    assert run_command(["report", str(folder)]) == 2
+    lines = capsys.readouterr().err.strip().split("\n")
+    assert len(lines) == 1
+    number = len(whole.splitlines()) + 1
+    place = f"at byte {len(whole)}" if row[0] == 0xFF else f"line {number}"
+    assert f"{path}" in lines[0]
+    assert place in lines[0]
+
+
+def test_a_torn_last_trial_is_what_a_kill_leaves_and_no_error(compared: Path, tmp_path: Path) -> None:
+    folder = copy_of(compared, tmp_path)
+    with (folder / "trials.jsonl").open("ab") as file:
+        file.write(b'{"method": "exa')
+    assert len(read_campaign(folder).trials) == len(read_campaign(compared).trials)
+
+
+def test_what_is_no_finished_campaign_is_one_line_and_exit_code_2(
+    compared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy_of(compared, tmp_path)
+    (folder / "comparison.json").unlink()
+    assert run_command(["report", str(folder)]) == 2
+    assert f"autotune resume {folder} first" in capsys.readouterr().err
+    for wrong in ("-1", "nan", "inf"):
+        assert run_command(["report", str(compared), "--carbon-intensity", wrong]) == 2
+        assert "--carbon-intensity" in capsys.readouterr().err
+    with pytest.raises(RunDirectoryError, match=r"config\.json"):
+        read_campaign(tmp_path)
+
+
+def test_a_very_wide_comparison_of_a_very_deep_model_has_a_small_page(compared: Path) -> None:
+    run = read_campaign(compared)
+    units = [f"blocks.{number}" for number in range(500)]
+    plan = Plan(precision=dict.fromkeys(units, "bf16"), storage=dict.fromkeys(units, "recompute")).to_json()
+    document = json.loads(json.dumps(dict(run.document)))
+    live = next(arm for arm in document["arms"] if arm["name"] == "ppo")
+    for record in live["runs"]:
+        record["plans"] = [{"step": step, "plan": plan} for step in range(0, 4000, 4)]
+        record["windows"] = [{**record["windows"][0], "step": step + 4} for step in range(0, 4000, 4)]
+        record["steps"] = 4000
+    deep = CampaignRun(
+        folder=run.folder,
+        verb="compare",
+        config=run.config,
+        environment=run.environment,
+        document=document,
+        trials=(),
+        plan=Plan.from_json(plan),
+        profile=None,
+    )
+    text = page_for(deep).text
+    Page(text)
+    assert len(text) < 2_500_000
+
+
+def test_windows_that_failed_are_no_points(compared: Path) -> None:
+    trial = json.loads((compared / "trials.jsonl").read_text().splitlines()[0])
+    cost = measured_trial(trial)
+    assert cost is not None
+    assert cost.spread[0] <= cost.seconds_per_sample <= cost.spread[1]
+    assert math.isfinite(cost.seconds_per_sample)
+    trial["measurement"]["failure"] = "out_of_memory"
+    assert measured_trial(trial) is None
