@@ -25,7 +25,7 @@ from autotune.report.pareto import Cost, Front, measured_arm, measured_trial
 from autotune.report.plan_section import plan_figure, plan_section
 from autotune.report.scatter import Trade
 from autotune.report.svg import Figure
-from autotune.report.tables import all_fit, alone_lines, best_entry, verdict_line
+from autotune.report.tables import all_fit, alone_lines, best_entry, judged_arms, verdict_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ class ComparisonPage:
 
     def _arms(self) -> Html:
         document = self.run.document
-        judged = {entry["arm"]: entry for entry in document["against_baseline"]}
+        judged = judged_arms(document)
         costs = {cost.arm: cost for cost in arm_costs(document)}
         rows = [self._row(arm, judged.get(arm["name"]), costs[arm["name"]]) for arm in document["arms"]]
         columns = (
@@ -214,7 +214,7 @@ class ComparisonPage:
             )
             if entry["time_ratio"] is not None
             else Interval(number=number, name=entry["arm"], reason=entry["reason"])
-            for number, entry in enumerate(self.run.document["against_baseline"], 1)
+            for number, entry in enumerate(judged_arms(self.run.document).values(), 1)
         ]
         said = "; ".join(row.told for row in rows)
         return forest("Speed against the baseline", f"{said}. Bars are 95 % intervals over paired seeds.", rows)

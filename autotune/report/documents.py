@@ -92,6 +92,7 @@ class Comparison(_Read):
     indication_only: bool
     arms: Annotated[list[_Arm], Field(min_length=1)]
     against_baseline: list[_Judged]
+    gate: _Judged | None = None
 
 
 class _Measured(_Read):

@@ -17,6 +17,7 @@ from autotune.files import write_atomic
 from autotune.plan import Plan
 from autotune.report.campaign_run import CampaignRun, launched
 from autotune.report.costs import arm_costs
+from autotune.report.tables import judged_arms
 
 Row = Mapping[str, Any]
 Kind = Literal["csv", "parquet"]
@@ -78,7 +79,7 @@ def _as_parquet(rows: Sequence[Row]) -> bytes:
 
 
 def _arms(run: CampaignRun) -> Iterator[Row]:
-    judged = {entry["arm"]: entry for entry in run.document["against_baseline"]}
+    judged = judged_arms(run.document)
     for cost in arm_costs(run.document):
         entry = judged.get(cost.arm, {})
         low, high = entry.get("time_ratio_ci95") or (None, None)

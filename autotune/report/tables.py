@@ -27,8 +27,7 @@ def comparison_table(comparison: Mapping[str, Any]) -> Table:
     ):
         table.add_column(name, justify="right")
     table.add_column("verdict")
-    gate = comparison.get("gate")
-    judged = {entry["arm"]: entry for entry in (*comparison["against_baseline"], *([gate] if gate else []))}
+    judged = judged_arms(comparison)
     baseline_peak = _peak(comparison["arms"][0])
     for arm in comparison["arms"]:
         entry = judged.get(arm["name"])
@@ -43,6 +42,12 @@ def comparison_table(comparison: Mapping[str, Any]) -> Table:
             style=None if fits else "dim",
         )
     return table
+
+
+def judged_arms(comparison: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return what is said of each arm but the baseline; of the baseline's second run, the gate, too."""
+    gate = comparison.get("gate")
+    return {entry["arm"]: entry for entry in (*comparison["against_baseline"], *([gate] if gate else []))}
 
 
 def jobs_table(document: Mapping[str, Any]) -> Table:
