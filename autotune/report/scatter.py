@@ -151,7 +151,7 @@ def _label(frame: Frame, dot: Dot, taken: list[tuple[float, float, float, float]
         (x - 8 - wide, y - 10 - _TEXT),
         (x - 8 - wide, y + 10),
     ):
-        box = (left, above, wide, float(_TEXT))
+        box = (left - 3, above, wide + 6, float(_TEXT))
         inside = left >= 54 and left + wide <= frame.width and above >= 0 and above + _TEXT <= frame.height - BOTTOM
         if inside and not any(_overlap(box, other) for other in taken):
             taken.append(box)
