@@ -49,6 +49,8 @@ class Chromium:
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:
             message["sessionId"] = self._session
+        if method.startswith("Browser."):
+            message.pop("sessionId", None)
         self._out.write(json.dumps(message).encode() + b"\0")
         while (answer := self._next()).get("id") != self._number:
             self._hear(answer)
@@ -121,7 +123,7 @@ def chromium(folder: Path) -> Iterator[Chromium]:
     try:
         yield page
     finally:
+        page.call("Browser.close")
+        process.wait()
         page._in.close()
         page._out.close()
-        process.terminate()
-        process.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,3 +23,25 @@ def _one_thread():
     torch.set_num_threads(threads)
     # Whatever a test interrupted, nothing of ours may leave the collector off.
     assert gc.isenabled()
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the campaigns that reports are tested on."""
+    return tmp_path_factory.mktemp("campaigns")
+
+
+@pytest.fixture(scope="session")
+def compared(runs: Path) -> Path:
+    """Return the run directory of a comparison; nothing may be changed in it."""
+    import campaigns
+
+    return campaigns.compare_all(runs)
+
+
+@pytest.fixture(scope="session")
+def tuned(runs: Path, compared: Path) -> Path:
+    """Return the run directory of a tuning with a profile; nothing may be changed in it."""
+    import campaigns
+
+    return campaigns.tune_one(runs)

@@ -273,9 +273,9 @@ def test_a_damaged_event_is_one_line_that_names_it(
 def test_what_is_no_attached_run_is_one_line_and_exit_code_2(
     copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = tmp_path / "tune"
+    other = tmp_path / "train"
     other.mkdir()
-    (other / "config.json").write_text('{"version": 1, "verb": "tune"}')
+    (other / "config.json").write_text('{"version": 1, "verb": "train", "job": "simulated"}')
     empty = tmp_path / "empty"
     empty.mkdir()
     torn = Path(shutil.copytree(copied, tmp_path / "torn"))
@@ -283,7 +283,7 @@ def test_what_is_no_attached_run_is_one_line_and_exit_code_2(
     gone = Path(shutil.copytree(copied, tmp_path / "gone"))
     (gone / LOG_NAME).unlink()
     expected = {
-        other: "a run of 'tune' has no report yet",
+        other: "a run of 'train' has no report (allowed: attach, tune, compare, demo)",
         empty: "a folder with config.json",
         tmp_path / "nowhere": "a folder with config.json",
         torn: "is no decision log",

@@ -325,7 +325,10 @@ class _Run:
 
 def _seen(window: Measurement, step: int) -> dict[str, Any]:
     """Return what a report shows of a window; ``step`` is the optimizer steps that the run had done after it."""
-    scale = None if window.gradient is None else window.gradient.noise_scale
+    gradient = window.gradient
+    # Where a window fed it nothing, the estimate is an older one's.
+    fed = gradient is not None and gradient.noise_scale_age_steps in range(window.steps)
+    scale = gradient.noise_scale if gradient is not None and fed else None
     return {
         "step": step,
         "seconds_per_step": window.seconds_per_step,

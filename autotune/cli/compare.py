@@ -96,6 +96,6 @@ def show(document: dict[str, Any], output: Console, *, as_json: bool) -> None:
     for line in [*plan_lines(document), *alone_lines(document), *energy_lines(document)]:
         output.print(line, soft_wrap=True)
     output.print(verdict_line(document))
-    output.print(f"Written: {document['run']}/ (comparison.json, plan.json, comparison.png)", soft_wrap=True)
+    output.print(f"Written: {document['run']}/ (report.html, comparison.json, plan.json, figures)", soft_wrap=True)
     if as_json:
         shared.print_json(document)

@@ -136,3 +136,4 @@ def show(
         f"{document['tuning_s']:.0f} s and {document['tuning_steps']} real steps. Compare it on fresh seeds before you "
         f"rely on it: autotune compare {job} --arms baseline,{document['run']}/plan.json"
     )
+    output.print(f"Written: {document['run']}/ (report.html, tuned.json, plan.json, figures)", soft_wrap=True)

@@ -137,7 +137,7 @@ def read_attached(folder: Path) -> AttachedRun:
     config = RunDirectory.open(folder).read("config.json")
     if config.get("verb") != "attach":
         raise RunDirectoryError(
-            f"a run of {config.get('verb')!r} has no report yet",
+            f"is a run of {config.get('verb')!r}",
             where=str(folder),
             allowed="the run directory of an attached run",
         )

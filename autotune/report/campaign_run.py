@@ -78,7 +78,9 @@ def read_campaign(folder: Path, profile: Path | None = None) -> CampaignRun:
     config = run.read("config.json")
     verb = config.get("verb")
     if verb not in (*COMPARED, *TUNED) or not isinstance(config.get("job"), str):
-        raise RunDirectoryError(f"a run of {verb!r} has no report", where=str(folder), allowed="tune, compare, demo")
+        raise RunDirectoryError(
+            f"a run of {verb!r} has no report", where=str(folder), allowed="attach, tune, compare, demo"
+        )
     name, kind = ("comparison.json", Comparison) if verb in COMPARED else ("tuned.json", Tuned)
     if not (folder / name).is_file():
         raise RunDirectoryError(

@@ -130,9 +130,23 @@ class ComparisonPage:
                 "the fastest that fits is this:"
             )
             said.append(element("p", told))
-        if plan is None or owner is None:
-            return join([*said, element("p", "No plan kept to the budget and reached the target on every seed.")])
-        return join([*said, plan_section(run, owner, plan)])
+        if plan is not None and owner is not None:
+            return join([*said, plan_section(run, owner, plan)])
+        said.append(element("p", "No plan kept to the budget and reached the target on every seed."))
+        nearest = self._nearest()
+        if nearest is None:
+            return join(said)
+        said.append(element("p", f"Of those that kept to the budget, {nearest['name']} took least time per sample:"))
+        return join([*said, plan_section(run, nearest["name"], launched(nearest))])
+
+    def _nearest(self) -> Mapping[str, Any] | None:
+        """Return the arm within the budget that took least time per sample; ``None`` if none kept to it."""
+        fitting = [
+            (cost.seconds_per_sample, arm)
+            for arm in self.run.document["arms"]
+            if all_fit(self.run.document, arm["name"]) and (cost := measured_arm(arm)) is not None
+        ]
+        return min(fitting, key=lambda found: found[0], default=(0.0, None))[1]
 
     def _arms(self) -> Html:
         document = self.run.document

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autotune.physics.profile import Profile
 from autotune.plan import Plan
 from autotune.report.attached_run import count, recomputed
 from autotune.report.campaign_run import CampaignRun
@@ -79,10 +80,7 @@ def _pairs(
     """Return step, predicted and measured seconds per step of each window."""
     if run.profile is None or not plans:
         return []
-    told: dict[Plan, float | None] = {}
-    for _, plan in plans:
-        cost = predicted(run.profile, plan)
-        told[plan] = None if cost is None else cost.seconds_per_sample * samples_per_step(run.profile, plan)
+    told = {plan: _told_s(run.profile, plan) for _, plan in plans}
     found = []
     for window in windows:
         # A plan holds from its step on; a window's step is the one after it.
@@ -149,16 +147,25 @@ def _time(
     end: int,
 ) -> Figure:
     pairs = _pairs(run, plans, windows)
-    told: list[Point] = [(step, None if value is None else value * 1e3) for step, value, _ in pairs]
+    told: list[Point] = []
+    for step, plan in plans:
+        seconds = None if run.profile is None else _told_s(run.profile, plan)
+        told.append((step, None if seconds is None else seconds * 1e3))
     seen: list[Point] = [(step, None if value is None else value * 1e3) for step, _, value in pairs]
     series = [
-        Series(name="predicted", style="one", points=told),
+        Series(name="predicted", style="one", points=_to_end(told, end)),
         Series(name="measured, median of a window", style="two", points=seen, dots=True),
     ]
     ratios = [measured / value for _, value, measured in pairs if value and measured]
     middle = f"Steps took {statistics.median(ratios):.2f} of what was predicted, median of windows. " if ratios else ""
     said = f"{middle}The prediction is that of the profile, for the plan of the moment."
     return chart(f"{name}: time per step", said, series, marks, unit="ms", end=end, height=_HEIGHT)
+
+
+def _told_s(profile: Profile, plan: Plan) -> float | None:
+    """Return the predicted seconds of a step; ``None`` for a plan that the profile cannot predict."""
+    cost = predicted(profile, plan)
+    return None if cost is None else cost.seconds_per_sample * samples_per_step(profile, plan)
 
 
 def _storage(name: str, plans: Sequence[tuple[int, Plan]], end: int) -> Figure:

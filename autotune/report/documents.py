@@ -120,6 +120,7 @@ class Trial(_Read):
     number: _Count
     plan: dict[str, Any]
     measurement: dict[str, Any]
+    cost: _Finite
     final: bool
     tuning_steps: _Count
     tuning_s: _Finite

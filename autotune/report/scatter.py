@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from autotune.report.html import Html, element, join
 from autotune.report.svg import BOTTOM, RIGHT, TOP, Figure, Frame, Key, marker, text_width
 
+# Left, upper edge, width and height.
+Box = tuple[float, float, float, float]
 _HEIGHT = 380
 _TEXT = 14
 _STAR = "m0-8l2.1 5.3l5.7.4l-4.4 3.6l1.4 5.5l-4.8-3.1l-4.8 3.1l1.4-5.5l-4.4-3.6l5.7-.4z"
@@ -76,7 +78,8 @@ def scatter(title: str, described: str, trade: Trade) -> Figure:
 
     def draw(width: int) -> tuple[Html, int]:
         frame = Frame(width=width, height=_HEIGHT, x_range=x_range, y_range=y_range)
-        layers = [*frame.axes(trade.x_name, trade.y_name), *_predicted(frame, trade), *_measured(frame, trade)]
+        layers = [*frame.axes(trade.x_name, trade.y_name), *_behind(frame, trade)]
+        layers += [*_predicted(frame, trade), *_measured(frame, trade)]
         return join(layers), _HEIGHT
 
     return Figure(title=title, described=described, key=_key(trade), draw=draw)
@@ -119,31 +122,42 @@ def _predicted(frame: Frame, trade: Trade) -> Iterator[Html]:
         yield element("path", d=f"M{frame.x(x):.1f} {frame.y(y):.1f}{_STAR}", class_="star")
 
 
-def _measured(frame: Frame, trade: Trade) -> Iterator[Html]:
+def _behind(frame: Frame, trade: Trade) -> Iterator[Html]:
     for x, y in trade.faint:
         yield element("circle", cx=f"{frame.x(x):.1f}", cy=f"{frame.y(y):.1f}", r=3, class_="trial")
-    taken = [(frame.x(dot.x) - 8, frame.y(dot.y) - 8, 16.0, 16.0) for dot in trade.dots]
-    if trade.best is not None:
-        taken.append((frame.x(trade.best[0]) - 9, frame.y(trade.best[1]) - 9, 18.0, 18.0))
-    if trade.limit is not None:
-        taken.append((frame.x(trade.limit[0]) - 2, 0.0, 4.0, float(frame.height)))
     for dot in trade.dots:
         across, (low, high) = f"{frame.x(dot.x):.1f}", dot.spread
         if low != high:
-            yield element(
-                "line", x1=across, x2=across, y1=f"{frame.y(low):.1f}", y2=f"{frame.y(high):.1f}", class_="spread"
-            )
+            ends = {"y1": f"{frame.y(low):.1f}", "y2": f"{frame.y(high):.1f}"}
+            yield element("line", x1=across, x2=across, **ends, class_="spread")
+
+
+def _measured(frame: Frame, trade: Trade) -> Iterator[Html]:
+    for dot in trade.dots:
         yield marker(dot.number, frame.x(dot.x), frame.y(dot.y), dot.told)
+    taken = list(_taken(frame, trade))
     for dot in trade.dots:
         yield from _label(frame, dot, taken)
 
 
-def _label(frame: Frame, dot: Dot, taken: list[tuple[float, float, float, float]]) -> Iterator[Html]:
+def _taken(frame: Frame, trade: Trade) -> Iterator[Box]:
+    """Yield where no name may stand: marks, the optimum, bars and the limit."""
+    for dot in trade.dots:
+        x, (low, high) = frame.x(dot.x), dot.spread
+        yield x - 8, frame.y(dot.y) - 8, 16.0, 16.0
+        yield x - 2, frame.y(high), 4.0, frame.y(low) - frame.y(high)
+    if trade.best is not None:
+        yield frame.x(trade.best[0]) - 9, frame.y(trade.best[1]) - 9, 18.0, 18.0
+    if trade.limit is not None:
+        yield frame.x(trade.limit[0]) - 2, 0.0, 4.0, float(frame.height)
+
+
+def _label(frame: Frame, dot: Dot, taken: list[Box]) -> Iterator[Html]:
     """Yield a dot's name where it lies on nothing else; nothing where there is no such place: the key has it too."""
     wide, x, y = text_width(dot.name), frame.x(dot.x), frame.y(dot.y)
     for left, above in (
-        (x + 10, y - _TEXT / 2),
-        (x - 10 - wide, y - _TEXT / 2),
+        (x + 12, y - _TEXT / 2),
+        (x - 12 - wide, y - _TEXT / 2),
         (x - wide / 2, y - 10 - _TEXT),
         (x - wide / 2, y + 10),
         (x + 8, y - 10 - _TEXT),
@@ -151,7 +165,7 @@ def _label(frame: Frame, dot: Dot, taken: list[tuple[float, float, float, float]
         (x - 8 - wide, y - 10 - _TEXT),
         (x - 8 - wide, y + 10),
     ):
-        box = (left, above, wide, float(_TEXT))
+        box = (left - 3, above, wide + 6, float(_TEXT))
         inside = left >= 54 and left + wide <= frame.width and above >= 0 and above + _TEXT <= frame.height - BOTTOM
         if inside and not any(_overlap(box, other) for other in taken):
             taken.append(box)
@@ -159,6 +173,6 @@ def _label(frame: Frame, dot: Dot, taken: list[tuple[float, float, float, float]
             return
 
 
-def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
+def _overlap(one: Box, other: Box) -> bool:
     apart = one[0] + one[2] <= other[0] or other[0] + other[2] <= one[0]
     return not (apart or one[1] + one[3] <= other[1] or other[1] + other[3] <= one[1])

@@ -61,14 +61,24 @@ def publish(folder: Path, tracker: Tracker) -> None:
     A campaign is finished without them: what goes wrong here is logged, and ``autotune report`` says it again.
     """
     try:
-        page = page_for(read_campaign(folder))
-        write_atomic(folder / PAGE_NAME, page.text)
-        write_figures(page.figures, folder / FIGURES)
+        write_campaign(folder)
     except Exception as error:  # noqa: BLE001 - whatever it is, what the campaign measured stands
         logger.warning("no report was written: %s: %s", type(error).__name__, error)
         return
     tracker.artifact(folder / PAGE_NAME)
     tracker.artifact(folder / FIGURES)
+
+
+def write_campaign(folder: Path) -> None:
+    """Write a campaign's page and its figures into its run directory.
+
+    Raises:
+        RunDirectoryError: if the folder holds no campaign that has ended.
+        OSError: if they cannot be written.
+    """
+    page = page_for(read_campaign(folder))
+    write_atomic(folder / PAGE_NAME, page.text)
+    write_figures(page.figures, folder / FIGURES)
 
 
 def draw_figures(page: ComparisonPage | TuningPage, folder: Path) -> list[Path]:

@@ -1,0 +1,126 @@
+"""A person with any window finds what matters in a report: in headless Chromium, at two widths, light and dark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chromium import BINARY, Chromium, chromium
+from test_live import Wanders
+from test_report_attached import attach_and_train
+
+from autotune.cli.main import run as run_command
+
+pytestmark = pytest.mark.skipif(BINARY is None, reason="no Chromium on this machine")
+SIZES = [(400, False), (400, True), (1600, False), (1600, True)]
+
+# Text on other text, or outside its drawing, in what is shown of every figure.
+CLASHES = """
+(() => {
+  const found = [];
+  for (const svg of document.querySelectorAll('figure > svg')) {
+    const frame = svg.getBoundingClientRect();
+    if (!frame.width) continue;
+    const boxes = [...svg.querySelectorAll('text')].map(t => [t.textContent, t.getBoundingClientRect()]);
+    for (const [name, b] of boxes)
+      if (b.left < frame.left - 2 || b.right > frame.right + 2 || b.bottom > frame.bottom + 2)
+        found.push(`outside: ${name}`);
+    for (let i = 0; i < boxes.length; i++) for (let j = i + 1; j < boxes.length; j++) {
+      const [a, b] = [boxes[i][1], boxes[j][1]];
+      if (Math.min(a.right, b.right) - Math.max(a.left, b.left) > 2 &&
+          Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3)
+        found.push(`${boxes[i][0]} on ${boxes[j][0]} in ${svg.getAttribute('aria-label').slice(0, 40)}`);
+    }
+  }
+  return found;
+})()
+"""
+# Text whose colour does not stand out from what lies behind it.
+FAINT = """
+(() => {
+  const light = rgb => {
+    const [r, g, b] = rgb.map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const parts = text => text.match(/[0-9.]+/g).map(Number);
+  const behind = e => {
+    for (; e; e = e.parentElement) {
+      const colour = parts(getComputedStyle(e).backgroundColor);
+      if (colour.length === 3 || colour[3] > 0) return colour.slice(0, 3);
+    }
+    return [255, 255, 255];
+  };
+  const found = [];
+  for (const e of document.querySelectorAll('h1,h2,h3,p,li,dt,dd,td,th,span,summary,figcaption,pre,svg text')) {
+    if (!e.getBoundingClientRect().width || !e.textContent.trim()) continue;
+    const style = getComputedStyle(e);
+    const [a, b] = [light(parts(e.tagName === 'text' ? style.fill : style.color).slice(0, 3)), light(behind(e))];
+    const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (contrast < 4.5) found.push(`${contrast.toFixed(2)} ${e.tagName} ${e.textContent.slice(0, 30)}`);
+  }
+  return found;
+})()
+"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    with chromium(tmp_path_factory.mktemp("chromium")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def attached(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = attach_and_train(tmp_path_factory.mktemp("attached"), Wanders())
+    assert run_command(["report", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module", params=["compared", "tuned", "attached"])
+def report(request: pytest.FixtureRequest) -> Path:
+    folder: Path = request.getfixturevalue(request.param)
+    return folder / "report.html"
+
+
+@pytest.mark.parametrize(("width", "dark"), SIZES)
+def test_a_report_opens_from_the_disk_without_a_word_and_fits_the_window(
+    report: Path, width: int, dark: bool, browser: Chromium
+) -> None:
+    browser.open(report, width=width, dark=dark)
+    assert browser.said == []
+    assert browser.asked == [report.absolute().as_uri()]
+    assert browser.value("document.documentElement.scrollWidth") <= width
+    assert browser.value(CLASHES) == []
+    assert browser.value(FAINT) == []
+    paper = browser.value("getComputedStyle(document.body).backgroundColor")
+    assert (paper == "rgb(255, 255, 255)") == (not dark)
+
+
+@pytest.mark.parametrize("width", [400, 1600])
+def test_verdict_plan_and_the_reason_for_one_layer_are_found_without_scrolling_twice(
+    compared: Path,
+    tuned: Path,
+    width: int,
+    browser: Chromium,
+) -> None:
+    height = 900
+    for folder in (compared, tuned):
+        browser.open(folder / "report.html", width=width, height=height)
+        ends = [
+            browser.value(f"document.querySelector('{what}').getBoundingClientRect().bottom")
+            for what in (".verdict", ".units", ".units li:nth-child(3) .other")
+        ]
+        assert ends[0] <= height
+        # The second window's end: one scroll.
+        assert ends[2] <= 2 * height
+
+
+def test_a_list_that_scrolls_is_reached_with_the_keyboard(compared: Path, browser: Chromium) -> None:
+    browser.open(compared / "report.html", width=400)
+    for _ in range(40):
+        for kind in ("keyDown", "keyUp"):
+            browser.call("Input.dispatchKeyEvent", type=kind, key="Tab", code="Tab", windowsVirtualKeyCode=9)
+        if browser.value("document.activeElement.className") == "scroll tall":
+            return
+    raise AssertionError("the list of units is never in focus")
