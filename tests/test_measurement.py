@@ -53,6 +53,7 @@ def measurements(draw: st.DrawFn) -> Measurement:
         loss_scale=draw(st.none() | positive),
         skipped_steps=draw(counts),
         energy_j=energy_j,
+        total_energy_j=None if energy_j is None else draw(positive),
         energy_source=energy_source,
         failure=draw(st.none() | st.sampled_from(Failure)),
         failure_detail=draw(st.text(max_size=20)),

@@ -116,6 +116,7 @@ def show(
     if as_json:
         shared.print_json(document)
         return
+    from autotune.physics.cost import Weights
     from autotune.plan import Plan
 
     measured = document["measured"]
@@ -129,9 +130,12 @@ def show(
     output.print(table)
     own, other = measured["sample_j"], measured["baseline_sample_j"]
     energy = f", {own / other:.0%} of its energy ({measured['energy_source']})" if own and other else ""
-    what = "time per sample" if weights is None else f"weighed cost ({weights} of time, memory, energy)"
+    what, whole = "time per sample", 1.0
+    if weights is not None:
+        given = Weights.parse(weights)
+        what, whole = f"cost by the weights {weights}", given.time + given.memory + given.energy
     output.print(
-        f"Tuned steps cost {measured['cost']:.2f} of the baseline's {what}, "
+        f"Tuned steps cost {measured['cost'] / whole:.2f} of the baseline's {what}, "
         f"{measured['peak_bytes'] / measured['baseline_peak_bytes']:.0%} of its memory{energy}; found in "
         f"{document['tuning_s']:.0f} s and {document['tuning_steps']} real steps. Compare it on fresh seeds before you "
         f"rely on it: autotune compare {job} --arms baseline,{document['run']}/plan.json"

@@ -29,6 +29,7 @@ from autotune.engines.torch_engine import EngineOptions, Snapshot, TorchEngine
 from autotune.errors import EngineError, InputError, JobError
 from autotune.job import Job
 from autotune.mechanics import randomness, stepping
+from autotune.mechanics.energy_meter import EnergyMeter, estimate
 from autotune.mechanics.gradient_stats import GradientProbe
 from autotune.mechanics.sharded import ShardedProbe, ShardedUpdate
 from autotune.mechanics.trees import tensors
@@ -97,6 +98,12 @@ class DeepSpeedEngine(TorchEngine):
                 randomness.seed_all(seed + self.rank * _RANK_STRIDE)
                 self._random = randomness.capture()
         self._require_same_everywhere(seed)
+
+    def energy_meter(self) -> EnergyMeter:
+        """Return what reads the machine's processors; several GPUs are not read, since a rank sees its own alone."""
+        if self.world > 1 and self.device.type == "cuda":
+            return estimate(self.options.watts)
+        return super().energy_meter()
 
     def prepared(self, optimizer: torch.optim.Optimizer) -> stepping.Update:
         """Put DeepSpeed's engine round the model and the optimizer."""

@@ -24,7 +24,7 @@ from autotune.job import Job
 from autotune.measurement import Failure, Measurement
 from autotune.mechanics import controls, randomness, stepping
 from autotune.mechanics.buffers import copy_buffers, drop_constants, write_buffers
-from autotune.mechanics.energy_meter import find_meter
+from autotune.mechanics.energy_meter import EnergyMeter, find_meter
 from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe, MonitorState
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors, tensor_bytes
 from autotune.mechanics.step_trace import Phase
@@ -145,7 +145,7 @@ class TorchEngine:
         self._base_rates = [group["lr"] for group in self.update.optimizer.param_groups]
         self.monitor = GradientMonitor(self.model, self._space.units)
         self._meter = MemoryMeter(self.device)
-        self.energy = find_meter(self.device, self.options.watts)
+        self.energy = self.energy_meter()
         # Peak and batch size at which it was metered, per plan: a smaller batch cannot need more.
         self._peaks: dict[Plan, tuple[int, int]] = {}
         self._steps_under_plan = 0
@@ -166,6 +166,10 @@ class TorchEngine:
     def prepared(self, optimizer: torch.optim.Optimizer) -> stepping.Update:
         """Return what makes updates with the job's optimizer; for engines that put something round the model."""
         return stepping.Update(optimizer, clip_norm=self.job.clip_norm, device_type=self.device.type)
+
+    def energy_meter(self) -> EnergyMeter:
+        """Return what reads the energy of every device that trains the job."""
+        return find_meter(self.device, self.options.watts)
 
     def apply(self, plan: Plan) -> None:
         """Make the next steps run under a plan.

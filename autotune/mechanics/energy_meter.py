@@ -172,6 +172,11 @@ def find_meter(device: torch.device, watts: float | None = None) -> EnergyMeter:
             return RaplMeter(POWERCAP)
     except Exception as error:  # noqa: BLE001 - drivers and their libraries fail in many ways; training goes on
         logger.info("energy is not measured: %s: %s", type(error).__name__, error)
+    return estimate(watts)
+
+
+def estimate(watts: float | None) -> EnergyMeter:
+    """Return what is left where nothing measures: an estimate from the user's watts, or nothing."""
     return NoMeter() if watts is None else TdpMeter(watts)
 
 
