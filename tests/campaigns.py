@@ -13,7 +13,8 @@ from torch import nn
 
 import autotune
 from autotune.agents.policy import StaticPolicy
-from autotune.campaign.comparison import Arm, Protocol, compare
+from autotune.campaign.comparison import compare
+from autotune.campaign.protocol import Arm, Protocol
 from autotune.files import write_json
 from autotune.gym.observation import Observation
 from autotune.plan import Plan, PlanSpace
