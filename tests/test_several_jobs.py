@@ -124,6 +124,6 @@ def test_a_campaign_is_not_taken_up_on_another_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = RunDirectory.create(tmp_path, "compare", "tiny", {"asked": {"job": JOBS[0], "arms": ["baseline"]}})
-    monkeypatch.setattr(api, "device_name", lambda: "another")
+    monkeypatch.setattr("autotune.api.campaigns.device_name", lambda: "another")
     assert run(["resume", str(folder.path)]) == 2
     assert "times of two do not compare" in capsys.readouterr().err
