@@ -25,10 +25,11 @@ from autotune.campaign.arms import (
 from autotune.campaign.journal import Journal, JournaledEngine
 from autotune.campaign.profiling import cached_profile, find_profile, profile_elsewhere
 from autotune.campaign.progress import Reporter, Silent
-from autotune.campaign.runs import RunDirectory, device_name, require_writable
+from autotune.campaign.runs import RunDirectory, device_kind, device_name, require_writable
 from autotune.campaign.tracking import Tracker, send_pending
 from autotune.catalog import content_folder, load_job
 from autotune.cluster import ClusterOptions
+from autotune.data import pointed_at
 from autotune.engines.deepspeed_config import STAGES
 from autotune.engines.engine import Engine
 from autotune.engines.isolated_engine import RankOptions
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from autotune.agents.recipe import Recipe
 
 FIGURE = "comparison.png"
+# What a finished campaign leaves, by the key that tells its kind.
+_FINISHED = {"method": "tuned.json", "arms": "comparison.json", "table": "reproduction.json"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -459,11 +462,13 @@ def resume(run: str | Path, *, job: Job | None = None, reporter: Reporter | None
     folder = RunDirectory.open(Path(run))
     config = folder.read("config.json")
     asked = config.get("asked")
-    if not isinstance(asked, dict) or not {"method", "arms"} & set(asked):
+    if not isinstance(asked, dict) or not {"method", "arms", "table"} & set(asked):
         raise RunDirectoryError("holds no tuning and no comparison", where=str(run), allowed="the run of one")
-    finished = "tuned.json" if "method" in asked else "comparison.json"
+    finished = next(name for key, name in _FINISHED.items() if key in asked)
     if (folder.path / finished).is_file():
         return folder.read(finished)
+    if "table" in asked:
+        return _reproduced(asked, folder, Journal.opened(folder.path), reporter or Silent())
     if asked["job"] is None and job is None:
         raise RunDirectoryError("its job was an object", where=str(run), allowed="autotune.resume(run, job=...)")
     session = replace(
@@ -537,6 +542,72 @@ def compare(
     session = _session(job, memory_budget, steps, trials, seed, runs_dir, reporter, lean=lean, storage=storage)
     session = replace(session, dips=moves, asked={**session.asked, "dips": dips})
     return session.compare(names, drawn, verb=verb)
+
+
+def reproduce(
+    table: str,
+    *,
+    data: str | Path | None = None,
+    scale: str = "paper",
+    seeds: int = 6,
+    runs_dir: str | Path = "runs",
+    reporter: Reporter | None = None,
+) -> dict[str, Any]:
+    """Repeat one of the paper's tables: its numbers, ours, and the ratio.
+
+    Args:
+        table: ``table1`` to ``table4``, or ``error-analysis``.
+        data: the folder that CIFAR-10 and WikiText-2 lie in, in a published format; ``None`` for the one that the
+            environment names, or for a scale that needs none.
+        scale: ``paper`` for the paper's own jobs; ``cpu`` for small ones on data that every machine has.
+        seeds: how many paired seeds; fewer than six give an indication.
+        runs_dir: where the run directory is made.
+        reporter: shows progress; ``None`` shows nothing.
+
+    Returns:
+        The document that ``autotune reproduce --json`` prints.
+
+    Raises:
+        InputError: for wrong input, before anything is written.
+    """
+    from autotune.campaign.reproduce.tables import experiments_for, sources_of
+
+    runs = Path(runs_dir)
+    comparison.paired_seeds(seeds)
+    with pointed_at(data):
+        sources = sources_of(experiments_for(table, scale))
+    require_writable(runs)
+    asked = {
+        "table": table,
+        "data": None if data is None else str(Path(data).absolute()),
+        "scale": scale,
+        "seeds": seeds,
+    }
+    config = {"asked": asked, "data": [asdict(source) for source in sources]}
+    run = RunDirectory.create(runs, "reproduce", table, config)
+    journal = Journal()
+    journal.keep_in(run.path)
+    return _reproduced(asked, run, journal, reporter or Silent())
+
+
+def _reproduced(asked: Mapping[str, Any], run: RunDirectory, journal: Journal, reporter: Reporter) -> dict[str, Any]:
+    from autotune.campaign.reproduce.races import Campaign
+    from autotune.campaign.reproduce.tables import experiments_for, reproduced
+
+    began = journal.clock()
+    with pointed_at(asked["data"]):
+        experiments = experiments_for(asked["table"], asked["scale"])
+        campaign = Campaign(
+            run=run,
+            journal=journal,
+            seeds=comparison.paired_seeds(asked["seeds"]),
+            reporter=reporter,
+            place=device_kind(),
+        )
+        document = reproduced(asked["table"], asked["scale"], experiments, campaign)
+    document = {**document, "seconds": journal.clock() - began, "run": str(run.path)}
+    run.write("reproduction.json", document)
+    return document
 
 
 def train(

@@ -191,6 +191,13 @@ def describe_environment(job: Job | None = None) -> dict[str, Any]:
     }
 
 
+def device_kind() -> str:
+    """Return where a job trains on this machine if nobody says otherwise: ``cuda`` or ``cpu``."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def device_name() -> str:
     """Return what the job's device is called: the GPU's name, or the processor's."""
     import torch

@@ -24,6 +24,7 @@ from autotune.cli import (
     profile,
     replay,
     report,
+    reproduce,
     resume,
     train,
     tune,
@@ -38,7 +39,21 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for module in (demo, profile, plan, tune, train, compare, resume, explain, export, replay, report, doctor):
+for module in (
+    demo,
+    profile,
+    plan,
+    tune,
+    train,
+    compare,
+    resume,
+    reproduce,
+    explain,
+    export,
+    replay,
+    report,
+    doctor,
+):
     app.command(module.__name__.rpartition(".")[2])(module.command)
 app.add_typer(bench.app, name="bench")
 

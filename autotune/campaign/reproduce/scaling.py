@@ -1,0 +1,184 @@
+"""Repeat table IV: one, two and four ranks through DeepSpeed, and what their step spends on communication.
+
+``python -m autotune.campaign.reproduce.scaling FOLDER``, started by ``torchrun``, is one rank of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from autotune.agents.rules import RULES
+from autotune.campaign.rank_processes import answer, asked_of_ranks, run_on_ranks
+from autotune.campaign.reproduce.experiments import Experiment
+from autotune.campaign.reproduce.paper_numbers import TABLE_4, Scaling
+from autotune.campaign.reproduce.races import Campaign
+from autotune.campaign.reproduce.rows import Row, over
+from autotune.catalog import load_job
+from autotune.engines.deepspeed_engine import DeepSpeedEngine
+from autotune.engines.torch_engine import EngineOptions
+from autotune.errors import EngineError
+from autotune.mechanics.collectives import CollectiveClock
+
+# The rule and the ZeRO stage of each configuration.
+CONFIGURATIONS: Mapping[str, tuple[str, int]] = {"baseline": ("baseline", 0), "paper": ("paper", 2)}
+_WARM_UP, _STEPS = 3, 6
+
+
+def measure(experiment: Experiment, campaign: Campaign, ranks: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Return what rank 0 saw, by configuration and number of ranks (as in ``paper-2``).
+
+    Configurations alternate within each number of ranks, as many rounds as there are seeds; medians are kept.
+
+    Args:
+        experiment: the task.
+        campaign: what it is measured with.
+        ranks: numbers of ranks.
+    """
+    campaign.reporter.stage(f"{experiment.reference}: {', '.join(map(str, ranks))} ranks through DeepSpeed", len(ranks))
+    found = {}
+    for done, count in enumerate(ranks):
+        rounds = []
+        for number in range(len(campaign.seeds)):
+            what = {"ranks": experiment.reference, "count": count, "round": number}
+            run = functools.partial(_round, experiment, campaign.place, count, number)
+            rounds.append(campaign.journal.once(what, run))
+        for name in CONFIGURATIONS:
+            found[f"{name}-{count}"] = _median([one[name] for one in rounds])
+        campaign.reporter.advance(done + 1)
+    return found
+
+
+def _round(experiment: Experiment, place: str, count: int, number: int) -> dict[str, Any]:
+    order = list(CONFIGURATIONS) if number % 2 == 0 else list(CONFIGURATIONS)[::-1]
+    seen = {}
+    for name in order:
+        rule, stage = CONFIGURATIONS[name]
+        asked = {"job": experiment.reference, "rule": rule, "zero_stage": stage, "place": place}
+        with tempfile.TemporaryDirectory() as folder:
+            seen[name] = run_on_ranks("autotune.campaign.reproduce.scaling", Path(folder), asked, ranks=count)
+    return seen
+
+
+def _median(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+
+
+def scaling(
+    experiment: Experiment, campaign: Campaign, ranks: Sequence[int]
+) -> tuple[list[Row], list[str], dict[str, Any]]:
+    """Return rows, notes and facts of the scaling table.
+
+    Args:
+        experiment: the task.
+        campaign: what it is measured with.
+        ranks: numbers of ranks, 1 first.
+    """
+    found = measure(experiment, campaign, ranks)
+    rows: list[Row] = []
+    for name in CONFIGURATIONS:
+        alone = found[f"{name}-{ranks[0]}"]["throughput"] / ranks[0]
+        for count in ranks:
+            rows += _rows(name, count, found[f"{name}-{count}"], alone, experiment)
+    return rows, _notes(ranks), {"ranks": found}
+
+
+def _rows(name: str, count: int, seen: Mapping[str, Any], alone: float, experiment: Experiment) -> list[Row]:
+    number = next((line for line in TABLE_4 if line.ranks == count), None)
+    configuration = f"{name}, {count} rank{'s' if count > 1 else ''}"
+    paper, percent = _paper(number, name)
+    source = "" if number is None else f"Table IV, {count} GPU"
+    efficiency = 100 * seen["throughput"] / (count * alone)
+    return [
+        Row(
+            metric="throughput",
+            configuration=configuration,
+            unit=experiment.item_unit,
+            paper=paper,
+            ours=seen["throughput"] * experiment.items,
+            paper_change=None if count == 1 else over(paper, _paper(TABLE_4[0], name)[0]),
+            our_change=None if count == 1 else seen["throughput"] / alone,
+            source=source,
+        ),
+        Row(
+            metric="scaling efficiency",
+            configuration=configuration,
+            unit="%",
+            paper=percent,
+            ours=efficiency,
+            source=source,
+        ),
+        Row(
+            metric="communication",
+            configuration=configuration,
+            unit="% of the step",
+            ours=100 * seen["communication_s"] / seen["step_s"],
+        ),
+    ]
+
+
+def _paper(number: Scaling | None, name: str) -> tuple[float | None, float | None]:
+    if number is None:
+        return None, None
+    if name == "baseline":
+        return number.baseline, number.baseline_percent
+    return number.optimized, number.optimized_percent
+
+
+def _notes(ranks: Sequence[int]) -> list[str]:
+    # The cores that this process may use, of however many there are.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    notes = [
+        "strong scaling: the global batch stays, and each rank takes its share of it (the paper does not say which); "
+        "one thread a rank; baseline: fp32 at ZeRO stage 0; paper: its recipe at ZeRO stage 2",
+        "communication: seconds of rank 0 in collectives, waiting for the slowest rank included",
+    ]
+    if not torch.cuda.is_available() and max(ranks) > cores:
+        notes.append(
+            f"{max(ranks)} ranks share {cores} core(s) here: above {cores} rank(s) the efficiency says how cores are "
+            "shared, not how DeepSpeed scales"
+        )
+    return notes
+
+
+def main(folder: Path) -> None:
+    """Be one rank."""
+    asked = asked_of_ranks(folder)
+    engine = DeepSpeedEngine(
+        load_job(asked["job"]),
+        zero_stage=asked["zero_stage"],
+        device=asked["place"],
+        options=EngineOptions(discard_steps=0, statistics_every=None),
+    )
+    engine.apply(RULES[asked["rule"]].plan(engine.space))
+    engine.run(_WARM_UP)
+    clock = CollectiveClock()
+    with clock.running():
+        window = engine.run(_STEPS)
+    if window.failure is not None or window.throughput is None:
+        raise EngineError(f"the ranks' window ends with {window.failure}: {window.failure_detail}")
+    if engine.rank == 0:
+        answer(
+            folder,
+            {
+                "throughput": window.throughput,
+                "step_s": window.total_s / _STEPS,
+                "communication_s": clock.seconds / _STEPS,
+                "collectives": clock.calls / _STEPS,
+                "peak_bytes": window.peak_bytes,
+            },
+        )
+    distributed.barrier()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,47 @@
+"""Show a reproduced table of the paper in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+
+def reproduction_table(document: Mapping[str, Any]) -> Table:
+    """Return one row per number: the paper's, ours, and the ratio; each also over its own baseline's.
+
+    Args:
+        document: what ``reproduce --json`` prints.
+    """
+    jobs = ", ".join(document["jobs"])
+    table = Table(
+        title=f"{document['table']} with {jobs}: the paper's numbers and ours ({len(document['seeds'])} seeds)",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("")
+    table.add_column("of")
+    for name in ("paper", "ours", "ours /\npaper", "paper /\nbaseline", "ours /\nbaseline"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("unit of ours")
+    last = ""
+    for row in document["rows"]:
+        if last and row["metric"].partition(",")[0] != last:
+            table.add_section()
+        last = row["metric"].partition(",")[0]
+        table.add_row(
+            row["metric"],
+            row["configuration"],
+            *(_number(row[key]) for key in ("paper", "ours", "ratio", "paper_change", "our_change")),
+            row["note"] or row["unit"],
+        )
+    return table
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
