@@ -13,13 +13,16 @@ import tiny_job
 import autotune
 from autotune.campaign.reproduce import experiments as experiments_module
 from autotune.campaign.reproduce import paper_numbers as paper
-from autotune.campaign.reproduce.ablation import COMPONENTS, component_plans
+from autotune.campaign.reproduce.ablation import COMPONENTS, component_arms, component_plans
+from autotune.campaign.reproduce.efficiency import tuned_arm
 from autotune.campaign.reproduce.error_analysis import early_share, gain_shares
 from autotune.campaign.reproduce.experiments import CONVOLUTION, SCALES, TRANSFORMER, Experiment
-from autotune.campaign.reproduce.races import samples_to_target, summarised
+from autotune.campaign.reproduce.races import baseline_arm, paper_arm, samples_to_target, summarised
 from autotune.campaign.reproduce.rows import Row, over
 from autotune.catalog import load_job
 from autotune.cli.main import run
+from autotune.engines.profiler import ProfilerOptions
+from autotune.engines.profiler import profile as lean_profile
 from autotune.engines.torch_engine import TorchEngine
 from autotune.errors import InputError, JobError
 from autotune.physics.cost import cycles_to_double, efficiency_after, net_speedup
@@ -162,6 +165,15 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_job(reference).name == "tiny"
 
 
+def test_only_the_baseline_keeps_its_rate_constant(tiny: None):
+    task = experiments_module.SCALES["cpu"][TRANSFORMER]
+    space = TorchEngine(task.job).space
+    profile = lean_profile(task.job, device_name="here", options=ProfilerOptions.lean())
+    arms = [baseline_arm(task), paper_arm(task), tuned_arm(task, profile, 10**9)]
+    assert [arm.job.schedule is None for arm in arms] == [True, False, False]
+    assert [arm.job.schedule is None for arm in component_arms(task, space)] == [True, True, True, False, False]
+
+
 def test_an_efficiency_table_is_measured_for_real(tiny: None, tmp_path: Path):
     document = autotune.reproduce("table1", scale="cpu", seeds=2, runs_dir=tmp_path)
     rows = document["rows"]
@@ -184,7 +196,6 @@ def test_an_efficiency_table_is_measured_for_real(tiny: None, tmp_path: Path):
     run = Path(document["run"])
     assert json.loads((run / "reproduction.json").read_text()) == document
     assert json.loads((run / "config.json").read_text())["asked"]["table"] == "table1"
-    # The baseline keeps its rate; the paper's recipe warms up and decays.
     plans = json.loads((run / "comparison-tiny.json").read_text())["arms"]
     assert [arm["name"] for arm in plans] == ["baseline", "paper", "ppo"]
 

@@ -35,10 +35,10 @@ def command(
 
 def show(document: dict[str, Any], output: Console, *, as_json: bool) -> None:
     """Print a reproduced table with its notes; or the document itself."""
-    from autotune.report.reproduction import reproduction_table
+    from autotune.report.reproduction import missing_lines, reproduction_table
 
     output.print(reproduction_table(document))
-    for note in document["notes"]:
+    for note in [*missing_lines(document), *document["notes"]]:
         output.print(f"- {note}.")
     output.print(
         f"That took {document['seconds'] / 60:.1f} minutes. Written: {document['run']}/reproduction.json",

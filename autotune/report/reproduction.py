@@ -36,9 +36,18 @@ def reproduction_table(document: Mapping[str, Any]) -> Table:
             row["metric"],
             row["configuration"],
             *(_number(row[key]) for key in ("paper", "ours", "ratio", "paper_change", "our_change")),
-            row["note"] or row["unit"],
+            row["unit"],
         )
     return table
+
+
+def missing_lines(document: Mapping[str, Any]) -> list[str]:
+    """Return why numbers of ours are missing, a line for each reason."""
+    reasons: dict[str, list[str]] = {}
+    for row in document["rows"]:
+        if row["ours"] is None and row["note"]:
+            reasons.setdefault(row["note"], []).append(f"{row['metric']} of {row['configuration']}")
+    return [f"{', '.join(of)}: {reason}" for reason, of in reasons.items()]
 
 
 def _number(value: float | None) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from autotune.campaign.arms import live_arm
+from autotune.campaign.comparison import Arm
 from autotune.campaign.reproduce.experiments import Experiment
 from autotune.campaign.reproduce.paper_numbers import MEMORY, QUALITY, THROUGHPUT, TIME, UTILISATION, Pair
 from autotune.campaign.reproduce.races import (
@@ -26,6 +28,7 @@ from autotune.mechanics.flops import matmul_peak, step_flops
 from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.stepping import num_samples
 from autotune.mechanics.trees import map_tensors
+from autotune.physics.profile import Profile
 from autotune.plan import Precision
 
 # Share of the FP32 baseline's peak that tuned runs are held to: the paper saves a quarter.
@@ -48,7 +51,7 @@ def efficiency(
     job = experiment.job
     profile = campaign.profile(job)
     budget = campaign.budget(job, MEMORY_SHARE)
-    arms = [baseline_arm(experiment), paper_arm(experiment), live_arm(TUNED, profile, budget)]
+    arms = [baseline_arm(experiment), paper_arm(experiment), tuned_arm(experiment, profile, budget)]
     rates = campaign.journal.once({"flops": job.name}, lambda: _rates(job, profile.precisions, campaign.place))
     document = campaign.race(experiment, arms, budget)
     rows = [row for pair in _with_utilisation(numbers) for row in _rows(pair, experiment, document, rates)]
@@ -59,6 +62,11 @@ def efficiency(
         _peak_note(rates),
     ]
     return rows, notes, {"comparison": document, "flops": rates, "held": held}
+
+
+def tuned_arm(experiment: Experiment, profile: Profile, budget_bytes: int) -> Arm:
+    """Return the shipped policy, deciding while the job trains with the paper's learning-rate schedule."""
+    return replace(live_arm(TUNED, profile, budget_bytes), job=experiment.job)
 
 
 def _with_utilisation(numbers: Sequence[Pair]) -> list[Pair | None]:

@@ -60,7 +60,7 @@ SCALES: Mapping[str, Mapping[str, Experiment]] = MappingProxyType(
         "cpu": {
             CONVOLUTION: Experiment(
                 architecture=CONVOLUTION,
-                reference="digits",
+                reference="digits:adamw",
                 items=1,
                 item_unit="img/s",
                 quality_unit="% accuracy",

@@ -31,13 +31,13 @@ from autotune.mechanics.collectives import CollectiveClock
 
 # The rule and the ZeRO stage of each configuration.
 CONFIGURATIONS: Mapping[str, tuple[str, int]] = {"baseline": ("baseline", 0), "paper": ("paper", 2)}
-_WARM_UP, _STEPS = 3, 6
+_WARM_UP, _STEPS = 3, 4
 
 
 def measure(experiment: Experiment, campaign: Campaign, ranks: Sequence[int]) -> dict[str, dict[str, Any]]:
     """Return what rank 0 saw, by configuration and number of ranks (as in ``paper-2``).
 
-    Configurations alternate within each number of ranks, as many rounds as there are seeds; medians are kept.
+    Configurations alternate within the same ranks, as many rounds as there are seeds; medians are kept.
 
     Args:
         experiment: the task.
@@ -46,27 +46,18 @@ def measure(experiment: Experiment, campaign: Campaign, ranks: Sequence[int]) ->
     """
     campaign.reporter.stage(f"{experiment.reference}: {', '.join(map(str, ranks))} ranks through DeepSpeed", len(ranks))
     found = {}
-    for done, count in enumerate(ranks):
-        rounds = []
-        for number in range(len(campaign.seeds)):
-            what = {"ranks": experiment.reference, "count": count, "round": number}
-            run = functools.partial(_round, experiment, campaign.place, count, number)
-            rounds.append(campaign.journal.once(what, run))
-        for name in CONFIGURATIONS:
-            found[f"{name}-{count}"] = _median([one[name] for one in rounds])
-        campaign.reporter.advance(done + 1)
+    for done, count in enumerate(ranks, 1):
+        asked = {"job": experiment.reference, "rounds": len(campaign.seeds), "place": campaign.place}
+        run = functools.partial(_on_ranks, asked, count)
+        rounds = campaign.journal.once({"ranks": count, **asked}, run)
+        found.update({f"{name}-{count}": _median(seen) for name, seen in rounds.items()})
+        campaign.reporter.advance(done)
     return found
 
 
-def _round(experiment: Experiment, place: str, count: int, number: int) -> dict[str, Any]:
-    order = list(CONFIGURATIONS) if number % 2 == 0 else list(CONFIGURATIONS)[::-1]
-    seen = {}
-    for name in order:
-        rule, stage = CONFIGURATIONS[name]
-        asked = {"job": experiment.reference, "rule": rule, "zero_stage": stage, "place": place}
-        with tempfile.TemporaryDirectory() as folder:
-            seen[name] = run_on_ranks("autotune.campaign.reproduce.scaling", Path(folder), asked, ranks=count)
-    return seen
+def _on_ranks(asked: Mapping[str, Any], count: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return run_on_ranks("autotune.campaign.reproduce.scaling", Path(folder), asked, ranks=count)
 
 
 def _median(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -153,31 +144,38 @@ def _notes(ranks: Sequence[int]) -> list[str]:
 def main(folder: Path) -> None:
     """Be one rank."""
     asked = asked_of_ranks(folder)
-    engine = DeepSpeedEngine(
-        load_job(asked["job"]),
-        zero_stage=asked["zero_stage"],
-        device=asked["place"],
-        options=EngineOptions(discard_steps=0, statistics_every=None),
-    )
-    engine.apply(RULES[asked["rule"]].plan(engine.space))
+    engines = {name: _engine(asked, *chosen) for name, chosen in CONFIGURATIONS.items()}
+    seen: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
+    for number in range(asked["rounds"]):
+        for name in list(engines) if number % 2 == 0 else list(engines)[::-1]:
+            seen[name].append(_block(engines[name]))
+    if distributed.get_rank() == 0:
+        answer(folder, seen)
+    distributed.barrier()
+
+
+def _engine(asked: Mapping[str, Any], rule: str, zero_stage: int) -> DeepSpeedEngine:
+    options = EngineOptions(discard_steps=0, statistics_every=None)
+    engine = DeepSpeedEngine(load_job(asked["job"]), zero_stage=zero_stage, device=asked["place"], options=options)
+    engine.apply(RULES[rule].plan(engine.space))
     engine.run(_WARM_UP)
+    return engine
+
+
+def _block(engine: DeepSpeedEngine) -> dict[str, Any]:
+    """Run a block of steps and return what this rank saw."""
     clock = CollectiveClock()
     with clock.running():
         window = engine.run(_STEPS)
     if window.failure is not None or window.throughput is None:
         raise EngineError(f"the ranks' window ends with {window.failure}: {window.failure_detail}")
-    if engine.rank == 0:
-        answer(
-            folder,
-            {
-                "throughput": window.throughput,
-                "step_s": window.total_s / _STEPS,
-                "communication_s": clock.seconds / _STEPS,
-                "collectives": clock.calls / _STEPS,
-                "peak_bytes": window.peak_bytes,
-            },
-        )
-    distributed.barrier()
+    return {
+        "throughput": window.throughput,
+        "step_s": window.total_s / _STEPS,
+        "communication_s": clock.seconds / _STEPS,
+        "collectives": clock.calls / _STEPS,
+        "peak_bytes": window.peak_bytes,
+    }
 
 
 if __name__ == "__main__":
