@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import public_folders
 import pytest
 import tiny_job
@@ -26,6 +27,8 @@ from autotune.engines.profiler import profile as lean_profile
 from autotune.engines.torch_engine import TorchEngine
 from autotune.errors import InputError, JobError
 from autotune.physics.cost import cycles_to_double, efficiency_after, net_speedup
+from autotune.physics.synthetic import draw_job
+from autotune.physics.time_model import seconds_by_operation, summed_seconds
 from autotune.plan import Precision, Storage
 
 
@@ -121,6 +124,16 @@ def test_shares_of_operations_add_up_and_costs_are_negative():
     shares = gain_shares({"forward": 4.0, "backward": 8.0, "x": 1.0}, {"forward": 2.0, "backward": 4.0, "x": 2.0})
     assert shares == pytest.approx({"forward": 0.4, "backward": 0.8, "x": -0.2})
     assert gain_shares({"forward": 1.0}, {"forward": 1.0}) is None
+
+
+def test_the_seconds_of_operations_are_those_of_the_step():
+    profile = draw_job(np.random.default_rng(0), depth=(4, 4)).profile
+    generator = np.random.default_rng(1)
+    for _ in range(10):
+        plan = profile.space.sample(generator)
+        found = seconds_by_operation(profile, plan)
+        assert set(found) == {"forward", "backward", "optimizer"}
+        assert sum(found.values()) == pytest.approx(summed_seconds(profile, plan), rel=1e-12)
 
 
 def test_every_component_is_added_to_those_before_it():
