@@ -42,7 +42,7 @@ def test_what_goes_on_in_the_background_counts_while_it_is_waited_for(group: Non
 def test_nothing_is_left_in_place_after_the_body_raised(group: None):
     before = distributed.all_reduce
     clock = CollectiveClock()
-    with pytest.raises(TypeError, match="type torch.Tensor"), clock.running():
+    with pytest.raises(TypeError, match=r"type torch.Tensor"), clock.running():
         distributed.all_reduce(None)
     assert distributed.all_reduce is before
     assert clock.calls == 1

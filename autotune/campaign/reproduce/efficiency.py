@@ -185,7 +185,8 @@ def _sentence(
 ) -> str:
     ratio, peaks = entry["time_ratio"], rates["peak_per_s"]
     faster = max(peaks.values()) / peaks[str(Precision.FP32)]
-    quality = f"final metric {entry['metric_difference']:+.2%}"
+    better = (entry["metric_difference"] > 0) == (experiment.job.goal == "max")
+    quality = f"final metric {entry['metric_difference']:+.2%} ({'better' if better else 'worse'})"
     if not entry["non_inferior"]:
         quality += ", which these seeds do not show to be within 0.5 %"
     made_of = f"{ratio / samples:.2f} (seconds per sample) x {samples:.2f} (samples to the target)"
@@ -194,6 +195,6 @@ def _sentence(
         f"{made_of}, "
         f"{entry['memory_ratio'] or 0:.0%} of its memory, {quality}: {'holds' if holds else 'does not hold'}"
     )
-    if holds:
+    if ratio <= experiment.at_most:
         return said
     return f"{said}; bounded by this device, whose 16-bit matrix products are {faster:.1f} times as fast as fp32 ones"
