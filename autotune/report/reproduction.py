@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from rich.table import Table
 
 
 def reproduction_table(document: Mapping[str, Any]) -> Table:
-    """Return one row per number: the paper's, ours, and the ratio; each also over its own baseline's.
+    """Return one row per number: the paper's, ours (in the unit shown), the ratio, and each over its own baseline's.
 
     Args:
         document: what ``reproduce --json`` prints.
@@ -26,18 +27,15 @@ def reproduction_table(document: Mapping[str, Any]) -> Table:
     table.add_column("of")
     for name in ("paper", "ours", "ours /\npaper", "paper /\nbaseline", "ours /\nbaseline"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("unit of ours")
-    last = ""
-    for row in document["rows"]:
-        if last and row["metric"].partition(",")[0] != last:
-            table.add_section()
-        last = row["metric"].partition(",")[0]
-        table.add_row(
-            row["metric"],
-            row["configuration"],
-            *(_number(row[key]) for key in ("paper", "ours", "ratio", "paper_change", "our_change")),
-            row["unit"],
-        )
+    for (metric, unit), group in itertools.groupby(document["rows"], lambda row: (row["metric"], row["unit"])):
+        rows = list(group)
+        for number, row in enumerate(rows):
+            table.add_row(
+                f"{metric}, {unit}" if not number else "",
+                row["configuration"],
+                *(_number(row[key]) for key in ("paper", "ours", "ratio", "paper_change", "our_change")),
+                end_section=len(rows) > 1 and number == len(rows) - 1,
+            )
     return table
 
 
@@ -53,4 +51,4 @@ def missing_lines(document: Mapping[str, Any]) -> list[str]:
 def _number(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -113,9 +113,10 @@ class Campaign:
 
         At a constant learning rate the length of a run does not change when it arrives.
         """
-        self.reporter.stage(f"{job.name}: pilot runs of the baseline, to fix the length of all runs", len(_PILOT_SEEDS))
+        pilots = _PILOT_SEEDS[: len(self.seeds)]
+        self.reporter.stage(f"{job.name}: pilot runs of the baseline, to fix the length of all runs", len(pilots))
         arrivals = []
-        for number, seed in enumerate(_PILOT_SEEDS):
+        for number, seed in enumerate(pilots):
             found = self.journal.once(
                 {"pilot": job.name, "seed": seed}, functools.partial(self._pilot, job, number, seed)
             )

@@ -58,15 +58,16 @@ def document_of(
     Args:
         table: which of the paper's.
         scale: at which scale it was repeated.
-        rows: the paper's numbers and ours.
+        rows: the paper's numbers and ours; those of one metric are put together.
         notes: what a reader must know, in sentences.
         facts: what else was measured, by name.
     """
+    metrics = list(dict.fromkeys(row.metric for row in rows))
     return {
         "version": REPRODUCTION_VERSION,
         "table": table,
         "scale": scale,
         **facts,
-        "rows": [row.to_json() for row in rows],
+        "rows": [row.to_json() for row in sorted(rows, key=lambda row: metrics.index(row.metric))],
         "notes": list(notes),
     }
