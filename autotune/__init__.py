@@ -27,7 +27,7 @@ from autotune.plan import Launch, Plan, PlanSpace, Precision, Storage
 from autotune.units import Unit, find_units, name_units
 
 if TYPE_CHECKING:
-    from autotune.api import compare, resume, tune
+    from autotune.api import compare, reproduce, resume, tune
     from autotune.cluster import ClusterOptions
     from autotune.engines.deepspeed_engine import DeepSpeedEngine
     from autotune.engines.isolated_engine import IsolatedEngine, RankOptions
@@ -75,6 +75,7 @@ __all__ = [
     "find_units",
     "load_job",
     "name_units",
+    "reproduce",
     "resume",
     "tune",
 ]
@@ -93,6 +94,7 @@ _LAZY = {
     "EngineOptions": "autotune.engines.torch_engine",
     "TorchEngine": "autotune.engines.torch_engine",
     "compare": "autotune.api",
+    "reproduce": "autotune.api",
     "resume": "autotune.api",
     "tune": "autotune.api",
 }

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +70,32 @@ def data_folder() -> Path:
     if not Path(named).is_dir():
         raise JobError(f"{named!r} is no folder", where=DATA_VARIABLE, allowed=allowed)
     return Path(named)
+
+
+@contextmanager
+def pointed_at(folder: str | Path | None) -> Iterator[None]:
+    """Let jobs find public data sets in a folder while the body runs, in processes that it starts as well.
+
+    Args:
+        folder: the folder; ``None`` leaves it at what the environment says.
+
+    Raises:
+        JobError: if it is no folder.
+    """
+    if folder is None:
+        yield
+        return
+    if not Path(folder).is_dir():
+        raise JobError(f"{str(folder)!r} is no folder", where="--data", allowed="a folder with CIFAR-10 or WikiText-2")
+    former = os.environ.get(DATA_VARIABLE)
+    os.environ[DATA_VARIABLE] = str(Path(folder).absolute())
+    try:
+        yield
+    finally:
+        if former is None:
+            del os.environ[DATA_VARIABLE]
+        else:
+            os.environ[DATA_VARIABLE] = former
 
 
 def locate(folder: Path, layouts: Sequence[Layout]) -> Located:

@@ -78,6 +78,10 @@ def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.02, momentum=0.9, weight_decay=5e-4)
 
 
+def adamw_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=3e-4, weight_decay=0.01)
+
+
 def data_sources() -> list[DataSource]:
     content = load_digits().data.tobytes()
     digest = hashlib.sha256(content).hexdigest()
@@ -103,6 +107,9 @@ job = Job(
     evaluate_every=5,
     data_sources=data_sources,
 )
+
+# The same network with AdamW, as the paper trains its ResNet.
+adamw = replace(job, name="digits_adamw", optimizer=adamw_optimizer)
 
 # The same run in shorter windows: for what happens between evaluations, such as memory that dips.
 watched = replace(job, name="digits_watched", evaluate_every=2)

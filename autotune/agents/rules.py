@@ -63,9 +63,14 @@ def _sqrt(space: PlanSpace) -> Plan:
 def _paper(space: PlanSpace) -> Plan:
     return space.plan(
         accumulation_steps=nearest_accumulation(space, PAPER_ACCUMULATION),
-        precision=Precision.FP16 if Precision.FP16 in space.precisions else space.lowest_precision,
+        precision=paper_precision(space),
         recomputed=sqrt_recomputed(space),
     )
+
+
+def paper_precision(space: PlanSpace) -> Precision:
+    """Return the paper's precision: fp16, or what there is of 16 bits where the device has no fast fp16."""
+    return Precision.FP16 if Precision.FP16 in space.precisions else space.lowest_precision
 
 
 def sqrt_recomputed(space: PlanSpace) -> tuple[str, ...]:

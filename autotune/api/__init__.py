@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autotune.api.campaigns import compare_jobs, resume
 from autotune.api.comparing import compare
+from autotune.api.reproducing import reproduce
 from autotune.api.session import Session, fastest_fitting_plan, predicted
 from autotune.api.training import fine_tune, search_recipe, train
 from autotune.api.tuning import tune, tune_stages
@@ -15,6 +16,7 @@ __all__ = [
     "fastest_fitting_plan",
     "fine_tune",
     "predicted",
+    "reproduce",
     "resume",
     "search_recipe",
     "train",

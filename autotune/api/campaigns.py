@@ -9,12 +9,13 @@ from typing import Any
 
 from autotune.agents.study_store import without_password
 from autotune.api.comparing import compare
+from autotune.api.reproducing import reproduced_run
 from autotune.api.session import session_of
 from autotune.campaign.arms import (
     arm_names,
 )
 from autotune.campaign.journal import Journal
-from autotune.campaign.progress import Reporter
+from autotune.campaign.progress import Reporter, Silent
 from autotune.campaign.protocol import Dips, paired_seeds
 from autotune.campaign.runs import RunDirectory, device_name, require_writable
 from autotune.campaign.stratified import together
@@ -24,6 +25,9 @@ from autotune.engines.isolated_engine import RankOptions
 from autotune.errors import InputError, RunDirectoryError
 from autotune.job import Job
 from autotune.physics.carbon import Intensity
+
+# What a finished campaign leaves, by the key that tells its kind.
+_FINISHED = {"method": "tuned.json", "arms": "comparison.json", "table": "reproduction.json"}
 
 
 def resume(run: str | Path, *, job: Job | None = None, reporter: Reporter | None = None) -> dict[str, Any]:
@@ -49,11 +53,13 @@ def resume(run: str | Path, *, job: Job | None = None, reporter: Reporter | None
         finished = (folder.path / "jobs.json").is_file()
         return folder.read("jobs.json") if finished else _compared_jobs(folder, config, reporter)
     asked = config.get("asked")
-    if not isinstance(asked, dict) or not {"method", "arms"} & set(asked):
+    if not isinstance(asked, dict) or not set(_FINISHED) & set(asked):
         raise RunDirectoryError("holds no tuning and no comparison", where=str(run), allowed="the run of one")
-    document = "tuned.json" if "method" in asked else "comparison.json"
+    document = next(name for key, name in _FINISHED.items() if key in asked)
     if (folder.path / document).is_file():
         return folder.read(document)
+    if "table" in asked:
+        return reproduced_run(asked, folder, Journal.opened(folder.path), reporter or Silent())
     if asked["job"] is None and job is None:
         raise RunDirectoryError("its job was an object", where=str(run), allowed="autotune.resume(run, job=...)")
     measured_on = folder.read("environment.json")["device"]

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,16 +12,13 @@ from typing import Any
 from torch import distributed
 
 from autotune.campaign.bench_overhead import compare_loops
+from autotune.campaign.rank_processes import answer, asked_of_ranks, run_on_ranks
 from autotune.catalog import load_job
 from autotune.engines.deepspeed_config import engine_config
 from autotune.engines.deepspeed_engine import DeepSpeedEngine, imported, sized
-from autotune.errors import EngineError
-from autotune.files import read_json, write_json
 from autotune.job import Job
 from autotune.mechanics import stepping
 from autotune.mechanics.randomness import seed_all
-
-_ASKED, _FOUND = "asked.json", "found.json"
 
 
 class HandWrittenLoop:
@@ -74,27 +69,20 @@ def bench_deepspeed(job: str, folder: Path, *, ranks: int, zero_stage: int, pair
     Raises:
         EngineError: if a rank fails; its last line is quoted.
     """
-    write_json(folder / _ASKED, {"job": job, "zero_stage": zero_stage, "pairs": pairs, "seed": seed, "path": sys.path})
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*launcher, "-m", "autotune.campaign.bench_deepspeed", str(folder)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "Error" in line]
-        raise EngineError(f"a rank failed: {errors[0] if errors else done.stderr[-200:]}")
-    return {**read_json(folder / _FOUND), "ranks": ranks, "zero_stage": zero_stage}
+    asked = {"job": job, "zero_stage": zero_stage, "pairs": pairs, "seed": seed}
+    found = run_on_ranks("autotune.campaign.bench_deepspeed", folder, asked, ranks=ranks)
+    return {**found, "ranks": ranks, "zero_stage": zero_stage}
 
 
 def main(folder: Path) -> None:
     """Be one rank."""
-    asked = json.loads((folder / _ASKED).read_text())
-    sys.path += [entry for entry in asked["path"] if entry not in sys.path]
+    asked = asked_of_ranks(folder)
     job = load_job(asked["job"])
     engine = DeepSpeedEngine(job, zero_stage=asked["zero_stage"], seed=asked["seed"])
     plain = HandWrittenLoop(job, asked["zero_stage"], asked["seed"])
     document = compare_loops(job, engine, plain, pairs=asked["pairs"])
     if engine.rank == 0:
-        write_json(folder / _FOUND, document)
+        answer(folder, document)
     distributed.barrier()
 
 

@@ -78,9 +78,12 @@ def find_horizon(job: Job, *, seed: int = 0, on_pilot: Callable[[int, float], No
     return min(arrivals)
 
 
-def pilot(job: Job, samples: int, *, seed: int = 0, on_step: Callable[[int], None] | None = None) -> RunRecord:
+def pilot(
+    job: Job, samples: int, *, seed: int = 0, place: str = "cpu", on_step: Callable[[int], None] | None = None
+) -> RunRecord:
     """Run the baseline until it arrives, on a schedule of so many samples."""
-    engine = TorchEngine(job, seed=seed, options=EngineOptions(total_samples=samples, meter_memory=False))
+    options = EngineOptions(total_samples=samples, meter_memory=False)
+    engine = TorchEngine(job, seed=seed, device=place, options=options)
     policy = StaticPolicy("baseline", engine.space.baseline())
     record = _Run(job, policy, engine, seed, samples, on_step=on_step).record(stop_at_target=True)
     engine.close()
@@ -97,6 +100,7 @@ def compare(
     protocol: Protocol,
     *,
     device: str,
+    place: str = "cpu",
     tracker: Tracker | None = None,
     journal: Journal | None = None,
     on_progress: Callable[[str, int, float], None] | None = None,
@@ -109,6 +113,7 @@ def compare(
         arms: the arms, the baseline first.
         protocol: the declared protocol.
         device: what the device is called.
+        place: where models live.
         tracker: where runs are logged.
         journal: has the runs that were finished before.
         on_progress: is told of the arm, the seed and the share of its run that is done.
@@ -122,7 +127,7 @@ def compare(
     for index, seed in enumerate(protocol.seeds):
         # A B C then C B A: a drift of the machine's speed meets every arm from both sides.
         for arm in arms if index % 2 == 0 else list(reversed(arms)):
-            run = functools.partial(_run_arm, job, arm, seed, protocol, on_progress)
+            run = functools.partial(_run_arm, arm.job or job, arm, seed, protocol, place, on_progress)
             record = RunRecord.from_json(journal.once({"run": arm.name, "seed": seed}, _as_json(run)))
             records[arm.name].append(record)
             if tracker is not None and not tracker.knows(_called(arm, record)):
@@ -139,10 +144,11 @@ def _run_arm(
     arm: Arm,
     seed: int,
     protocol: Protocol,
+    place: str,
     on_progress: Callable[[str, int, float], None] | None,
 ) -> RunRecord:
     options = EngineOptions(total_samples=protocol.horizon_samples, watts=protocol.watts)
-    engine = TorchEngine(job, seed=seed, options=options)
+    engine = TorchEngine(job, seed=seed, device=place, options=options)
     policy = arm.policy(engine.space)
     policy.reset()
 

@@ -69,6 +69,7 @@ def cached_profile(
     *,
     options: ProfilerOptions | None = None,
     fresh: bool = False,
+    place: str = "cpu",
     on_progress: Callable[[float], None] | None = None,
 ) -> tuple[Profile, Path, bool]:
     """Return a job's profile on this device: from the cache if nothing that it depends on has changed.
@@ -80,6 +81,7 @@ def cached_profile(
         runs: the folder of runs; profiles are kept in ``profiles`` in it.
         options: how much profiling may cost.
         fresh: measure even if the cache holds a profile.
+        place: where the model lives.
         on_progress: is told of the share that is done.
 
     Returns:
@@ -92,7 +94,7 @@ def cached_profile(
         found = None if fresh else _read_cached(path, key)
         if found is not None:
             return found, path, True
-    measured = profile(job, device_name=device, fingerprint=key, options=options, on_progress=on_progress)
+    measured = profile(job, device_name=device, fingerprint=key, device=place, options=options, on_progress=on_progress)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, measured.to_json())
     return measured, path, False

@@ -11,6 +11,7 @@ from typing import Any
 from autotune.agents.policy import Policy
 from autotune.budget import MemoryBudget
 from autotune.errors import InputError
+from autotune.job import Job
 from autotune.measurement import ABSENT
 from autotune.plan import PlanSpace
 
@@ -68,12 +69,15 @@ class Arm:
         policy: makes the policy for a space; called once per run.
         tuning_s: seconds that were spent to find it.
         tuning_steps: real optimizer steps that were spent to find it.
+        job: the job that it trains, where it is the compared one with something else than a plan changed, such as the
+            learning-rate schedule; ``None`` for the compared job itself.
     """
 
     name: str
     policy: ArmFactory
     tuning_s: float = 0.0
     tuning_steps: int = 0
+    job: Job | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -200,6 +200,13 @@ def benchmark_folder(runs: Path) -> Path:
     return runs / "benchmarks" / ("-".join(re.findall(r"[a-z0-9]+", words.lower())) or "unknown")
 
 
+def device_kind() -> str:
+    """Return where a job trains on this machine if nobody says otherwise: ``cuda`` or ``cpu``."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def device_name() -> str:
     """Return what the job's device is called: the GPU's name, or the processor's."""
     import torch

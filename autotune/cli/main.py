@@ -24,6 +24,7 @@ from autotune.cli import (
     profile,
     replay,
     report,
+    reproduce,
     resume,
     schedule,
     train,
@@ -39,7 +40,23 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for module in (demo, profile, plan, tune, train, compare, resume, explain, export, replay, report, schedule, doctor):
+_COMMANDS = (
+    demo,
+    profile,
+    plan,
+    tune,
+    train,
+    compare,
+    resume,
+    reproduce,
+    explain,
+    export,
+    replay,
+    report,
+    schedule,
+    doctor,
+)
+for module in _COMMANDS:
     app.command(module.__name__.rpartition(".")[2])(module.command)
 app.add_typer(bench.app, name="bench")
 

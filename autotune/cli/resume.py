@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from autotune.cli import compare, tune
+from autotune.cli import compare, reproduce, tune
 from autotune.cli import console as shared
 from autotune.cli.console import JsonOption
 
 
 def command(
-    run: Annotated[Path, typer.Argument(help="The run directory of a tune, a compare or a demo.")],
+    run: Annotated[Path, typer.Argument(help="The run directory of a tune, a compare, a demo or a reproduce.")],
     as_json: JsonOption = False,
 ) -> None:
     """Take up a campaign that was killed at any instant: what it measured stays, and it is finished."""
@@ -24,7 +24,9 @@ def command(
     config = RunDirectory.open(run).read("config.json")
     with shared.Bars(output) as bars:
         document = api.resume(run, reporter=bars)
-    if "together" in document:
+    if "table" in document:
+        reproduce.show(document, output, as_json=as_json)
+    elif "together" in document:
         compare.show_jobs(document, output, as_json=as_json)
     elif "arms" in document:
         compare.show(document, output, as_json=as_json)

@@ -180,3 +180,27 @@ def kept_layers(num_layers: int) -> tuple[int, ...]:
 def net_speedup(throughput_gain: float, recomputation_overhead: float) -> float:
     """Return throughput gain over 1 + recomputation overhead. Source: eq. 21 of the paper."""
     return throughput_gain / (1 + recomputation_overhead)
+
+
+def efficiency_after(cycles: float, gain: float) -> float:
+    """Return the efficiency after some optimization cycles, as a factor of today's.
+
+    Args:
+        cycles: t/T_cycle, as a number of cycles.
+        gain: factor of one cycle.
+
+    Source: eq. 22 of the paper, which leaves the length of a cycle, T_cycle, undefined.
+    """
+    return math.pow(gain, cycles)
+
+
+def cycles_to_double(gain: float) -> float | None:
+    """Return the cycles after which the efficiency has doubled; ``None`` if a cycle gains nothing.
+
+    Args:
+        gain: factor of one cycle.
+
+    Source: eq. 22 of the paper, solved for a factor of 2. Eq. 23 does the same with 5 months as the length of a cycle,
+    a number that it takes from the target it argues for; 5 log(2)/log(1.26) is 15.0 months, not 14.8.
+    """
+    return math.log(2) / math.log(gain) if gain > 1 else None

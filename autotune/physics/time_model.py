@@ -31,6 +31,21 @@ def summed_seconds(profile: Profile, plan: Plan) -> float:
     return table.update_s + sum(segment.cost(name).seconds for segment, name in pieces)
 
 
+def seconds_by_operation(profile: Profile, plan: Plan) -> dict[str, float]:
+    """Return the seconds of a step by operation: ``forward``, ``backward`` (recomputation included), ``optimizer``.
+
+    They are the measured pieces, without the calibration of their sum.
+    """
+    table = profile.table_for(plan)
+    pieces = zip(table.segments, choices(table.segments, plan), strict=True)
+    costs = [segment.cost(name) for segment, name in pieces]
+    return {
+        "forward": sum(cost.forward_s for cost in costs),
+        "backward": sum(cost.backward_s for cost in costs),
+        "optimizer": table.update_s,
+    }
+
+
 def calibrated(profile: Profile, measured: Sequence[tuple[Plan, float]]) -> Profile:
     """Return the profile with its sums fitted to whole plans.
 

@@ -1,0 +1,48 @@
+"""``autotune reproduce``: repeat one of the paper's tables, and set its numbers beside ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from autotune.cli import console as shared
+from autotune.cli.console import JsonOption, RunsOption
+
+
+def command(
+    table: Annotated[str, typer.Argument(help="table1, table2, table3, table4 or error-analysis.")],
+    data: Annotated[
+        Path | None, typer.Option("--data", help="The folder that CIFAR-10 and WikiText-2 lie in, as published.")
+    ] = None,
+    scale: Annotated[
+        str, typer.Option("--scale", help="paper: its own jobs; cpu: small ones on data that every machine has.")
+    ] = "paper",
+    seeds: Annotated[int, typer.Option("--seeds", help="Paired fresh seeds; fewer than 6 give an indication.")] = 6,
+    runs_dir: RunsOption = shared.RUNS,
+    as_json: JsonOption = False,
+) -> None:
+    """Repeat one of the paper's tables: its number, ours, and the ratio."""
+    from autotune import api
+
+    output = shared.console(as_json=as_json)
+    with shared.Bars(output) as bars:
+        document = api.reproduce(table, data=data, scale=scale, seeds=seeds, runs_dir=runs_dir, reporter=bars)
+    show(document, output, as_json=as_json)
+
+
+def show(document: dict[str, Any], output: Console, *, as_json: bool) -> None:
+    """Print a reproduced table with its notes; or the document itself."""
+    from autotune.report.reproduction import missing_lines, reproduction_table
+
+    output.print(reproduction_table(document))
+    for note in [*missing_lines(document), *document["notes"]]:
+        output.print(f"- {note}.")
+    output.print(
+        f"That took {document['seconds'] / 60:.1f} minutes. Written: {document['run']}/reproduction.json",
+        soft_wrap=True,
+    )
+    if as_json:
+        shared.print_json(document)

@@ -1,0 +1,58 @@
+"""Count what a step computes, and measure how fast the device multiplies matrices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+# Sides of the square matrices that are multiplied, and how often.
+_SIDES = {"cpu": (512, 1024, 1536), "cuda": (4096, 8192)}
+_REPETITIONS = 6
+
+
+def step_flops(model: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor], batch: Any) -> int:
+    """Return the floating-point operations of a forward and a backward pass, in fp32 and without recomputation.
+
+    Matrix products, convolutions and attention are counted, two operations per multiplication and addition; what works
+    entry by entry (normalisation, activation, the optimizer) is not. Gradients are left as they were.
+
+    Args:
+        model: the model, in training mode.
+        loss: ``(model, batch) -> scalar tensor``.
+        batch: a batch on the model's device.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    counter = FlopCounterMode(display=False)
+    # Fused attention of a CPU is unknown to the counter; written out, it is the same products.
+    with sdpa_kernel(SDPBackend.MATH), counter:
+        torch.autograd.grad(loss(model, batch), parameters, allow_unused=True)
+    return int(counter.get_total_flops())
+
+
+def matmul_peak(dtype: torch.dtype, device: str = "cpu") -> float:
+    """Return the highest rate of a product of two square matrices on this process's threads, in operations per second.
+
+    Args:
+        dtype: of both matrices.
+        device: where they live.
+    """
+    return max(_rate(side, dtype, device) for side in _SIDES[torch.device(device).type])
+
+
+def _rate(side: int, dtype: torch.dtype, device: str) -> float:
+    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    seconds = []
+    # The first product chooses its kernel.
+    for _ in range(1 + _REPETITIONS):
+        began = time.perf_counter()
+        left @ right
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return 2 * side**3 / min(seconds[1:])
