@@ -99,7 +99,7 @@ def _row(row: Interval, y: float, side: float, x: Callable[[float], float], reac
         "text", name, x=f"{side - 8:.1f}", y=f"{y:.1f}", text_anchor="end", dominant_baseline="middle", class_="name"
     )
     if row.middle is None:
-        yield element("text", "not comparable", x=f"{side + 8:.1f}", y=f"{y:.1f}", dominant_baseline="middle")
+        yield element("text", "no ratio", x=f"{side + 8:.1f}", y=f"{y:.1f}", dominant_baseline="middle")
         return
     low, high = x(row.low), x(row.high)
     yield element("line", x1=f"{low:.1f}", x2=f"{high:.1f}", y1=f"{y:.1f}", y2=f"{y:.1f}", class_="spread")
