@@ -10,7 +10,7 @@ help:
 	@echo "make demo   tune and compare a real training job (about a quarter of an hour)"
 	@echo "make test   the test suite (a few minutes)"
 	@echo "make check  formatting, lint, types"
-	@echo "make bench  the benchmarks; results as JSON in runs/benchmarks/<device>/"
+	@echo "make bench  the benchmarks, hours of them; results as JSON in runs/benchmarks/<device>/"
 	@echo "make clean  remove .venv, caches and builds (runs/ is kept)"
 
 $(VENV)/bin/python:
@@ -41,9 +41,7 @@ check: $(DEV)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/autotune bench overhead
-	$(BIN)/autotune bench solver
-	$(BIN)/autotune bench simulator
+	$(BIN)/autotune bench all
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -348,6 +348,45 @@ def _search_table(document: dict[str, Any]) -> Table:
     return table
 
 
+@app.command("profile")
+def profile(
+    jobs: Annotated[str, typer.Option("--jobs", help="Jobs, separated by commas.")] = "charlm,digits",
+    plans: Annotated[int, typer.Option("--plans", min=2, help="Random plans that are predicted and measured.")] = 20,
+    seed: SeedOption = 0,
+    runs_dir: RunsOption = shared.RUNS,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict plans from a lean and from a full profile, and measure them."""
+    from autotune.campaign.bench_profile import bench_profile, verdict
+    from autotune.campaign.runs import require_writable
+    from autotune.catalog import load_job
+
+    require_writable(runs_dir)
+    found = [load_job(name) for name in jobs.split(",")]
+    with shared.Bars(shared.console(as_json=as_json)) as bars:
+        document = bench_profile(found, plans=plans, seed=seed, reporter=bars)
+    _finish(document, "profile", verdict(document), runs_dir, as_json)
+
+
+# What needs no run of another command; those that also need a library, or a GPU, come where they are there.
+ALL = ("overhead", "profile", "solver", "simulator", "attach", "batching", "search")
+
+
+@app.command("all")
+def every(runs_dir: RunsOption = shared.RUNS) -> None:
+    """Run every benchmark that needs no run of another command, one after another, with its defaults."""
+    import importlib.util
+
+    import torch
+
+    names = [*ALL]
+    names += ["cluster"] if importlib.util.find_spec("ray") is not None else []
+    names += ["gpu"] if torch.cuda.is_available() else []
+    for name in names:
+        shared.console().print(f"autotune bench {name}")
+        app([name, "--runs-dir", str(runs_dir)], standalone_mode=False)
+
+
 @app.command("gpu")
 def gpu(
     jobs: Annotated[

@@ -1,0 +1,34 @@
+"""What profiles predict is measured on plans that they have not seen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autotune.campaign.runs import benchmark_folder
+from autotune.cli import bench
+from autotune.cli.main import run
+
+JOB = Path(__file__).parent / "tiny_job.py"
+
+
+def test_a_lean_profile_takes_a_fraction_of_the_steps_and_predicts_memory_as_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", "profile", "--jobs", str(JOB), "--plans", "4", "--runs-dir", str(tmp_path)]) == 0
+    document = json.loads((benchmark_folder(tmp_path) / "profile.json").read_text())
+    (entry,) = document["jobs"]
+    assert entry["lean"]["steps"] < 0.4 * entry["full"]["steps"]
+    assert document["steps_ratio_median"] == entry["lean"]["steps"] / entry["full"]["steps"]
+    for kind in ("lean", "full"):
+        assert entry[kind]["memory_error_p95"] <= 0.02
+        assert entry[kind]["memory_underprediction_max"] <= 0.01
+    assert "tiny: lean (" in capsys.readouterr().out
+
+
+def test_all_of_them_are_benchmarks() -> None:
+    known = {command.name for command in bench.app.registered_commands}
+    assert set(bench.ALL) <= known
+    assert {"cluster", "gpu", "policy", "all"} <= known
