@@ -383,7 +383,7 @@ def every(runs_dir: RunsOption = shared.RUNS) -> None:
     names += ["cluster"] if importlib.util.find_spec("ray") is not None else []
     names += ["gpu"] if torch.cuda.is_available() else []
     for name in names:
-        shared.console().print(f"autotune bench {name}")
+        shared.console(as_json=False).print(f"autotune bench {name}")
         app([name, "--runs-dir", str(runs_dir)], standalone_mode=False)
 
 
