@@ -41,7 +41,9 @@ GATE = "baseline-again"
 _OUT_OF_MEMORY = (Failure.OUT_OF_MEMORY, Failure.OVER_BUDGET)
 
 
-def find_horizon(job: Job, *, seed: int = 0, on_pilot: Callable[[int, float], None] | None = None) -> int:
+def find_horizon(
+    job: Job, *, seed: int = 0, place: str = "cpu", on_pilot: Callable[[int, float], None] | None = None
+) -> int:
     """Return the samples of every compared run: about 1.25x what the baseline needs to arrive.
 
     The learning-rate schedule is bound to the length of a run, so the length decides when the baseline arrives. Pilot
@@ -51,6 +53,7 @@ def find_horizon(job: Job, *, seed: int = 0, on_pilot: Callable[[int, float], No
     Args:
         job: the job.
         seed: of the pilots.
+        place: where the model lives.
         on_pilot: is told of the pilot's number and the share of it that is done.
 
     Returns:
@@ -61,7 +64,7 @@ def find_horizon(job: Job, *, seed: int = 0, on_pilot: Callable[[int, float], No
     arrivals: dict[int, float] = {}
     longest_missed = 0
     for number in range(_PILOTS):
-        record = pilot(job, length, seed=seed, on_step=_share_of(on_pilot, number, length))
+        record = pilot(job, length, seed=seed, place=place, on_step=_share_of(on_pilot, number, length))
         if record.reached:
             arrivals[length] = record.samples / length
             if _ARRIVAL[0] <= arrivals[length] <= _ARRIVAL[1]:

@@ -76,7 +76,7 @@ class Campaign:
         """Run arms on every seed, the baseline first, and return ``comparison.json`` as an object.
 
         Args:
-            experiment: the task; all runs are as long as its baseline at a constant rate needs, and a quarter more.
+            experiment: the task; all runs are as long as the FP32 baseline needs with and without a schedule, and more.
             arms: the arms.
             budget_bytes: what the memory of runs is judged by; ``None`` for no budget.
         """
@@ -85,7 +85,7 @@ class Campaign:
             job=job.name,
             arms=tuple(arm.name for arm in arms),
             seeds=self.seeds,
-            horizon_samples=self._horizon(job),
+            horizon_samples=self._horizon(experiment),
             memory_budget_bytes=budget_bytes,
         )
         reporter.stage(f"{job.name}: {len(arms)} arms on {len(self.seeds)} seeds", len(arms) * len(self.seeds))
@@ -108,13 +108,14 @@ class Campaign:
         self.run.write(f"comparison-{job.name}.json", document)
         return document
 
-    def _horizon(self, job: Job) -> int:
-        """Return the samples of every run: what the slowest of a few pilots of the baseline needs, and a quarter more.
+    def _horizon(self, experiment: Experiment) -> int:
+        """Return the samples of every run: enough for the baseline at a constant rate and for the one with a schedule.
 
-        At a constant learning rate the length of a run does not change when it arrives.
+        At a constant rate the length of a run does not change when it arrives, so that the slowest of a few pilots
+        tells; a schedule is bound to the length, which is searched for.
         """
-        pilots = _PILOT_SEEDS[: len(self.seeds)]
-        self.reporter.stage(f"{job.name}: pilot runs of the baseline, to fix the length of all runs", len(pilots))
+        job, pilots = experiment.constant, _PILOT_SEEDS[: len(self.seeds)]
+        self.reporter.stage(f"{job.name}: pilot runs of the baseline, to fix the length of all runs", len(pilots) + 1)
         arrivals = []
         for number, seed in enumerate(pilots):
             found = self.journal.once(
@@ -122,7 +123,9 @@ class Campaign:
             )
             arrivals.append(samples_to_target(found) if found["reached"] else job.total_samples)
         stride = job.evaluate_every * job.batch_size
-        return math.ceil(comparison.HORIZON * max(arrivals) / stride) * stride
+        constant = math.ceil(comparison.HORIZON * max(arrivals) / stride) * stride
+        find = functools.partial(comparison.find_horizon, experiment.job, place=self.place)
+        return max(constant, int(self.journal.once({"horizon": job.name}, find)))
 
     def _pilot(self, job: Job, number: int, seed: int) -> dict[str, Any]:
         def on_step(samples: int) -> None:
