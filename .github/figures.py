@@ -103,9 +103,33 @@ def cluster() -> Iterator[str]:
     yield f"{found['efficiency_median']:.2f} ({low:.2f} to {high:.2f}) of twice as many"
 
 
+def search() -> Iterator[str]:
+    """Yield what finding a plan costs."""
+    found = read("search-charlm")
+    methods = found["methods"]
+
+    def steps(name: str) -> str:
+        pairs = zip(methods[name]["steps"]["values"], methods[name]["steps"]["limits"], strict=True)
+        return ", ".join(f"more than {limit:.0f}" if value is None else f"{value:.0f}" for value, limit in pairs)
+
+    def behind(name: str) -> str:
+        return ", ".join(
+            "none" if value is None else f"{value:.1%}" for value in methods[name]["regret_frac"]["values"]
+        )
+
+    rows = {
+        "planner": "planner",
+        "ppo": "ppo",
+        "optuna-cold": "Optuna from nothing",
+        "optuna-warm": "Optuna from the rules",
+    }
+    for name, called in rows.items():
+        yield f"| {called} | {steps(name)} | {behind(name)} |"
+
+
 def figures() -> list[str]:
     """Return everything that the README must say, word for word but for line breaks."""
-    return [*attached(), *policy(), *dips(), *cluster()]
+    return [*attached(), *policy(), *dips(), *cluster(), *search()]
 
 
 if __name__ == "__main__":
