@@ -52,12 +52,15 @@ def write_json(path: Path, document: object) -> None:
 
 
 def append_json_line(path: Path, document: object) -> None:
-    """Append one record to a JSON-lines file and force it to the disk before returning."""
+    """Append one record to a JSON-lines file and force it to the disk before returning.
+
+    A last line that a kill or a full disk cut off is taken away: nobody was told that it is written.
+    """
     line = json.dumps(document, allow_nan=False) + "\n"
     with path.open("a+b") as file:
-        # A kill may have cut off the last line; the next record must not be lost with it.
         if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
-            line = "\n" + line
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
         file.write(line.encode())
         file.flush()
         os.fsync(file.fileno())

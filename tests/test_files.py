@@ -91,6 +91,14 @@ def test_records_are_appended_one_a_line(tmp_path: Path):
     assert [json.loads(line)["index"] for line in lines] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("whole", [b"", b'{"index": 0}\n'])
+def test_a_line_that_was_cut_off_makes_room_for_the_next_record(tmp_path: Path, whole: bytes):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(whole + b'{"index": 1, "te')
+    append_json_line(path, {"index": 1})
+    assert path.read_bytes() == whole + b'{"index": 1}\n'
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

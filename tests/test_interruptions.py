@@ -62,7 +62,7 @@ def test_a_disk_that_fills_up_is_one_line_and_nothing_is_lost(size: str, small_d
     assert "cannot be written" in said[0]
     assert "Traceback" not in done.stderr
     (folder,) = [path for path in disk.iterdir() if (path / "config.json").is_file()]
-    before = RunDirectory.open(folder).whole_lines(JOURNAL)
+    before = RunDirectory.open(folder).lines(JOURNAL)
     assert not (folder / "tuned.json").exists()
     small_disk("64m")
     done = tune("resume", str(folder), "--json")

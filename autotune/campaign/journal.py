@@ -17,7 +17,7 @@ from typing import Any
 from autotune.campaign.runs import BEGUN_WITH, writing
 from autotune.engines.engine import Engine, PreparingEngine
 from autotune.errors import InputError, RunDirectoryError
-from autotune.files import append_json_line, parse_json, write_atomic
+from autotune.files import append_json_line, parse_json
 from autotune.measurement import Measurement
 from autotune.plan import Plan, PlanSpace
 
@@ -52,12 +52,8 @@ class Journal:
             if any(child.name not in BEGUN_WITH and child.name[0] != "." for child in folder.iterdir()):
                 raise RunDirectoryError("holds no journal", where=str(folder), allowed="the run of a tune or a compare")
             path.touch()
-        rows = path.read_bytes().split(b"\n")
-        torn = rows.pop()
-        for number, row in enumerate(rows, 1):
+        for number, row in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
             journal._records.append(_checked(row, where=f"{path}, line {number}"))
-        if torn:
-            write_atomic(path, b"".join(row + b"\n" for row in rows))
         journal._path = path
         return journal
 

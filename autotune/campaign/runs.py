@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import InputError, RunDirectoryError
-from autotune.files import append_json_line, read_json, write_atomic, write_json
+from autotune.files import append_json_line, read_json, write_json
 from autotune.job import Job
 from autotune.plan import Plan
 
@@ -117,16 +117,6 @@ class RunDirectory:
             return read_json(self.path / name)
         except InputError as error:
             raise RunDirectoryError(error.problem, where=str(self.path / name), allowed=error.allowed) from error
-
-    def whole_lines(self, name: str) -> list[dict[str, Any]]:
-        """Return what :meth:`lines` does, and take a torn last line off, so that records can be appended again."""
-        path = self.path / name
-        if path.is_file():
-            content = path.read_bytes()
-            whole = content[: content.rfind(b"\n") + 1]
-            if whole != content:
-                write_atomic(path, whole)
-        return self.lines(name)
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """Return a JSON-lines file's records; a torn last line, left by a kill, is dropped."""

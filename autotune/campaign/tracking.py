@@ -51,7 +51,7 @@ class Tracker:
         self._thread = threading.Thread(target=self._work, name="autotune-tracking", daemon=True)
         for row in _rows(folder / SPOOL)[self._sender.sent :]:
             # What a command that is taken up again did not get sent goes before all else.
-            self._queue.put(row or {"kind": "torn"})
+            self._queue.put(row or {"kind": "damaged"})
         self._names, left = _begun(folder / SPOOL)
         for key in left:
             # A command that is taken up again was killed: what it left open is over.
@@ -130,7 +130,7 @@ class Tracker:
             if record["kind"] == "event":
                 record["event"].set()
             else:
-                self._sender.send(None if record["kind"] == "torn" else record)
+                self._sender.send(None if record["kind"] == "damaged" else record)
                 if self._queue.empty():
                     self._sender.finish()
         self._sender.finish()
@@ -160,11 +160,11 @@ def _begun(spool: Path) -> tuple[list[str], list[str]]:
 
 
 def _rows(spool: Path) -> list[dict[str, Any] | None]:
-    """Return the records of a spool; ``None`` for a line that a kill cut off."""
+    """Return the records of a spool; ``None`` for one that is damaged."""
     if not spool.is_file():
         return []
     rows: list[dict[str, Any] | None] = []
-    for line in spool.read_text(encoding="utf-8").splitlines():
+    for line in spool.read_bytes().split(b"\n")[:-1]:
         try:
             rows.append(json.loads(line))
         except ValueError:

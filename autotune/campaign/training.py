@@ -23,7 +23,7 @@ from autotune.campaign.seed_processes import ClusterSeeds, LocalSeeds, SeedProce
 from autotune.campaign.tracking import Tracker
 from autotune.cluster import ClusterOptions
 from autotune.errors import AutotuneError, WorkerLostError
-from autotune.files import append_json_line, read_json, write_atomic, write_json
+from autotune.files import append_json_line, read_json, write_json
 from autotune.gym.moving_env import MovingEnv
 from autotune.physics.cost_arrays import Floats
 from autotune.physics.moving import Strengths
@@ -117,7 +117,6 @@ def train_seed(document: dict[str, Any], seed: int, folder: str, parent: int) ->
         seed=1000 + seed,
     )
     began = time.perf_counter()
-    _mend(files.progress)
 
     def on_rollout(decisions: int, won: float) -> None:
         if os.getppid() != parent:
@@ -147,13 +146,6 @@ def train_seed(document: dict[str, Any], seed: int, folder: str, parent: int) ->
         },
     )
     files.checkpoint.unlink(missing_ok=True)
-
-
-def _mend(path: Path) -> None:
-    """Take away a last line that a kill tore, so that others can follow."""
-    lines = path.read_bytes() if path.is_file() else b""
-    if lines and not lines.endswith(b"\n"):
-        write_atomic(path, lines[: lines.rfind(b"\n") + 1])
 
 
 def train(

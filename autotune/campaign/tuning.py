@@ -331,7 +331,7 @@ class _Tuning:
         self._metered.known[space.baseline()] = references.baseline
         self._trials: list[Trial] = []
         # Of a campaign that is taken up, the first trials are there already.
-        self._recorded = sum(row["method"] == method for row in run.whole_lines("trials.jsonl"))
+        self._recorded = sum(row["method"] == method for row in run.lines("trials.jsonl"))
         self._final = False
         self._clock = clock
         self._began = clock()
