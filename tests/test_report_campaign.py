@@ -21,6 +21,7 @@ from test_report_attached import Page
 import autotune
 from autotune.cli.main import run as run_command
 from autotune.errors import RunDirectoryError
+from autotune.physics.carbon import Intensity
 from autotune.physics.memory_model import peak_bytes
 from autotune.physics.solver import solve
 from autotune.physics.time_model import seconds_per_step
@@ -159,12 +160,21 @@ def test_energy_is_absent_until_it_was_read_and_carbon_follows_the_intensity(com
     for number, run in enumerate(document["arms"][0]["runs"]):
         run.update(energy_j=3.6e6 * (1 + number), energy_source="measured:rapl")
     document["arms"][1]["runs"][0].update(energy_j=1.0, energy_source="measured:rapl")
-    costs = arm_costs(document, 380.0)
+    costs = arm_costs(document, Intensity.constant(380.0))
     assert costs[0].energy_j == pytest.approx(5.4e6)
     assert costs[0].carbon_g == pytest.approx(570.0)
     assert costs[0].energy_source == "measured:rapl"
     # Half a mean would be none.
     assert (costs[1].energy_j, costs[1].energy_source, costs[1].carbon_g) == (None, "absent", None)
+    for run in document["arms"][0]["runs"]:
+        run["grams"] = 12.0
+    assert arm_costs(document)[0].carbon_g == pytest.approx(12.0)
+    # A series counts where it covers the runs, and nowhere else.
+    begin, end = document["arms"][0]["runs"][0]["ran_s"]
+    series = Intensity(starts_s=(begin - 3600.0,), grams_per_kwh=(100.0,), end_s=end + 3600.0)
+    assert arm_costs(document, series)[0].carbon_g == pytest.approx(150.0)
+    late = Intensity(starts_s=(end + 3600.0,), grams_per_kwh=(100.0,), end_s=end + 7200.0)
+    assert arm_costs(document, late)[0].carbon_g is None
 
 
 def test_a_tunings_page_says_what_was_found_and_what_it_took(tuned: Path, tuning: TuningPage) -> None:

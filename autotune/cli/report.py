@@ -22,8 +22,8 @@ def command(
     csv: Annotated[Path | None, typer.Option("--csv", help="A folder for a campaign's tables as CSV.")] = None,
     parquet: Annotated[Path | None, typer.Option("--parquet", help="The same as Parquet.")] = None,
     carbon_intensity: Annotated[
-        float | None,
-        typer.Option("--carbon-intensity", help="The grid's, in g CO2e per kWh, to say what energy emits."),
+        str | None,
+        typer.Option("--carbon-intensity", help="gCO2/kWh as a number, or a CSV file of them that covers the runs."),
     ] = None,
     profile: Annotated[
         Path | None, typer.Option("--profile", help="A profile of the job, for a campaign that kept none.")
@@ -34,27 +34,27 @@ def command(
     from autotune.campaign.runs import RunDirectory
     from autotune.errors import InputError
     from autotune.files import write_atomic
+    from autotune.physics.carbon import Intensity
     from autotune.report import attached_page, attached_run, sheets, writing
     from autotune.report.campaign_run import read_campaign
 
-    if carbon_intensity is not None and not 0 <= carbon_intensity < float("inf"):
-        raise InputError(f"is {carbon_intensity}", where="--carbon-intensity", allowed="grams per kWh, 0 or more")
+    intensity = None if carbon_intensity is None else Intensity.parse(carbon_intensity)
     made: dict[str, str] = {}
     path = out or run / writing.PAGE_NAME
     if RunDirectory.open(run).read("config.json").get("verb") == "attach":
-        if csv or parquet or profile or carbon_intensity is not None:
+        if csv or parquet or profile or intensity is not None:
             raise InputError("is for campaigns", where="--csv, --parquet, --profile, --carbon-intensity")
         attached = attached_run.read_attached(run)
         text, drawn = attached_page.page_of(attached), attached_page.figures_of(attached)
         verdict, document = attached_run.verdict(attached), attached_run.to_json(attached)
     else:
         campaign = read_campaign(run, profile)
-        page = writing.page_for(campaign, carbon_intensity)
+        page = writing.page_for(campaign, intensity)
         text, drawn, verdict, document = page.text, page.figures, page.verdict, writing.to_json(page)
         for folder, kind in ((csv, "csv"), (parquet, "parquet")):
             if folder is not None:
                 with _writing(made, kind, folder):
-                    sheets.write_sheets(campaign, folder, kind)
+                    sheets.write_sheets(campaign, folder, kind, intensity)
         if figures is not None:
             with _writing(made, "figures", figures):
                 writing.draw_figures(page, figures)

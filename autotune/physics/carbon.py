@@ -86,6 +86,12 @@ class Intensity:
             end_s=rows[-1][1] + step,
         )
 
+    def __str__(self) -> str:
+        """Return it for people, with its unit."""
+        low, high = min(self.grams_per_kwh), max(self.grams_per_kwh)
+        span = f"{low:g}" if len(self.grams_per_kwh) == 1 else f"{low:g} to {high:g}"
+        return f"{span} g CO2e per kWh"
+
     @property
     def begin_s(self) -> float:
         """Return the POSIX seconds from which anything is known."""

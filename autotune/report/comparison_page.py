@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.budget import format_bytes
+from autotune.physics.carbon import Intensity
 from autotune.report.attached_run import count
 from autotune.report.campaign_run import CampaignRun, arm_named, launched
 from autotune.report.campaign_sections import (
@@ -35,12 +36,12 @@ class ComparisonPage:
     Attributes:
         run: the comparison.
         front: what the profile predicts to be best; ``None`` without a profile.
-        carbon_g_per_kwh: the grid's carbon intensity; ``None`` if it was not given.
+        intensity: the grid's carbon intensity; ``None`` for the grams that the comparison wrote down, if it did.
     """
 
     run: CampaignRun
     front: Front | None
-    carbon_g_per_kwh: float | None = None
+    intensity: Intensity | None = None
 
     @property
     def verdict(self) -> str:
@@ -248,7 +249,7 @@ class ComparisonPage:
         return join([found, *lines])
 
     def _costs(self) -> Html:
-        costs = arm_costs(self.run.document, self.carbon_g_per_kwh)
+        costs = arm_costs(self.run.document, self.intensity)
         rows = [
             [
                 cost.arm,
@@ -267,7 +268,7 @@ class ComparisonPage:
             "energy read from",
         )
         said = [element("p", "Training time without evaluation, which is the same for all arms; mean of the seeds.")]
-        said.append(element("p", _energy_told(costs, self.carbon_g_per_kwh), class_="note"))
+        said.append(element("p", _energy_told(costs, self.intensity), class_="note"))
         return join([*said, table("What it cost", columns, rows, numbers=(1, 2, 3, 4, 5, 6))])
 
     def _other_plans(self) -> Html:
@@ -288,9 +289,11 @@ class ComparisonPage:
         return join(parts)
 
 
-def _energy_told(costs: list[ArmCost], carbon_g_per_kwh: float | None) -> str:
+def _energy_told(costs: list[ArmCost], intensity: Intensity | None) -> str:
     if all(cost.energy_j is None for cost in costs):
         return "Energy: absent. No meter could be read on this machine, and nothing is estimated in its place."
-    if carbon_g_per_kwh is None:
-        return "Carbon needs the grid's intensity: autotune report RUN --carbon-intensity 380 (g CO2e per kWh)."
-    return f"Carbon at {carbon_g_per_kwh:g} g CO2e per kWh."
+    if any(cost.carbon_g is not None for cost in costs):
+        return "Carbon as the comparison was told." if intensity is None else f"Carbon at {intensity}."
+    if intensity is not None:
+        return f"Carbon: the series ({intensity}) says nothing of the time of these runs."
+    return "Carbon needs the grid's intensity, a number or a series: autotune report RUN --carbon-intensity 380."

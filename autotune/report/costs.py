@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_J_PER_KWH = 3.6e6
+from autotune.physics.carbon import Intensity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class ArmCost:
         peak_bytes: highest peak of any run; ``None`` where unmeasured.
         energy_j: energy of a whole run, mean; ``None`` where it was not read on every seed.
         energy_source: where it was read, or ``absent``.
-        carbon_g: grams of CO2 equivalent of that energy; ``None`` without energy or intensity.
+        carbon_g: grams of CO2 equivalent of a whole run, mean; ``None`` where they are not known of every seed.
     """
 
     arm: str
@@ -37,17 +37,17 @@ class ArmCost:
     carbon_g: float | None
 
 
-def arm_costs(comparison: Mapping[str, Any], carbon_g_per_kwh: float | None = None) -> list[ArmCost]:
+def arm_costs(comparison: Mapping[str, Any], intensity: Intensity | None = None) -> list[ArmCost]:
     """Return what each arm of ``comparison.json`` cost.
 
     Args:
         comparison: the document.
-        carbon_g_per_kwh: the grid's carbon intensity; ``None`` if it was not given.
+        intensity: the grid's carbon intensity; ``None`` for the grams that the comparison wrote down, if it did.
     """
-    return [_arm_cost(arm, carbon_g_per_kwh) for arm in comparison["arms"]]
+    return [_arm_cost(arm, intensity) for arm in comparison["arms"]]
 
 
-def _arm_cost(arm: Mapping[str, Any], carbon_g_per_kwh: float | None) -> ArmCost:
+def _arm_cost(arm: Mapping[str, Any], intensity: Intensity | None) -> ArmCost:
     runs = arm["runs"]
     arrived = [run["time_to_target_s"] for run in runs if run["reached"]]
     energy, source = energy_of(runs)
@@ -60,18 +60,26 @@ def _arm_cost(arm: Mapping[str, Any], carbon_g_per_kwh: float | None) -> ArmCost
         peak_bytes=max((run["peak_bytes"] for run in runs if run["peak_bytes"]), default=None),
         energy_j=energy,
         energy_source=source,
-        carbon_g=carbon(energy, carbon_g_per_kwh),
+        carbon_g=_mean([_grams(run, intensity) for run in runs]),
     )
 
 
 def energy_of(records: Sequence[Mapping[str, Any]]) -> tuple[float | None, str]:
     """Return the mean energy of some runs or windows in J, and where it was read; absent where any has none."""
-    known = [record["energy_j"] for record in records if record["energy_j"] is not None]
-    if not known or len(known) < len(records):
+    mean = _mean([record["energy_j"] for record in records])
+    if mean is None:
         return None, "absent"
-    return statistics.fmean(known), ", ".join(sorted({record["energy_source"] for record in records}))
+    return mean, ", ".join(sorted({record["energy_source"] for record in records}))
 
 
-def carbon(energy_j: float | None, g_per_kwh: float | None) -> float | None:
-    """Return the grams of CO2 equivalent of an energy in J; ``None`` where either is unknown."""
-    return None if energy_j is None or g_per_kwh is None else energy_j / _J_PER_KWH * g_per_kwh
+def _grams(run: Mapping[str, Any], intensity: Intensity | None) -> float | None:
+    grams: float | None = run.get("grams")
+    if intensity is None or run["energy_j"] is None:
+        return grams
+    return intensity.grams(run["energy_j"], *run.get("ran_s", (0.0, 0.0)))
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean of what is known of all; half a mean would be none."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known and len(known) == len(values) else None

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from autotune.errors import InputError
 from autotune.files import write_atomic
+from autotune.physics.carbon import Intensity
 from autotune.plan import Plan
 from autotune.report.campaign_run import CampaignRun, launched
 from autotune.report.costs import arm_costs
@@ -23,13 +24,14 @@ Row = Mapping[str, Any]
 Kind = Literal["csv", "parquet"]
 
 
-def write_sheets(run: CampaignRun, folder: Path, kind: str) -> list[Path]:
+def write_sheets(run: CampaignRun, folder: Path, kind: str, intensity: Intensity | None = None) -> list[Path]:
     """Write a campaign's tables and return their paths.
 
     Args:
         run: the campaign.
         folder: where they are written; made if it is missing.
         kind: ``csv`` or ``parquet``.
+        intensity: the grid's carbon intensity; ``None`` for the grams that were written down.
 
     Raises:
         InputError: for Parquet where pyarrow is missing.
@@ -37,19 +39,19 @@ def write_sheets(run: CampaignRun, folder: Path, kind: str) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for name, rows in sheets_of(run).items():
+    for name, rows in sheets_of(run, intensity).items():
         path = folder / f"{name}.{kind}"
         write_atomic(path, _as_csv(rows) if kind == "csv" else _as_parquet(rows))
         paths.append(path)
     return paths
 
 
-def sheets_of(run: CampaignRun) -> dict[str, list[Row]]:
+def sheets_of(run: CampaignRun, intensity: Intensity | None = None) -> dict[str, list[Row]]:
     """Return a campaign's tables by name; those without a row are left out."""
     sheets = {"trials": list(_trials(run)), "units": list(_units(run))}
     if run.compared:
         sheets |= {
-            "arms": list(_arms(run)),
+            "arms": list(_arms(run, intensity)),
             "runs": list(_runs(run)),
             "curves": list(_curves(run)),
             "plans": list(_plans(run)),
@@ -78,14 +80,14 @@ def _as_parquet(rows: Sequence[Row]) -> bytes:
     return written
 
 
-def _arms(run: CampaignRun) -> Iterator[Row]:
+def _arms(run: CampaignRun, intensity: Intensity | None) -> Iterator[Row]:
     judged = judged_arms(run.document)
-    for cost in arm_costs(run.document):
+    for cost in arm_costs(run.document, intensity):
         entry = judged.get(cost.arm, {})
         low, high = entry.get("time_ratio_ci95") or (None, None)
         keys = ("time_ratio", "p_value", "memory_ratio", "metric_difference", "non_inferior", "break_even_steps")
         yield {
-            **{key: value for key, value in asdict(cost).items() if key != "carbon_g"},
+            **asdict(cost),
             **{key: entry.get(key) for key in keys},
             "time_ratio_low": low,
             "time_ratio_high": high,

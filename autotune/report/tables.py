@@ -12,6 +12,7 @@ from rich.table import Table
 
 from autotune.budget import format_bytes
 from autotune.plan import Plan
+from autotune.report.costs import arm_costs
 from autotune.report.figures import reached_times
 
 
@@ -152,14 +153,10 @@ def alone_lines(comparison: Mapping[str, Any]) -> list[str]:
 def energy_lines(comparison: Mapping[str, Any]) -> list[str]:
     """Return a line for each arm whose energy is known on every seed: joules and grams of a run, and their source."""
     lines = []
-    for arm in comparison["arms"]:
-        runs = arm["runs"]
-        if any(run.get("energy_j") is None for run in runs):
-            continue
-        energy = statistics.fmean(run["energy_j"] for run in runs)
-        known = [run["grams"] for run in runs if run.get("grams") is not None]
-        grams = f", {statistics.fmean(known):.3g} gCO2" if len(known) == len(runs) else ""
-        lines.append(f"{arm['name']}: {energy:.4g} J a run{grams} ({runs[0]['energy_source']})")
+    for cost in arm_costs(comparison):
+        if cost.energy_j is not None:
+            grams = "" if cost.carbon_g is None else f", {cost.carbon_g:.3g} gCO2"
+            lines.append(f"{cost.arm}: {cost.energy_j:.4g} J a run{grams} ({cost.energy_source})")
     return lines
 
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from autotune.budget import format_bytes
 from autotune.measurement import Measurement
+from autotune.physics.carbon import Intensity, parse_time
 from autotune.plan import Plan
 from autotune.report.attached_run import count
 from autotune.report.campaign_run import CampaignRun
@@ -17,7 +18,7 @@ from autotune.report.campaign_sections import (
     trade_figure,
     trade_of,
 )
-from autotune.report.costs import carbon, energy_of
+from autotune.report.costs import energy_of
 from autotune.report.curves import Line, curves
 from autotune.report.html import Html, cards, element, join, page, section, table
 from autotune.report.pareto import Cost, Front, measured_finals, measured_trial
@@ -36,12 +37,12 @@ class TuningPage:
     Attributes:
         run: the tuning.
         front: what the profile predicts to be best; ``None`` without a profile.
-        carbon_g_per_kwh: the grid's carbon intensity; ``None`` if it was not given.
+        intensity: the grid's carbon intensity; ``None`` if it was not given.
     """
 
     run: CampaignRun
     front: Front | None
-    carbon_g_per_kwh: float | None = None
+    intensity: Intensity | None = None
 
     @property
     def verdict(self) -> str:
@@ -206,10 +207,17 @@ class TuningPage:
         told = "Energy: absent. No meter could be read on this machine, and nothing is estimated in its place."
         if energy is not None:
             told = f"Energy of a window's timed steps: {energy:,.1f} J, mean ({source})."
-            grams = carbon(energy, self.carbon_g_per_kwh)
-            told += "" if grams is None else f" Carbon at {self.carbon_g_per_kwh:g} g CO2e per kWh: {grams:.3g} g."
+            told += self._carbon_told(energy)
         listed = table("What it cost", ("stage", "time", "real steps"), rows, numbers=(1, 2))
         return join([listed, element("p", told, class_="note")])
+
+    def _carbon_told(self, energy_j: float) -> str:
+        if self.intensity is None:
+            return ""
+        begun = parse_time(self.run.environment["time"], where=str(self.run.folder))
+        grams = self.intensity.grams(energy_j, begun, begun)
+        told = "the series says nothing of the time of this run" if grams is None else f"{grams:.3g} g"
+        return f" Carbon at {self.intensity}: {told}."
 
     def _trials(self) -> Html:
         rows = []

@@ -9,6 +9,7 @@ from typing import Any
 
 from autotune.campaign.tracking import Tracker
 from autotune.files import write_atomic
+from autotune.physics.carbon import Intensity
 from autotune.report import figures
 from autotune.report.campaign_run import CampaignRun, read_campaign
 from autotune.report.comparison_page import ComparisonPage
@@ -20,16 +21,16 @@ PAGE_NAME, FIGURES = "report.html", "figures"
 logger = logging.getLogger(__name__)
 
 
-def page_for(run: CampaignRun, carbon_g_per_kwh: float | None = None) -> ComparisonPage | TuningPage:
+def page_for(run: CampaignRun, intensity: Intensity | None = None) -> ComparisonPage | TuningPage:
     """Return the page of a campaign.
 
     Args:
         run: the campaign.
-        carbon_g_per_kwh: the grid's carbon intensity; ``None`` if it was not given.
+        intensity: the grid's carbon intensity; ``None`` if it was not given.
     """
     front = None if run.profile is None else front_of(run.profile, run.budget_bytes)
     kind = ComparisonPage if run.compared else TuningPage
-    return kind(run=run, front=front, carbon_g_per_kwh=carbon_g_per_kwh)
+    return kind(run=run, front=front, intensity=intensity)
 
 
 def to_json(page: ComparisonPage | TuningPage) -> dict[str, Any]:
