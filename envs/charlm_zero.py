@@ -10,8 +10,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from autotune import Job, Plan, load_job
 
 
@@ -28,8 +26,7 @@ def main() -> None:
     arguments = parser.parse_args()
     from autotune.engines.deepspeed_engine import DeepSpeedEngine
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    engine = DeepSpeedEngine(job(), zero_stage=arguments.zero_stage, device=device)
+    engine = DeepSpeedEngine(job(), zero_stage=arguments.zero_stage)
     if arguments.plan is not None:
         engine.apply(Plan.from_json(json.loads(arguments.plan.read_text()), where=str(arguments.plan)))
     window = engine.run(arguments.steps)

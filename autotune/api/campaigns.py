@@ -17,13 +17,14 @@ from autotune.campaign.arms import (
 from autotune.campaign.journal import Journal
 from autotune.campaign.progress import Reporter, Silent
 from autotune.campaign.protocol import Dips, paired_seeds
-from autotune.campaign.runs import RunDirectory, device_name, require_writable
+from autotune.campaign.runs import RunDirectory, require_writable
 from autotune.campaign.stratified import together
 from autotune.catalog import load_job
 from autotune.cluster import ClusterOptions
 from autotune.engines.isolated_engine import RankOptions
 from autotune.errors import InputError, RunDirectoryError
 from autotune.job import Job
+from autotune.mechanics.devices import device_name
 from autotune.physics.carbon import Intensity
 
 # What a finished campaign leaves, by the key that tells its kind.

@@ -10,7 +10,7 @@ from typing import Any
 from autotune.campaign.journal import Journal
 from autotune.campaign.progress import Reporter, Silent
 from autotune.campaign.protocol import paired_seeds
-from autotune.campaign.runs import RunDirectory, device_kind, require_writable
+from autotune.campaign.runs import RunDirectory, require_writable
 from autotune.data import pointed_at
 
 
@@ -73,7 +73,6 @@ def reproduced_run(asked: Mapping[str, Any], run: RunDirectory, journal: Journal
             journal=journal,
             seeds=paired_seeds(asked["seeds"]),
             reporter=reporter,
-            place=device_kind(),
         )
         document = reproduced(asked["table"], asked["scale"], experiments, campaign)
     document = {**document, "seconds": journal.clock() - began, "run": str(run.path)}

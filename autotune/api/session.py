@@ -24,7 +24,7 @@ from autotune.campaign.journal import Journal, JournaledEngine
 from autotune.campaign.profiling import cached_profile, find_profile, profile_elsewhere
 from autotune.campaign.progress import Reporter, Silent
 from autotune.campaign.protocol import Arm, Dips, Protocol
-from autotune.campaign.runs import PROFILE, RunDirectory, device_name, require_writable
+from autotune.campaign.runs import PROFILE, RunDirectory, require_writable
 from autotune.campaign.tracking import Tracker, send_pending
 from autotune.catalog import load_job
 from autotune.cluster import ClusterOptions
@@ -34,6 +34,7 @@ from autotune.engines.profiler import ProfilerOptions
 from autotune.errors import InputError, JobError
 from autotune.gym.reward import Objective
 from autotune.job import Job
+from autotune.mechanics.devices import device_name
 from autotune.mechanics.energy_meter import require_watts
 from autotune.physics.carbon import Intensity
 from autotune.physics.cost import Weights

@@ -18,7 +18,6 @@ from torch import nn
 from autotune.budget import format_bytes
 from autotune.campaign.bench_overhead import bootstrap_median
 from autotune.campaign.progress import Reporter, Silent
-from autotune.campaign.runs import device_name
 from autotune.campaign.verdicts import interval
 from autotune.catalog import load_job
 from autotune.engines.inspection import build_model, build_optimizer
@@ -29,6 +28,7 @@ from autotune.live.attach import attach
 from autotune.live.limits import Limits
 from autotune.live.placement import Placements, usable
 from autotune.mechanics import controls, randomness, stepping
+from autotune.mechanics.devices import device_name
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors, tensor_bytes
 from autotune.mechanics.trees import tensors
 from autotune.physics.profile import Profile

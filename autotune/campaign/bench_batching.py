@@ -15,12 +15,12 @@ import torch
 
 from autotune.campaign.bench_attach import Arm, LiveArm, endless, ratio_of
 from autotune.campaign.progress import Reporter, Silent
-from autotune.campaign.runs import device_name
 from autotune.catalog import load_job
 from autotune.errors import InputError
 from autotune.job import Job
 from autotune.live.limits import Limits
 from autotune.mechanics import randomness, stepping
+from autotune.mechanics.devices import device_name
 from autotune.physics.learning_rate import batch_factor
 
 # A budget that binds nobody: what is compared is the size of the step.

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from autotune.campaign.bench_overhead import bootstrap_median
-from autotune.campaign.runs import device_name
 from autotune.campaign.tuning import WINDOW_STEPS
 from autotune.cluster import Cluster, ClusterOptions
 from autotune.engines.cluster_pool import workers_on
 from autotune.engines.pool_engine import PoolEngine
 from autotune.engines.torch_engine import EngineOptions
 from autotune.errors import InputError
+from autotune.mechanics.devices import device_name
 from autotune.plan import Plan
 
 

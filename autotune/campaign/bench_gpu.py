@@ -19,12 +19,12 @@ from autotune.agents.rules import RULES
 from autotune.budget import format_bytes
 from autotune.campaign.bench_attach import bench_overhead_attached
 from autotune.campaign.progress import Reporter, Silent
-from autotune.campaign.runs import device_name
 from autotune.engines.profiler import ProfilerOptions, profile
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import BudgetError, InputError
 from autotune.job import Job
 from autotune.measurement import Measurement
+from autotune.mechanics.devices import device_name
 from autotune.mechanics.trees import map_tensors
 from autotune.physics.memory_model import peak_bytes
 from autotune.physics.profile import Profile

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from autotune.campaign.runs import device_name
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.job import Job
+from autotune.mechanics.devices import device_name
 from autotune.mechanics.randomness import seed_all
 
 # A block holds one sampled step at the default sampling, as every ten steps of a run do.

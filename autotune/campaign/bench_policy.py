@@ -25,10 +25,10 @@ from autotune.campaign.policy_judging import (
     Judged,
     Share,
 )
-from autotune.campaign.runs import device_name
 from autotune.campaign.static_jobs import one_lane, static_cases, static_table
 from autotune.errors import InputError
 from autotune.gym.levers import Watch, levers_of
+from autotune.mechanics.devices import device_name
 from autotune.physics.cost_arrays import CostArrays
 from autotune.physics.plan_pool import make_pool
 from autotune.physics.planning import LOOK_AHEAD, Planner, Seen, Situation

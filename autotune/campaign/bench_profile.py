@@ -10,9 +10,9 @@ import torch
 
 from autotune.campaign.profiling import validate
 from autotune.campaign.progress import Reporter, Silent
-from autotune.campaign.runs import device_name
 from autotune.engines.profiler import ProfilerOptions, profile
 from autotune.job import Job
+from autotune.mechanics.devices import device_name
 
 
 def bench_profile(

@@ -19,7 +19,7 @@ import torch
 from autotune.agents.planner import PLANNERS
 from autotune.budget import MemoryBudget, format_bytes
 from autotune.campaign.progress import Reporter, Silent
-from autotune.campaign.runs import RunDirectory, device_name
+from autotune.campaign.runs import RunDirectory
 from autotune.campaign.search_judging import (
     CLOSE_FRAC,
     COMPARED,
@@ -45,6 +45,7 @@ from autotune.engines.profiler import ProfilerOptions, profile
 from autotune.errors import InputError
 from autotune.job import Job
 from autotune.measurement import Measurement
+from autotune.mechanics.devices import device_name
 from autotune.physics.profile import Profile
 from autotune.physics.solver import samples_of_progress
 from autotune.plan import Plan

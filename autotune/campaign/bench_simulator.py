@@ -16,9 +16,9 @@ from autotune.campaign.arms import named_arm
 from autotune.campaign.convergence import cached_convergence
 from autotune.campaign.profiling import cached_profile
 from autotune.campaign.protocol import Protocol
-from autotune.campaign.runs import device_name
 from autotune.gym.vec_env import SimulatedVectorEnv
 from autotune.job import Job
+from autotune.mechanics.devices import device_name
 from autotune.physics.synthetic import draw_job
 from autotune.physics.time_model import seconds_per_step
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from autotune.campaign.runs import device_name
+from autotune.mechanics.devices import device_name
 from autotune.physics.cost_arrays import CostArrays, Plans
 from autotune.physics.price_solver import PriceSolver
 from autotune.physics.profile import Profile

@@ -41,9 +41,7 @@ GATE = "baseline-again"
 _OUT_OF_MEMORY = (Failure.OUT_OF_MEMORY, Failure.OVER_BUDGET)
 
 
-def find_horizon(
-    job: Job, *, seed: int = 0, place: str = "cpu", on_pilot: Callable[[int, float], None] | None = None
-) -> int:
+def find_horizon(job: Job, *, seed: int = 0, on_pilot: Callable[[int, float], None] | None = None) -> int:
     """Return the samples of every compared run: about 1.25x what the baseline needs to arrive.
 
     The learning-rate schedule is bound to the length of a run, so the length decides when the baseline arrives. Pilot
@@ -53,7 +51,6 @@ def find_horizon(
     Args:
         job: the job.
         seed: of the pilots.
-        place: where the model lives.
         on_pilot: is told of the pilot's number and the share of it that is done.
 
     Returns:
@@ -64,7 +61,7 @@ def find_horizon(
     arrivals: dict[int, float] = {}
     longest_missed = 0
     for number in range(_PILOTS):
-        record = pilot(job, length, seed=seed, place=place, on_step=_share_of(on_pilot, number, length))
+        record = pilot(job, length, seed=seed, on_step=_share_of(on_pilot, number, length))
         if record.reached:
             arrivals[length] = record.samples / length
             if _ARRIVAL[0] <= arrivals[length] <= _ARRIVAL[1]:
@@ -81,12 +78,10 @@ def find_horizon(
     return min(arrivals)
 
 
-def pilot(
-    job: Job, samples: int, *, seed: int = 0, place: str = "cpu", on_step: Callable[[int], None] | None = None
-) -> RunRecord:
+def pilot(job: Job, samples: int, *, seed: int = 0, on_step: Callable[[int], None] | None = None) -> RunRecord:
     """Run the baseline until it arrives, on a schedule of so many samples."""
     options = EngineOptions(total_samples=samples, meter_memory=False)
-    engine = TorchEngine(job, seed=seed, device=place, options=options)
+    engine = TorchEngine(job, seed=seed, options=options)
     policy = StaticPolicy("baseline", engine.space.baseline())
     record = _Run(job, policy, engine, seed, samples, on_step=on_step).record(stop_at_target=True)
     engine.close()
@@ -103,7 +98,6 @@ def compare(
     protocol: Protocol,
     *,
     device: str,
-    place: str = "cpu",
     tracker: Tracker | None = None,
     journal: Journal | None = None,
     on_progress: Callable[[str, int, float], None] | None = None,
@@ -116,7 +110,6 @@ def compare(
         arms: the arms, the baseline first.
         protocol: the declared protocol.
         device: what the device is called.
-        place: where models live.
         tracker: where runs are logged.
         journal: has the runs that were finished before.
         on_progress: is told of the arm, the seed and the share of its run that is done.
@@ -130,7 +123,7 @@ def compare(
     for index, seed in enumerate(protocol.seeds):
         # A B C then C B A: a drift of the machine's speed meets every arm from both sides.
         for arm in arms if index % 2 == 0 else list(reversed(arms)):
-            run = functools.partial(_run_arm, arm.job or job, arm, seed, protocol, place, on_progress)
+            run = functools.partial(_run_arm, arm.job or job, arm, seed, protocol, on_progress)
             record = RunRecord.from_json(journal.once({"run": arm.name, "seed": seed}, _as_json(run)))
             records[arm.name].append(record)
             if tracker is not None and not tracker.knows(_called(arm, record)):
@@ -147,11 +140,10 @@ def _run_arm(
     arm: Arm,
     seed: int,
     protocol: Protocol,
-    place: str,
     on_progress: Callable[[str, int, float], None] | None,
 ) -> RunRecord:
     options = EngineOptions(total_samples=protocol.horizon_samples, watts=protocol.watts)
-    engine = TorchEngine(job, seed=seed, device=place, options=options)
+    engine = TorchEngine(job, seed=seed, options=options)
     policy = arm.policy(engine.space)
     policy.reset()
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from autotune.campaign.profiling import cache_path
-from autotune.campaign.runs import device_name
 from autotune.engines.gradient_error import squared_errors
 from autotune.engines.profiler import profile_key
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import JobError, ProfileError
 from autotune.files import read_json, write_json
 from autotune.job import Job
+from autotune.mechanics.devices import device_name
 from autotune.physics.convergence import Convergence, RunRecord, fit
 
 # Share of the job's length that each run takes, and its windows.

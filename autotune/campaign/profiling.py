@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from autotune.campaign.runs import device_name
 from autotune.engines.profiler import ProfilerOptions, calibration_plan, fixed_shape, profile, profile_key
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import InputError, JobError, ProfileError
 from autotune.files import read_json, write_json
 from autotune.job import Job
+from autotune.mechanics.devices import device_name
 from autotune.physics.memory_model import peak_bytes
 from autotune.physics.profile import Profile
 from autotune.physics.time_model import seconds_per_step
@@ -69,7 +69,6 @@ def cached_profile(
     *,
     options: ProfilerOptions | None = None,
     fresh: bool = False,
-    place: str = "cpu",
     on_progress: Callable[[float], None] | None = None,
 ) -> tuple[Profile, Path, bool]:
     """Return a job's profile on this device: from the cache if nothing that it depends on has changed.
@@ -81,7 +80,6 @@ def cached_profile(
         runs: the folder of runs; profiles are kept in ``profiles`` in it.
         options: how much profiling may cost.
         fresh: measure even if the cache holds a profile.
-        place: where the model lives.
         on_progress: is told of the share that is done.
 
     Returns:
@@ -94,7 +92,7 @@ def cached_profile(
         found = None if fresh else _read_cached(path, key)
         if found is not None:
             return found, path, True
-    measured = profile(job, device_name=device, fingerprint=key, device=place, options=options, on_progress=on_progress)
+    measured = profile(job, device_name=device, fingerprint=key, options=options, on_progress=on_progress)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, measured.to_json())
     return measured, path, False

@@ -17,6 +17,7 @@ from typing import Any
 from autotune.errors import InputError, RunDirectoryError
 from autotune.files import append_json_line, read_json, write_json
 from autotune.job import Job
+from autotune.mechanics.devices import device_name
 from autotune.plan import Plan
 
 _PACKAGES = (
@@ -188,27 +189,6 @@ def benchmark_folder(runs: Path) -> Path:
     """Return where this machine's benchmarks are written: ``<runs>/benchmarks/<device>/``."""
     words = re.sub(r"\((R|TM)\)|Processor|CPU", " ", device_name())
     return runs / "benchmarks" / ("-".join(re.findall(r"[a-z0-9]+", words.lower())) or "unknown")
-
-
-def device_kind() -> str:
-    """Return where a job trains on this machine if nobody says otherwise: ``cuda`` or ``cpu``."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def device_name() -> str:
-    """Return what the job's device is called: the GPU's name, or the processor's."""
-    import torch
-
-    if torch.cuda.is_available():
-        return str(torch.cuda.get_device_name())
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:

@@ -180,7 +180,6 @@ def make_engine(
     job: Job,
     seed: int,
     *,
-    place: str = "cpu",
     isolate: str | None = None,
     ranks: RankOptions | None = None,
     cluster: ClusterOptions | None = None,
@@ -191,7 +190,6 @@ def make_engine(
     Args:
         job: the job.
         seed: of weights, batches and everything random.
-        place: where the model lives, in this process.
         isolate: the job's reference, if it shall train in a process of its own.
         ranks: how many such processes train it together, through DeepSpeed; ``None`` for one without.
         cluster: where many such processes measure plans at once; ``None`` for one after another, here.
@@ -203,7 +201,7 @@ def make_engine(
     if isolate is not None:
         threads = torch.get_num_threads() if ranks is None else None
         return IsolatedEngine(isolate, seed=seed, options=options, ranks=ranks, threads=threads)
-    return TorchEngine(job, seed=seed, device=place, options=options)
+    return TorchEngine(job, seed=seed, options=options)
 
 
 def measure_references(

@@ -32,14 +32,15 @@ def _examine(runs: Path) -> dict[str, Any]:
     import torch
 
     from autotune import __version__
-    from autotune.campaign.runs import device_name, require_writable
+    from autotune.campaign.runs import require_writable
     from autotune.campaign.tracking import tracking_uri
     from autotune.catalog import catalog
     from autotune.errors import RunDirectoryError
+    from autotune.mechanics.devices import device_kind, device_name
     from autotune.mechanics.energy_meter import find_meter
     from autotune.mechanics.precision import excluded_precisions, useful_precisions
 
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = device_kind()
     try:
         require_writable(runs)
         writable = "yes"

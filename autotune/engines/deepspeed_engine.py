@@ -29,6 +29,7 @@ from autotune.engines.torch_engine import EngineOptions, Snapshot, TorchEngine
 from autotune.errors import EngineError, InputError, JobError
 from autotune.job import Job
 from autotune.mechanics import randomness, stepping
+from autotune.mechanics.devices import device_kind
 from autotune.mechanics.energy_meter import EnergyMeter, estimate
 from autotune.mechanics.gradient_stats import GradientProbe
 from autotune.mechanics.sharded import ShardedProbe, ShardedUpdate
@@ -52,7 +53,7 @@ class DeepSpeedEngine(TorchEngine):
         job: the job; its batches are the global ones.
         zero_stage: 0 to 3.
         seed: of weights, batches and everything random.
-        device: ``cpu``, or ``cuda`` for the device of each rank's own number.
+        device: ``cpu``, or ``cuda`` for the device of each rank's own number; ``None`` for what this machine has.
         options: how to measure.
         config: a DeepSpeed configuration of the user's own, as a mapping; ``None`` for none.
 
@@ -75,12 +76,13 @@ class DeepSpeedEngine(TorchEngine):
         *,
         zero_stage: int = 0,
         seed: int = 0,
-        device: str = "cpu",
+        device: str | None = None,
         options: EngineOptions | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
         self.zero_stage = zero_stage
         self._config = engine_config(job, zero_stage, config)
+        device = device or device_kind()
         self._deepspeed = imported(device)
         connect(self._deepspeed, device)
         self.rank, self.world = distributed.get_rank(), distributed.get_world_size()

@@ -29,6 +29,7 @@ from autotune.engines.torch_engine import EngineOptions
 from autotune.engines.wire import GarbledError, Wire
 from autotune.errors import EngineError, InputError, JobError
 from autotune.measurement import Failure, Measurement
+from autotune.mechanics.devices import device_kind
 from autotune.plan import Plan, PlanSpace
 
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -96,7 +97,7 @@ class IsolatedEngine:
     Args:
         job: the job's reference, as :func:`autotune.load_job` takes it; a job itself crosses no process border.
         seed: of weights, batches and everything random.
-        device: where the model lives.
+        device: where the model lives; ``None`` for where jobs train on this machine.
         options: how to measure.
         patience: how long a window may take.
         predict: returns the seconds of a step under a plan, if it is known.
@@ -112,7 +113,7 @@ class IsolatedEngine:
         job: str,
         *,
         seed: int = 0,
-        device: str = "cpu",
+        device: str | None = None,
         options: EngineOptions | None = None,
         patience: Patience | None = None,
         predict: Predict | None = None,
@@ -128,7 +129,7 @@ class IsolatedEngine:
         self._opening = {
             "job": job,
             "seed": seed,
-            "device": str(device),
+            "device": device or device_kind(),
             "options": asdict(options or EngineOptions()),
             "threads": threads,
             "ranks": None if ranks is None else asdict(ranks),

@@ -212,7 +212,7 @@ def profile(
     *,
     device_name: str,
     fingerprint: str = "",
-    device: str = "cpu",
+    device: str | None = None,
     options: ProfilerOptions | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> Profile:
@@ -222,7 +222,7 @@ def profile(
         job: the job.
         device_name: what the device is called in the profile.
         fingerprint: what :func:`profile_key` returned; left out, it is computed.
-        device: where it runs.
+        device: where it runs; ``None`` for where jobs train on this machine.
         options: how much it may cost.
         on_progress: is told of the share that is done.
 
@@ -248,7 +248,7 @@ class _Profiler:
         self,
         job: Job,
         device_name: str,
-        device: str,
+        device: str | None,
         options: ProfilerOptions,
         on_progress: Callable[[float], None] | None,
     ) -> None:

@@ -24,6 +24,7 @@ from autotune.job import Job
 from autotune.measurement import Failure, Measurement
 from autotune.mechanics import controls, randomness, stepping
 from autotune.mechanics.buffers import copy_buffers, drop_constants, write_buffers
+from autotune.mechanics.devices import device_kind
 from autotune.mechanics.energy_meter import EnergyMeter, find_meter
 from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe, MonitorState
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors, tensor_bytes
@@ -101,7 +102,7 @@ class TorchEngine:
     Args:
         job: the job.
         seed: of weights, batches and everything random.
-        device: where the model lives.
+        device: where the model lives; ``None`` for where jobs train on this machine.
         options: how to measure.
 
     Attributes:
@@ -122,13 +123,13 @@ class TorchEngine:
         job: Job,
         *,
         seed: int = 0,
-        device: str | torch.device = "cpu",
+        device: str | torch.device | None = None,
         options: EngineOptions | None = None,
     ) -> None:
         self.job = job
         self.options = options or EngineOptions()
         self.memory_budget_bytes: int | None = None
-        self.device = torch.device(device)
+        self.device = torch.device(device or device_kind())
         self.progress = Progress()
         with randomness.isolated():
             randomness.seed_all(seed)

@@ -24,6 +24,7 @@ from autotune.campaign.reproduce.races import (
 from autotune.campaign.reproduce.rows import Row, over
 from autotune.engines.inspection import ask, build_model
 from autotune.job import Job
+from autotune.mechanics.devices import device_kind
 from autotune.mechanics.flops import matmul_peak, step_flops
 from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.stepping import num_samples
@@ -52,7 +53,7 @@ def efficiency(
     profile = campaign.profile(job)
     budget = campaign.budget(job, MEMORY_SHARE)
     arms = [baseline_arm(experiment), paper_arm(experiment), tuned_arm(experiment, profile, budget)]
-    rates = campaign.journal.once({"flops": job.name}, lambda: _rates(job, profile.precisions, campaign.place))
+    rates = campaign.journal.once({"flops": job.name}, lambda: _rates(job, profile.precisions, device_kind()))
     document = campaign.race(experiment, arms, budget)
     rows = [row for pair in _with_utilisation(numbers) for row in _rows(pair, experiment, document, rates)]
     held = _held(experiment, document, rates)

@@ -19,9 +19,10 @@ from autotune.campaign.profiling import cached_profile
 from autotune.campaign.progress import Reporter
 from autotune.campaign.protocol import Arm, Protocol
 from autotune.campaign.reproduce.experiments import Experiment
-from autotune.campaign.runs import RunDirectory, device_name
+from autotune.campaign.runs import RunDirectory
 from autotune.engines.profiler import ProfilerOptions
 from autotune.job import Job
+from autotune.mechanics.devices import device_name
 from autotune.physics.profile import Profile
 from autotune.plan import PlanSpace
 
@@ -38,14 +39,12 @@ class Campaign:
         journal: what was measured so far.
         seeds: the paired seeds.
         reporter: shows progress.
-        place: where models live.
     """
 
     run: RunDirectory
     journal: Journal
     seeds: tuple[int, ...]
     reporter: Reporter
-    place: str
 
     @property
     def runs(self) -> Path:
@@ -56,11 +55,11 @@ class Campaign:
         """Return a job's profile, from the cache if it is there."""
         self.reporter.stage(f"{job.name}: profile the units, once", 1)
         options = ProfilerOptions.lean()
-        return cached_profile(job, self.runs, options=options, place=self.place, on_progress=self.reporter.advance)[0]
+        return cached_profile(job, self.runs, options=options, on_progress=self.reporter.advance)[0]
 
     def budget(self, job: Job, share: float) -> int:
         """Return a share of the measured FP32 baseline's peak, in bytes."""
-        with closing(JournaledEngine(tuning.make_engine(job, 0, place=self.place), self.journal)) as engine:
+        with closing(JournaledEngine(tuning.make_engine(job, 0), self.journal)) as engine:
             found = tuning.measure_references(
                 engine, MemoryBudget(share=share), with_leanest=False, clock=self.journal.clock
             )
@@ -69,7 +68,7 @@ class Campaign:
 
     def space(self, job: Job) -> PlanSpace:
         """Return the plans that a job allows on this device."""
-        with closing(tuning.make_engine(job, 0, place=self.place)) as engine:
+        with closing(tuning.make_engine(job, 0)) as engine:
             return engine.space
 
     def race(self, experiment: Experiment, arms: Sequence[Arm], budget_bytes: int | None) -> dict[str, Any]:
@@ -101,7 +100,6 @@ class Campaign:
             arms,
             protocol,
             device=device_name(),
-            place=self.place,
             journal=self.journal,
             on_progress=on_progress,
         )
@@ -124,14 +122,14 @@ class Campaign:
             arrivals.append(samples_to_target(found) if found["reached"] else job.total_samples)
         stride = job.evaluate_every * job.batch_size
         constant = math.ceil(comparison.HORIZON * max(arrivals) / stride) * stride
-        find = functools.partial(comparison.find_horizon, experiment.job, place=self.place)
+        find = functools.partial(comparison.find_horizon, experiment.job)
         return max(constant, int(self.journal.once({"horizon": job.name}, find)))
 
     def _pilot(self, job: Job, number: int, seed: int) -> dict[str, Any]:
         def on_step(samples: int) -> None:
             self.reporter.advance(number + samples / job.total_samples, f"pilot {number + 1}")
 
-        return comparison.pilot(job, job.total_samples, seed=seed, place=self.place, on_step=on_step).to_json()
+        return comparison.pilot(job, job.total_samples, seed=seed, on_step=on_step).to_json()
 
 
 def baseline_arm(experiment: Experiment) -> Arm:

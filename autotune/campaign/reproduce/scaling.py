@@ -28,6 +28,7 @@ from autotune.engines.deepspeed_engine import DeepSpeedEngine
 from autotune.engines.torch_engine import EngineOptions
 from autotune.errors import EngineError
 from autotune.mechanics.collectives import CollectiveClock
+from autotune.mechanics.devices import device_kind
 
 # The rule and the ZeRO stage of each configuration.
 CONFIGURATIONS: Mapping[str, tuple[str, int]] = {"baseline": ("baseline", 0), "paper": ("paper", 2)}
@@ -47,7 +48,7 @@ def measure(experiment: Experiment, campaign: Campaign, ranks: Sequence[int]) ->
     campaign.reporter.stage(f"{experiment.reference}: {', '.join(map(str, ranks))} ranks through DeepSpeed", len(ranks))
     found = {}
     for done, count in enumerate(ranks, 1):
-        asked = {"job": experiment.reference, "rounds": len(campaign.seeds), "place": campaign.place}
+        asked = {"job": experiment.reference, "rounds": len(campaign.seeds), "place": device_kind()}
         run = functools.partial(_on_ranks, asked, count)
         rounds = campaign.journal.once({"ranks": count, **asked}, run)
         found.update({f"{name}-{count}": _median(seen) for name, seen in rounds.items()})

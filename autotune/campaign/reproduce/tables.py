@@ -14,10 +14,10 @@ from autotune.campaign.reproduce.paper_numbers import TABLE_1, TABLE_2
 from autotune.campaign.reproduce.races import Campaign
 from autotune.campaign.reproduce.rows import Row, document_of
 from autotune.campaign.reproduce.scaling import scaling
-from autotune.campaign.runs import device_name
 from autotune.engines.deepspeed_engine import imported
 from autotune.errors import InputError
 from autotune.job import DataSource
+from autotune.mechanics.devices import device_name
 
 TABLES: Mapping[str, tuple[str, ...]] = {
     "table1": (CONVOLUTION,),
