@@ -15,6 +15,7 @@ from types import ModuleType
 
 from autotune.errors import JobError
 from autotune.job import Job
+from autotune.launching import launched, split
 
 _PACKAGE = Path(__file__).resolve().parent
 # What modules that are loaded from a job's file are called.
@@ -40,13 +41,19 @@ def load_job(reference: str | Job) -> Job:
         reference: a catalog name (``charlm``), alone or with another job of that file (``charlm:adaptive``),
             ``package.module:attribute``, ``path/to/file.py:attribute`` (the attribute is ``job`` if left out), or a
             job, which is returned as it is. The attribute is a :class:`Job` or a function without arguments that
-            returns one.
+            returns one. Behind a name may stand what the job is launched with (``charlm+lion+compile``).
 
     Raises:
         JobError: if nothing has that name, or what has it is no job.
+        InputError: if it cannot be launched so.
     """
     if isinstance(reference, Job):
         return reference
+    plain, launch = split(reference, where="job")
+    return launched(_found(plain), launch)
+
+
+def _found(reference: str) -> Job:
     jobs = catalog()
     location, _, attribute = reference.partition(":")
     if location in jobs:

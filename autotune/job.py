@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from autotune.errors import JobError
+from autotune.plan import Launch
 
 if TYPE_CHECKING:
     import torch
@@ -99,6 +100,7 @@ class Job:
         max_steps: steps (of one batch each) after which a run that has not arrived ends.
         evaluate_every: steps between evaluations.
         data_sources: ``() -> sequence of DataSource``; written into every run.
+        launch: what was put in place of the job's own; ``autotune.launching`` writes it.
     """
 
     name: str
@@ -120,6 +122,7 @@ class Job:
     max_steps: int = 400
     evaluate_every: int = 5
     data_sources: Callable[[], Sequence[DataSource]] | None = None
+    launch: Launch = field(default_factory=Launch)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import chain
+from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -57,11 +58,13 @@ class Launch:
     Attributes:
         zero_stage: DeepSpeed ZeRO stage, 0 to 3.
         optimizer: name of the optimizer.
+        learning_rate: of that optimizer; ``None`` follows a rule of thumb.
         compile: whether blocks are compiled one by one.
     """
 
     zero_stage: int | None = None
     optimizer: str | None = None
+    learning_rate: float | None = None
     compile: bool | None = None
 
     def __post_init__(self) -> None:
@@ -69,6 +72,11 @@ class Launch:
             raise PlanError(f"launch.zero_stage is {self.zero_stage!r}", where="plan", allowed="0, 1, 2, 3")
         if self.optimizer is not None and not (isinstance(self.optimizer, str) and self.optimizer):
             raise PlanError(f"launch.optimizer is {self.optimizer!r}", where="plan", allowed="a name")
+        rate = self.learning_rate
+        if rate is not None and not (isinstance(rate, int | float) and not isinstance(rate, bool) and 0 < rate < inf):
+            raise PlanError(f"launch.learning_rate is {rate!r}", where="plan", allowed="a number above 0")
+        if rate is not None and self.optimizer is None:
+            raise PlanError("launch.learning_rate is of no optimizer", where="plan", allowed="launch.optimizer")
         if self.compile is not None and not isinstance(self.compile, bool):
             raise PlanError(f"launch.compile is {self.compile!r}", where="plan", allowed="true, false")
 
@@ -191,7 +199,8 @@ class Plan:
     def __str__(self) -> str:
         precisions = _tally(self.precision.values())
         recomputed = sum(choice is Storage.RECOMPUTE for choice in self.storage.values())
-        return f"k={self.accumulation_steps}, {precisions or 'inherit'}, {recomputed} recomputed"
+        launch = "".join(f", {key} {value}" for key, value in self.launch.to_json().items())
+        return f"k={self.accumulation_steps}, {precisions or 'inherit'}, {recomputed} recomputed{launch}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,15 @@ def find_units(model: nn.Module) -> tuple[Unit, ...]:
     return _describe(model, sorted(names, key=order.__getitem__), frozenset(recomputable))
 
 
+def units_of(model: nn.Module, names: Sequence[str] | None) -> tuple[Unit, ...]:
+    """Return the units that a user named, or, for ``None``, those that are found.
+
+    Raises:
+        JobError: as :func:`name_units` does.
+    """
+    return find_units(model) if names is None else name_units(model, names)
+
+
 def name_units(model: nn.Module, names: Sequence[str]) -> tuple[Unit, ...]:
     """Describe the units that a user named; each can be recomputed.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from autotune.engines.profiler import ProfilerOptions
 from autotune.errors import InputError, JobError
 from autotune.gym.reward import Objective
 from autotune.job import Job
+from autotune.launching import launched, split, suffix
 from autotune.mechanics.devices import device_name
 from autotune.mechanics.energy_meter import require_watts
 from autotune.physics.carbon import Intensity
@@ -128,9 +130,7 @@ class Session:
             self._keep_profile(run, profile)
             tracker = Tracker(self.runs, run.path, f"tune {self.job.name} {method}")
             result = self._search(method, engine, references, profile, run, tracker)
-        if self.ranks is not None:
-            launched = result.plan.changed(launch=Launch(zero_stage=self.ranks.zero_stage))
-            result = replace(result, plan=launched)
+        result = replace(result, plan=result.plan.changed(launch=self._launch))
         document = {
             "plan": result.plan.to_json(),
             "predicted": None if profile is None else predicted(profile, result.plan, references.memory_budget_bytes),
@@ -159,6 +159,11 @@ class Session:
         tracker.close()
         return document
 
+    @property
+    def _launch(self) -> Launch:
+        """Return what a plan of this campaign is launched with."""
+        return self.job.launch if self.ranks is None else replace(self.job.launch, zero_stage=self.ranks.zero_stage)
+
     def compare(self, names: Sequence[str], seeds: Sequence[int], *, verb: str = "compare") -> dict[str, Any]:
         """Find the arms that must be searched for, compare all of them and return ``comparison.json``.
 
@@ -171,7 +176,7 @@ class Session:
             InputError: for wrong input, before anything is written.
         """
         require_writable(self.runs)
-        refuse_broken_policies(names)
+        refuse_broken_policies([split(name, where="--arms")[0] for name in names])
         self._refuse_budget_early()
         with contextlib.closing(self._engine()) as engine:
             run, tracker, arms, references = self._arms(engine, names, seeds, verb)
@@ -182,15 +187,14 @@ class Session:
     ) -> tuple[RunDirectory, Tracker, dict[str, Arm], tuning.References]:
         """Make the run directory, and find the arms that must be searched for."""
         references = self._references(engine)
-        profile = self._profile(names)
+        own, others = self._by_launch(names)
+        for name in itertools.chain.from_iterable(others.values()):
+            if name not in tuning.METHODS and not needs_profile(name):
+                # A name that is none, or a plan of another model, is refused before anything is spent.
+                named_arm(name, self.job, engine.space)
+        profile = self._profile(own)
         budget = references.memory_budget_bytes
-        arms: dict[str, Arm] = {}
-        for name in (name for name in names if name in LIVE or name not in tuning.METHODS):
-            if needs_profile(name):
-                assert profile is not None
-                arms[name] = live_arm(name, profile, budget)
-            else:
-                arms[name] = named_arm(name, self.job, engine.space)
+        arms = {name: self._plain_arm(name, engine, profile, budget) for name in own if not _is_searched(name)}
         lowest = references
         if self.dips is not None and budget is not None:
             lowest = replace(references, memory_budget_bytes=int(budget * self.dips.share))
@@ -204,11 +208,77 @@ class Session:
         run = self._create(verb, {"arms": list(names), "seeds": list(seeds)})
         self._keep_profile(run, profile)
         tracker = Tracker(self.runs, run.path, f"{verb} {self.job.name}")
-        for method in (name for name in names if name not in arms):
-            result = self._search(method, engine, lowest, profile, run, tracker)
-            tuning.save_tuned_plan(run, result, f"plan-{method}.json")
-            arms[method] = static_arm(method, result.plan, tuning_s=result.tuning_s, tuning_steps=result.tuning_steps)
+        for method in (name for name in own if _is_searched(name)):
+            arms[method] = self._searched_arm(method, engine, lowest, profile, run, tracker)
+        for launch, group in others.items():
+            arms |= self._launched_arms(launch, group, lowest, run, tracker)
         return run, tracker, arms, references
+
+    def _by_launch(self, names: Sequence[str]) -> tuple[list[str], dict[Launch, list[str]]]:
+        """Return the arms that train the job as it is, and the others by what they are launched with."""
+        own: list[str] = []
+        others: dict[Launch, list[str]] = {}
+        for name in names:
+            plain, launch = split(name, where="--arms")
+            if launch == Launch():
+                own.append(name)
+            elif self.job.launch == Launch():
+                others.setdefault(launch, []).append(plain)
+            else:
+                raise InputError(
+                    f"arm {name!r} is launched differently from the job",
+                    where="--arms",
+                    allowed=f"arms without it, or the job without {suffix(self.job.launch)}",
+                )
+        return own, others
+
+    def _plain_arm(self, name: str, engine: Engine, profile: Profile | None, budget: int | None) -> Arm:
+        if needs_profile(name):
+            assert profile is not None
+            return live_arm(name, profile, budget)
+        return named_arm(name, self.job, engine.space)
+
+    def _searched_arm(
+        self,
+        method: str,
+        engine: Engine,
+        references: tuning.References,
+        profile: Profile | None,
+        run: RunDirectory,
+        tracker: Tracker,
+    ) -> Arm:
+        result = self._search(method, engine, references, profile, run, tracker)
+        result = replace(result, plan=result.plan.changed(launch=self._launch))
+        tuning.save_tuned_plan(run, result, f"plan-{method}.json")
+        return static_arm(method, result.plan, tuning_s=result.tuning_s, tuning_steps=result.tuning_steps)
+
+    def _launched_arms(
+        self, launch: Launch, names: Sequence[str], lowest: tuning.References, run: RunDirectory, tracker: Tracker
+    ) -> dict[str, Arm]:
+        """Find the arms that train the job launched differently, within the same budget in bytes.
+
+        What is measured to find them stands in a folder of their own.
+        """
+        budget = lowest.memory_budget_bytes
+        session = replace(
+            self,
+            job=launched(self.job, launch),
+            budget=None if budget is None else MemoryBudget(size_bytes=budget),
+        )
+        with contextlib.closing(session._engine()) as engine:
+            references = session._references(engine)
+            profile = session._profile(names)
+            folder = RunDirectory(run.path / f"{run.path.name}{suffix(launch)}")
+            folder.path.mkdir(exist_ok=True)
+            arms = {}
+            for name in names:
+                if _is_searched(name):
+                    arm = session._searched_arm(name, engine, references, profile, folder, tracker)
+                else:
+                    arm = session._plain_arm(name, engine, profile, budget)
+                called = arm.name + suffix(launch)
+                arms[name + suffix(launch)] = replace(arm, name=called, job=session.job)
+        return arms
 
     def _compare(
         self,
@@ -360,6 +430,11 @@ class Session:
         self.journal.keep_in(run.path)
         send_pending(self.runs)
         return run
+
+
+def _is_searched(name: str) -> bool:
+    """Tell whether an arm is a plan that must be searched for."""
+    return name in tuning.METHODS and name not in LIVE
 
 
 def session_of(

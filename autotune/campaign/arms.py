@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from autotune.agents.policy import Policy, StaticPolicy
@@ -13,8 +14,9 @@ from autotune.campaign.runs import read_plan
 from autotune.campaign.tuning import METHODS
 from autotune.errors import InputError
 from autotune.job import Job
+from autotune.launching import canonical, launched
 from autotune.physics.profile import Profile
-from autotune.plan import Plan, PlanSpace
+from autotune.plan import Launch, Plan, PlanSpace
 
 # Arms that plan from a profile window by window, while a run trains.
 LIVE = ("planner", "ppo")
@@ -27,10 +29,11 @@ def arm_names(given: Sequence[str]) -> list[str]:
     Raises:
         InputError: if a name is empty or stands twice, or nothing is left to compare.
     """
-    if not all(given) or len(set(given)) < len(given):
+    if not all(given) or len({canonical(name, where="--arms") for name in given}) < len(given):
         raise InputError(
             f"arms are {','.join(given)!r}", where="--arms", allowed="different names, separated by commas"
         )
+    given = [canonical(name, where="--arms") for name in given]
     names = ["baseline", *(name for name in given if name != "baseline")]
     if len(set(names) - {GATE}) < 2:
         raise InputError("there is nothing to compare with the baseline", where="--arms", allowed=_ALLOWED)
@@ -50,7 +53,9 @@ def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:
     path = Path(name)
     if path.suffix == ".json":
         plan = space.check(read_plan(path), where=str(path))
-        return static_arm(path.stem, plan)
+        chosen = replace(plan.launch, zero_stage=None)
+        arm = static_arm(path.stem, plan)
+        return arm if chosen in (Launch(), job.launch) else replace(arm, job=launched(job, chosen))
     raise InputError(
         f"arm {name!r} is unknown",
         where="--arms",

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import queue
+import re
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -159,6 +160,11 @@ def _begun(spool: Path) -> tuple[list[str], list[str]]:
     return names, [key for key in reversed(begun) if key not in ended]
 
 
+def _key(name: str) -> str:
+    """Return a name as MLflow takes it; an arm may be called otherwise."""
+    return re.sub(r"[^\w\-. :/]", "-", name)
+
+
 def _rows(spool: Path) -> list[dict[str, Any] | None]:
     """Return the records of a spool; ``None`` for one that is damaged."""
     if not spool.is_file():
@@ -287,8 +293,8 @@ class _Sender:
 
         now = get_current_time_millis()
         if kind == "metrics":
-            self._client.log_batch(run, metrics=[Metric(key, float(v), now, step) for key, v in values.items()])
+            self._client.log_batch(run, metrics=[Metric(_key(key), float(v), now, step) for key, v in values.items()])
         elif kind == "params":
-            self._client.log_batch(run, params=[Param(key, value) for key, value in values.items()])
+            self._client.log_batch(run, params=[Param(_key(key), value) for key, value in values.items()])
         else:
-            self._client.log_batch(run, tags=[RunTag(key, value) for key, value in values.items()])
+            self._client.log_batch(run, tags=[RunTag(_key(key), value) for key, value in values.items()])

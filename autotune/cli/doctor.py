@@ -11,7 +11,7 @@ from rich.table import Table
 from autotune.cli import console as shared
 from autotune.cli.console import JsonOption, RunsOption
 
-_EXTRAS = ("deepspeed", "transformers", "lightning", "ray", "zeus", "psycopg")
+_EXTRAS = ("deepspeed", "transformers", "lightning", "ray", "zeus", "psycopg", "pytorch_optimizer", "bitsandbytes")
 
 
 def command(runs_dir: RunsOption = shared.RUNS, as_json: JsonOption = False) -> None:

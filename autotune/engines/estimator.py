@@ -33,7 +33,7 @@ from autotune.mechanics.trees import map_tensors, tensors
 from autotune.physics.devices import DeviceSpec
 from autotune.physics.profile import Calibration, Profile
 from autotune.plan import Plan, PlanSpace, Precision, Storage
-from autotune.units import Unit, find_units, name_units
+from autotune.units import Unit, units_of
 
 _MAX_TABLES = 4
 _PRECISION_OF = {torch.bfloat16: Precision.BF16, torch.float16: Precision.FP16}
@@ -126,7 +126,7 @@ class _Estimator:
 
     def _space(self, model: nn.Module) -> PlanSpace:
         job = self._job
-        units = find_units(model) if job.units is None else name_units(model, job.units)
+        units = units_of(model, job.units)
         fake = map_tensors(self._mode.from_tensor, self._batch)
 
         def run() -> None:

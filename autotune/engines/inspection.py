@@ -17,7 +17,7 @@ from autotune.mechanics import controls, stepping
 from autotune.mechanics.memory_meter import is_out_of_memory
 from autotune.mechanics.precision import excluded_precisions, useful_precisions
 from autotune.plan import PlanSpace, Precision
-from autotune.units import Unit, find_units, name_units
+from autotune.units import Unit, units_of
 
 _Answer = TypeVar("_Answer")
 
@@ -41,7 +41,7 @@ def inspect_job(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict
     Raises:
         JobError: if the loss raises, is not a scalar tensor or takes no gradient, or the count is wrong.
     """
-    units = find_units(model) if job.units is None else name_units(model, job.units)
+    units = units_of(model, job.units)
     ask(job, "count", lambda: stepping.count_items(batch, job.count))
     calls = _trial(job, model, batch, units)
     for unit in units:

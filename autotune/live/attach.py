@@ -31,7 +31,7 @@ from autotune.mechanics.precision import useful_precisions
 from autotune.mechanics.sharded import ShardedUpdate
 from autotune.mechanics.stepping import Update
 from autotune.plan import PlanSpace, Precision
-from autotune.units import Unit, find_units, name_units
+from autotune.units import Unit, units_of
 
 # Set to anything but "" or 0, nothing is attached: the loop runs as if the tuner were not there.
 KILL_VARIABLE = "AUTOTUNE_DISABLE"
@@ -376,7 +376,7 @@ def _space(
     adaptive: bool,
 ) -> tuple[PlanSpace, dict[str, str]]:
     locks: dict[str, str] = {}
-    found: tuple[Unit, ...] = find_units(model) if units is None else name_units(model, units)
+    found: tuple[Unit, ...] = units_of(model, units)
     precisions: tuple[Precision, ...] = (Precision.INHERIT,)
     if mode is not Mode.TOLERANT:
         locks["precision"] = f"mode {mode} leaves it as it is"

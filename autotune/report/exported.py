@@ -11,7 +11,7 @@ from autotune.errors import PlanError
 from autotune.job import Job
 from autotune.mechanics import randomness
 from autotune.plan import Plan, PlanSpace, Precision, Storage
-from autotune.units import find_units, name_units
+from autotune.units import units_of
 
 _WHERE = "export"
 
@@ -92,7 +92,7 @@ def require_fit(plan: Plan, job: Job) -> Plan:
     """
     with randomness.isolated():
         model = build_model(job)
-    units = find_units(model) if job.units is None else name_units(model, job.units)
+    units = units_of(model, job.units)
     # Precisions are the target machine's affair, not this one's.
     space = PlanSpace(
         units=units, accumulation_choices=accumulation_choices(job, model, {}), precisions=tuple(Precision)

@@ -71,13 +71,16 @@ class Campaign:
         with closing(tuning.make_engine(job, 0)) as engine:
             return engine.space
 
-    def race(self, experiment: Experiment, arms: Sequence[Arm], budget_bytes: int | None) -> dict[str, Any]:
+    def race(
+        self, experiment: Experiment, arms: Sequence[Arm], budget_bytes: int | None, *, kept: str = "comparison"
+    ) -> dict[str, Any]:
         """Run arms on every seed, the baseline first, and return ``comparison.json`` as an object.
 
         Args:
             experiment: the task; all runs are as long as the FP32 baseline needs with and without a schedule, and more.
             arms: the arms.
             budget_bytes: what the memory of runs is judged by; ``None`` for no budget.
+            kept: what the file is called that the comparison is kept in.
         """
         job, reporter = experiment.constant, self.reporter
         protocol = Protocol(
@@ -103,7 +106,7 @@ class Campaign:
             journal=self.journal,
             on_progress=on_progress,
         )
-        self.run.write(f"comparison-{job.name}.json", document)
+        self.run.write(f"{kept}-{job.name}.json", document)
         return document
 
     def _horizon(self, experiment: Experiment) -> int:

@@ -35,7 +35,12 @@ CONFIGURATIONS: Mapping[str, tuple[str, int]] = {"baseline": ("baseline", 0), "p
 _WARM_UP, _STEPS = 3, 4
 
 
-def measure(experiment: Experiment, campaign: Campaign, ranks: Sequence[int]) -> dict[str, dict[str, Any]]:
+def measure(
+    experiment: Experiment,
+    campaign: Campaign,
+    ranks: Sequence[int],
+    configurations: Mapping[str, tuple[str, int]] = CONFIGURATIONS,
+) -> dict[str, dict[str, Any]]:
     """Return what rank 0 saw, by configuration and number of ranks (as in ``paper-2``).
 
     Configurations alternate within the same ranks, as many rounds as there are seeds; medians are kept.
@@ -44,11 +49,17 @@ def measure(experiment: Experiment, campaign: Campaign, ranks: Sequence[int]) ->
         experiment: the task.
         campaign: what it is measured with.
         ranks: numbers of ranks.
+        configurations: the rule and the ZeRO stage of each, by name.
     """
     campaign.reporter.stage(f"{experiment.reference}: {', '.join(map(str, ranks))} ranks through DeepSpeed", len(ranks))
     found = {}
     for done, count in enumerate(ranks, 1):
-        asked = {"job": experiment.reference, "rounds": len(campaign.seeds), "place": device_kind()}
+        asked = {
+            "job": experiment.reference,
+            "rounds": len(campaign.seeds),
+            "place": device_kind(),
+            "configurations": configurations,
+        }
         run = functools.partial(_on_ranks, asked, count)
         rounds = campaign.journal.once({"ranks": count, **asked}, run)
         found.update({f"{name}-{count}": _median(seen) for name, seen in rounds.items()})
@@ -145,7 +156,7 @@ def _notes(ranks: Sequence[int]) -> list[str]:
 def main(folder: Path) -> None:
     """Be one rank."""
     asked = asked_of_ranks(folder)
-    engines = {name: _engine(asked, *chosen) for name, chosen in CONFIGURATIONS.items()}
+    engines = {name: _engine(asked, *chosen) for name, chosen in asked["configurations"].items()}
     seen: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
     for number in range(asked["rounds"]):
         for name in list(engines) if number % 2 == 0 else list(engines)[::-1]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from autotune.campaign.protocol import FEWEST_FOR_A_CLAIM
 from autotune.campaign.reproduce.ablation import ablation
+from autotune.campaign.reproduce.cross_layer import cross_layer
 from autotune.campaign.reproduce.efficiency import efficiency
 from autotune.campaign.reproduce.error_analysis import error_analysis
 from autotune.campaign.reproduce.experiments import CONVOLUTION, TRANSFORMER, Experiment, experiments_of
@@ -79,7 +80,9 @@ def _measured(
     if table == "table2":
         return efficiency(first, TABLE_2, campaign)
     if table == "table3":
-        return ablation(first, campaign)
+        rows, notes, facts = ablation(first, campaign)
+        more, told, found = cross_layer(first, campaign)
+        return [*rows, *more], [*notes, *told], {**facts, **found}
     if table == "table4":
         return scaling(first, campaign, RANKS)
     return error_analysis(experiments, campaign)

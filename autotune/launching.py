@@ -1,0 +1,132 @@
+"""Change what a run is launched with: another optimizer, units that are compiled.
+
+Neither can change while a run trains, so neither is part of what a policy decides. They are written behind the name of
+a job or of an arm, and are kept in ``launch`` of every plan that is found so::
+
+    charlm+lion            the job with another optimizer, its learning rate by rule of thumb
+    charlm+lion=3e-4       with a learning rate of your own
+    exact+compile          an arm of a comparison: the exact plan of the job whose units are compiled
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autotune.errors import InputError
+from autotune.job import Job
+from autotune.plan import Launch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+COMPILE = "compile"
+_VERSIONS = 256
+_SUFFIX = re.compile(r"(?:\+[A-Za-z]\w*(?:=[^+/\\]*)?)+$")
+
+
+def split(name: str, *, where: str) -> tuple[str, Launch]:
+    """Return a name without what stands behind it, and the choices that it names.
+
+    Args:
+        name: a job's reference or an arm's name.
+        where: what it was given as.
+
+    Raises:
+        InputError: if one of the choices is unknown or stands twice, or a learning rate is none.
+    """
+    found = _SUFFIX.search(name)
+    if found is None or found.start() == 0 or Path(name).exists():
+        return name, Launch()
+    launch = Launch()
+    for choice in found.group()[1:].split("+"):
+        launch = _chosen(launch, choice, where)
+    return name[: found.start()], launch
+
+
+def suffix(launch: Launch) -> str:
+    """Return what stands behind a name for choices; the inverse of :func:`split`."""
+    rate = "" if launch.learning_rate is None else f"={launch.learning_rate}"
+    optimizer = "" if launch.optimizer is None else f"+{launch.optimizer}{rate}"
+    return optimizer + (f"+{COMPILE}" if launch.compile else "")
+
+
+def canonical(name: str, *, where: str) -> str:
+    """Return a name whose choices are written as :func:`suffix` does.
+
+    Raises:
+        InputError: as :func:`split` does.
+    """
+    plain, launch = split(name, where=where)
+    return plain + suffix(launch)
+
+
+def launched(job: Job, launch: Launch) -> Job:
+    """Return a job with choices in place of its own; its name says so.
+
+    Raises:
+        InputError: if an optimizer is unknown or its library missing.
+    """
+    from autotune.mechanics import optimizers
+
+    if not (launch.optimizer or launch.compile):
+        return job
+    own, model, name = job.optimizer, job.model, launch.optimizer
+    changed = replace(job, name=job.name + suffix(launch), launch=launch)
+    if name is not None:
+        optimizers.require(name, where=f"job {job.name!r}")
+
+        def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+            return optimizers.converted(own(parameters), name, launch.learning_rate)
+
+        changed = replace(changed, optimizer=optimizer)
+    if launch.compile:
+        changed = replace(changed, model=lambda: compiled(model(), job))
+    return changed
+
+
+def compiled(model: nn.Module, job: Job) -> nn.Module:
+    """Compile the forward pass of each unit of a model, in place, and return the model.
+
+    What surrounds a unit stays as it was, so that its precision and its storage can still be switched.
+    """
+    import torch
+
+    from autotune.units import units_of
+
+    for unit in units_of(model, job.units):
+        module = model.get_submodule(unit.name)
+        module.forward = torch.compile(module.forward)
+    # Units of one class share their compiled versions: one for each shape, dtype and k that is met.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VERSIONS)
+    return model
+
+
+def _chosen(launch: Launch, choice: str, where: str) -> Launch:
+    from autotune.mechanics import optimizers
+
+    name, _, rate = choice.partition("=")
+    if name == COMPILE and not rate and not launch.compile:
+        return replace(launch, compile=True)
+    if name == COMPILE or launch.optimizer is not None:
+        raise InputError(f"+{choice} does not fit there", where=where, allowed="one optimizer, and compile once")
+    if name not in {**optimizers.KINDS, **optimizers.REFUSED}:
+        allowed = [COMPILE, *optimizers.KINDS, "NAME=LEARNING_RATE"]
+        raise InputError(f"+{choice} is unknown", where=where, allowed=allowed)
+    optimizers.require(name, where=where)
+    return replace(launch, optimizer=name, learning_rate=_rate(rate, choice, where) if "=" in choice else None)
+
+
+def _rate(text: str, choice: str, where: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not (math.isfinite(rate) and rate > 0):
+        raise InputError(f"+{choice} has no learning rate", where=where, allowed="a number above 0")
+    return rate

@@ -1,0 +1,129 @@
+"""Put another optimizer in place of a job's own, its parameter groups kept.
+
+Learning rates of two optimizers do not compare. Without one that the user names, a group's is the job's own times what
+the sources below report between the two kinds, and the weight decay keeps its product with the learning rate, which is
+what one step shrinks a weight by. These are rules of thumb: nothing is tuned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autotune.errors import InputError
+
+_INSTALL = 'pip install "autotune-rl[optimizers]"'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Describe an optimizer that can be chosen.
+
+    Attributes:
+        library: the module that has it.
+        name: its class there.
+        rate: its usual learning rate over AdamW's.
+        betas: whether it takes Adam's ``betas`` and ``eps`` from the job's own optimizer.
+        arguments: what else its constructor is given.
+    """
+
+    library: str
+    name: str
+    rate: float
+    betas: bool = False
+    arguments: Mapping[str, Any]
+
+
+# Rates over AdamW's. SGD: 0.1 (He et al. 2016, 3.4) against 1e-3 (Loshchilov & Hutter 2019, 4). Lion: 3 to 10 times
+# smaller (Chen et al. 2023, 5). LAMB: 5 / (2^3 * 1000) against 1e-4 for BERT at 512 and 256 sequences (You et al. 2020,
+# table 4; Devlin et al. 2019, A.2), the square root of the batch's factor taken off. AdamW with states of 8 bits is a
+# replacement without other settings (Dettmers et al. 2022, 2).
+KINDS: Mapping[str, Kind] = {
+    "adamw": Kind(library="torch.optim", name="AdamW", rate=1.0, betas=True, arguments={}),
+    "adamw8bit": Kind(
+        # By itself it leaves the states of small tensors alone.
+        library="bitsandbytes.optim",
+        name="AdamW8bit",
+        rate=1.0,
+        betas=True,
+        arguments={},
+    ),
+    "lamb": Kind(library="pytorch_optimizer", name="Lamb", rate=4.5, arguments={}),
+    "lion": Kind(library="pytorch_optimizer", name="Lion", rate=0.2, arguments={}),
+    "sgd": Kind(library="torch.optim", name="SGD", rate=100.0, arguments={"momentum": 0.9, "nesterov": True}),
+}
+# What is asked for by name and cannot be had, and why.
+REFUSED: Mapping[str, str] = {
+    "sophia": "estimates curvature with a second backward pass through the graph, which a step here does not keep",
+}
+_RATE_OF_OWN = {
+    **{kind.name.lower(): kind.rate for kind in KINDS.values()},
+    **dict.fromkeys(("adam", "nadam", "radam", "adam8bit"), 1.0),
+}
+
+
+def require(name: str, *, where: str) -> None:
+    """Refuse an optimizer that is unknown, cannot be had, or whose library is missing.
+
+    Raises:
+        InputError: naming what there is, or the line that installs it.
+    """
+    if name in REFUSED:
+        raise InputError(f"optimizer {name} {REFUSED[name]}", where=where, allowed=KINDS)
+    if name not in KINDS:
+        raise InputError(f"optimizer is {name!r}", where=where, allowed=KINDS)
+    _class(name, where)
+
+
+def converted(own: torch.optim.Optimizer, name: str, learning_rate: float | None = None) -> torch.optim.Optimizer:
+    """Return another optimizer over the same parameter groups.
+
+    Args:
+        own: the job's own optimizer, before its first step.
+        name: of :data:`KINDS`.
+        learning_rate: of the first group, the others in proportion; ``None`` follows the rule of thumb.
+
+    Raises:
+        InputError: if the library is missing, or the job's own optimizer is of a kind from which no rule leads.
+    """
+    kind, where = KINDS[name], f"optimizer {name}"
+    factor = _factor(own, kind, where) if learning_rate is None else learning_rate / own.param_groups[0]["lr"]
+    groups = [
+        {
+            "params": group["params"],
+            "lr": group["lr"] * factor,
+            "weight_decay": group.get("weight_decay", 0.0) / factor,
+            **({key: group[key] for key in ("betas", "eps") if key in group} if kind.betas else {}),
+        }
+        for group in own.param_groups
+    ]
+    made: torch.optim.Optimizer = _class(name, where)(groups, lr=groups[0]["lr"], **kind.arguments)
+    return made
+
+
+def _factor(own: torch.optim.Optimizer, kind: Kind, where: str) -> float:
+    known = _RATE_OF_OWN.get(type(own).__name__.lower())
+    if known is None:
+        raise InputError(
+            f"no rule leads from the learning rate of {type(own).__name__} to this one's",
+            where=where,
+            allowed="a learning rate of your own, as in +lion=3e-4",
+        )
+    return kind.rate / known
+
+
+def _class(name: str, where: str) -> Any:
+    kind = KINDS[name]
+    try:
+        # Some say on import which other kernels they would like to have.
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            library = importlib.import_module(kind.library)
+    except ImportError as error:
+        raise InputError(f"{kind.library.partition('.')[0]} is missing", where=where, allowed=_INSTALL) from error
+    return getattr(library, kind.name)

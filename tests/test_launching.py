@@ -1,0 +1,253 @@
+"""What a run is launched with: another optimizer, compiled units, and what of it is kept in plans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_job
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import autotune
+from autotune import TorchEngine
+from autotune.campaign.runs import read_plan
+from autotune.catalog import load_job
+from autotune.cli.main import run
+from autotune.engines.inspection import build_model, build_optimizer
+from autotune.engines.profiler import ProfilerOptions, profile
+from autotune.errors import InputError, PlanError
+from autotune.launching import launched, split, suffix
+from autotune.mechanics import optimizers
+from autotune.physics.memory_model import peak_bytes
+from autotune.plan import Launch, Plan, Precision
+
+JOB = Path(tiny_job.__file__)
+RATES = st.floats(min_value=1e-6, max_value=1.0).map(lambda rate: float(f"{rate:g}"))
+LAUNCHES = st.builds(
+    Launch,
+    optimizer=st.sampled_from(sorted(optimizers.KINDS)),
+    learning_rate=st.none() | RATES,
+    compile=st.sampled_from([None, True]),
+)
+
+
+@given(
+    launch=LAUNCHES | st.just(Launch(compile=True)), name=st.sampled_from(["charlm", "a/b.py:job", "exact", "p.json"])
+)
+def test_what_stands_behind_a_name_is_read_as_it_was_written(launch: Launch, name: str) -> None:
+    assert split(name + suffix(launch), where="there") == (name, launch)
+
+
+@pytest.mark.parametrize("name", ["charlm", "c++/job.py", "a+b/job.py:job", "+lion", "runs/x.json"])
+def test_other_names_stay_as_they_are(name: str) -> None:
+    assert split(name, where="there") == (name, Launch())
+
+
+def test_a_folder_that_is_called_so_is_that_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "mine+lion"
+    folder.mkdir()
+    assert split(str(folder), where="there") == (str(folder), Launch())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("charlm+leon", r"job: \+leon is unknown \(allowed: compile, adamw, adamw8bit, lamb, lion, sgd"),
+        ("charlm+sophia", r"optimizer sophia estimates curvature"),
+        ("charlm+lion+sgd", r"\+sgd does not fit there"),
+        ("charlm+compile+compile", r"\+compile does not fit there"),
+        ("charlm+lion=fast", r"\+lion=fast has no learning rate"),
+        ("charlm+lion=0", r"allowed: a number above 0"),
+        ("charlm+lion=inf", r"allowed: a number above 0"),
+    ],
+)
+def test_a_choice_that_is_none_is_one_line_and_exit_code_2(
+    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(InputError, match=message):
+        load_job(name)
+    assert run(["tune", name, "--runs-dir", str(tmp_path / "runs")]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_missing_library_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(optimizers.importlib, "import_module", missing)
+    with pytest.raises(InputError, match=r'pytorch_optimizer is missing \(allowed: pip install "autotune-rl\[optim'):
+        load_job("charlm+lion")
+
+
+def test_a_learning_rate_needs_its_optimizer() -> None:
+    with pytest.raises(PlanError, match="of no optimizer"):
+        Launch(learning_rate=0.1)
+    for rate in (0, -1.0, float("nan"), float("inf"), True, "0.1"):
+        with pytest.raises(PlanError, match=r"launch\.learning_rate"):
+            Launch(optimizer="lion", learning_rate=rate)  # type: ignore[arg-type]
+    plan = Plan(launch=Launch(optimizer="lion", learning_rate=3e-4, compile=True))
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert str(plan).endswith("optimizer lion, learning_rate 0.0003, compile True")
+
+
+def grouped() -> torch.optim.Optimizer:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    return torch.optim.AdamW(
+        [
+            {"params": first.parameters(), "weight_decay": 0.1},
+            {"params": second.parameters(), "weight_decay": 0.0, "lr": 4e-3},
+        ],
+        lr=2e-3,
+        betas=(0.8, 0.95),
+    )
+
+
+@pytest.mark.parametrize("name", sorted(optimizers.KINDS))
+@pytest.mark.parametrize("rate", [None, 5e-3])
+def test_groups_keep_their_parameters_their_proportions_and_their_decay_a_step(name: str, rate: float | None) -> None:
+    own = grouped()
+    made = optimizers.converted(own, name, rate)
+    for old, new in zip(own.param_groups, made.param_groups, strict=True):
+        assert all(a is b for a, b in zip(old["params"], new["params"], strict=True))
+        assert new["lr"] * new["weight_decay"] == pytest.approx(old["lr"] * old["weight_decay"])
+    assert made.param_groups[1]["lr"] == pytest.approx(2 * made.param_groups[0]["lr"])
+    assert made.param_groups[0]["lr"] == pytest.approx(optimizers.KINDS[name].rate * 2e-3 if rate is None else rate)
+    if optimizers.KINDS[name].betas:
+        assert tuple(made.param_groups[0]["betas"]) == (0.8, 0.95)
+
+
+def test_from_an_optimizer_of_another_kind_no_rule_leads_and_a_rate_of_the_users_own_does() -> None:
+    own = torch.optim.Adagrad(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(InputError, match=r"of Adagrad to this one's .*\+lion=3e-4"):
+        optimizers.converted(own, "lion")
+    assert optimizers.converted(own, "lion", 1e-3).param_groups[0]["lr"] == 1e-3
+
+
+def wide() -> autotune.Job:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(256, 256)
+            self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
+            self.head = nn.Linear(256, 256)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = x + torch.tanh(block(x))
+            return self.head(x)
+
+    return tiny_job.make(name="wide", model=Wide)
+
+
+@pytest.mark.parametrize("name", sorted(optimizers.KINDS))
+def test_each_optimizer_learns_and_a_snapshot_of_it_is_whole(name: str) -> None:
+    # The rule leads from this job's rate, which is high for Adam, to one at which SGD diverges.
+    engine = TorchEngine(launched(wide(), Launch(optimizer=name, learning_rate=0.05 if name == "sgd" else None)))
+    before = engine.evaluate()
+    engine.run(5)
+    snapshot = engine.snapshot()
+    first = engine.run(10)
+    engine.restore(snapshot)
+    assert engine.run(10).loss == first.loss
+    assert first.failure is None
+    assert engine.evaluate() < before
+
+
+def test_states_of_8_bits_take_less_memory_and_a_profile_knows_it() -> None:
+    job, options = wide(), ProfilerOptions.lean()
+    peaks = {}
+    for name in ("adamw", "adamw8bit", "lion"):
+        changed = launched(job, Launch(optimizer=name))
+        found = profile(changed, device_name="here", options=options)
+        plan = found.space.baseline()
+        engine = TorchEngine(changed)
+        engine.apply(plan)
+        engine.run(2)
+        peaks[name] = engine.run(3).peak_bytes
+        assert peak_bytes(found, plan) >= peaks[name]
+        assert peak_bytes(found, plan) == pytest.approx(peaks[name], rel=0.02)
+    weights = 4 * sum(parameter.numel() for parameter in build_model(job).parameters())
+    # Two states of 4 bytes each, two of 1 byte, and one of 4: less what an update needs besides, a tensor at a time.
+    assert peaks["adamw"] - peaks["adamw8bit"] > weights
+    assert peaks["adamw"] - peaks["lion"] > 0.5 * weights
+
+
+# What the compiler warns of is its own.
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_units_train_as_the_others_do_under_every_kind_of_plan() -> None:
+    plain = TorchEngine(tiny_job.make(model=undropped()))
+    compiled = TorchEngine(launched(tiny_job.make(model=undropped()), Launch(compile=True)))
+    space = plain.space
+    assert compiled.space.units == space.units
+    names = space.recomputable
+    for plan in (
+        space.baseline(),
+        space.plan(accumulation_steps=2, precision=Precision.FP32, recomputed=names[:2]),
+        space.plan(accumulation_steps=1, precision=Precision.BF16, recomputed=names),
+    ):
+        windows = []
+        for engine in (plain, compiled):
+            engine.apply(plan)
+            windows.append(engine.run(3))
+        assert windows[1].failure is None
+        assert windows[1].loss == pytest.approx(windows[0].loss, rel=2e-3)
+    assert list(compiled.model.state_dict()) == list(plain.model.state_dict())
+
+
+def undropped() -> type[nn.Module]:
+    class Network(tiny_job.Network):
+        def __init__(self) -> None:
+            super().__init__()
+            for block in self.blocks:
+                block.dropout = nn.Identity()
+
+    return Network
+
+
+def test_a_plan_that_is_found_says_what_it_is_launched_with_and_is_an_arm_that_trains_so(tmp_path: Path) -> None:
+    found = autotune.tune(f"{JOB}:job+lion=1e-3", "random", steps=60, runs_dir=tmp_path)
+    assert found["plan"]["launch"] == {"optimizer": "lion", "learning_rate": 1e-3}
+    assert json.loads((Path(found["run"]) / "config.json").read_text())["job"] == "tiny+lion=0.001"
+    path = Path(found["run"]) / "plan.json"
+    assert read_plan(path).launch == Launch(optimizer="lion", learning_rate=1e-3)
+    document = autotune.compare(str(JOB), [str(path), "baseline+lion=1e-3"], seeds=2, runs_dir=tmp_path)
+    by_name = {arm["name"]: arm["runs"] for arm in document["arms"]}
+    losses = {name: [run["final_metric"] for run in runs] for name, runs in by_name.items()}
+    assert losses["plan"] != losses["baseline"]
+    assert losses["plan"] == pytest.approx(losses["baseline+lion=0.001"], rel=0.02)
+    assert build_optimizer(load_job(f"{JOB}:job+lion"), tiny_job.Network()).__class__.__name__ == "Lion"
+
+
+def test_arms_are_searched_for_as_they_are_launched_and_a_campaign_is_taken_up(tmp_path: Path) -> None:
+    arms = ["exact", "exact+lion=2e-3", "random+lion=2e-3"]
+    document = autotune.compare(str(JOB), arms, memory_budget="60%", seeds=2, steps=60, runs_dir=tmp_path)
+    by_name = {arm["name"]: arm for arm in document["arms"]}
+    assert list(by_name) == ["baseline", "exact", "exact+lion=0.002", "random+lion=0.002"]
+    assert by_name["exact+lion=0.002"]["plan"]["launch"] == {"optimizer": "lion", "learning_rate": 0.002}
+    assert by_name["exact"]["plan"].get("launch") is None
+    assert by_name["exact+lion=0.002"]["tuning_steps"] > 0
+    folder = Path(document["run"])
+    (folder / "comparison.json").unlink()
+    again = autotune.resume(folder)
+    assert [arm["runs"] for arm in again["arms"]] == [arm["runs"] for arm in document["arms"]]
+    assert [arm["plan"] for arm in again["arms"]] == [arm["plan"] for arm in document["arms"]]
+    assert (folder / "report.html").is_file()
+
+
+def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for arms, message in (
+        (["best+lion"], "arm 'best' is unknown"),
+        (["exact+leon"], r"--arms: \+leon is unknown"),
+    ):
+        with pytest.raises(InputError, match=message):
+            autotune.compare(str(JOB), arms, seeds=2, runs_dir=runs)
+    with pytest.raises(InputError, match=r"launched differently from the job .* the job without \+lion"):
+        autotune.compare(f"{JOB}:job+lion", ["exact+sgd"], seeds=2, runs_dir=runs)
+    assert not runs.exists()
