@@ -14,13 +14,13 @@ JOB = Path(__file__).parent / "tiny_job.py"
 PROGRAM = [sys.executable, "-m", "autotune.cli.main"]
 
 
-def kill_campaigns(options: list[str], root: Path, few: int, seed: int, look: Callable[[Path, bool], None]) -> None:
-    """Tune ``tiny_job``, killed at random instants, and look at what is left each time.
+def kill_campaigns(asked: list[str], root: Path, few: int, seed: int, look: Callable[[Path, bool], None]) -> None:
+    """Tune or compare ``tiny_job``, killed at random instants, and look at what is left each time.
 
     With ``KILLS`` in the environment, so many kills: campaigns one after another, each killed ten times at most.
 
     Args:
-        options: of ``autotune tune``.
+        asked: the command and its options, the job left out.
         root: an empty folder.
         few: the number of kills without ``KILLS``.
         seed: of the instants.
@@ -30,15 +30,15 @@ def kill_campaigns(options: list[str], root: Path, few: int, seed: int, look: Ca
     while kills < wanted:
         folder = root / str(kills)
         folder.mkdir()
-        more = _killed(options, folder, generator, min(wanted - kills, 10), look)
+        more = _killed(asked, folder, generator, min(wanted - kills, 10), look)
         assert more >= 1
         kills += more if wanted > 10 else wanted
 
 
 def _killed(
-    options: list[str], runs: Path, generator: random.Random, most: int, look: Callable[[Path, bool], None]
+    asked: list[str], runs: Path, generator: random.Random, most: int, look: Callable[[Path, bool], None]
 ) -> int:
-    command = [*PROGRAM, "tune", str(JOB), *options, "--steps", "120", "--runs-dir", str(runs)]
+    command = [*PROGRAM, asked[0], str(JOB), *asked[1:], "--runs-dir", str(runs)]
     environment = {**os.environ, "PYTHONPATH": str(JOB.parent.parent), "OMP_NUM_THREADS": "1"}
     kills, done = 0, False
     while not done:

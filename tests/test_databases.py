@@ -119,7 +119,7 @@ def test_kill_9_at_random_instants_loses_nothing_in_postgresql(url: str, tmp_pat
             assert "RUNNING" not in states
             assert states.count("COMPLETE") >= len(measured)
 
-    kill_campaigns(["--method", "optuna", "--storage", url], tmp_path, 6, 4, look)
+    kill_campaigns(["tune", "--method", "optuna", "--steps", "120", "--storage", url], tmp_path, 6, 4, look)
 
 
 @reachable

@@ -278,7 +278,31 @@ def test_kill_9_at_random_instants_loses_nothing_that_was_acknowledged(method: s
             if method == "optuna":
                 see_that_the_study_is_whole(folder, sum(not trial["final"] for trial in found))
 
-    kill_campaigns(["--method", method], tmp_path, 4, 1, look)
+    kill_campaigns(["tune", "--method", method, "--steps", "120"], tmp_path, 4, 1, look)
+
+
+@pytest.mark.slow
+def test_comparisons_that_were_killed_go_on_and_repeat_no_run_that_was_finished(tmp_path: Path) -> None:
+    asked = ["compare", "--arms", "random,uniform-bf16", "--memory-budget", "80%", "--seeds", "6", "--steps", "60"]
+    for number in range(int(os.environ.get("COMPARISONS", "2"))):
+        root, finished = tmp_path / str(number), {}
+        root.mkdir()
+
+        def look(folder: Path, done: bool, finished: dict[Path, list[Any]] = finished) -> None:
+            now = lines(folder, JOURNAL) if (folder / JOURNAL).is_file() else []
+            before = finished.get(folder, [])
+            # To the last digit of their times: none was made anew.
+            assert now[: len(before)] == before
+            finished[folder] = now
+            if done:
+                document = json.loads((folder / "comparison.json").read_text())
+                made = [(row["what"]["run"], row["what"]["seed"]) for row in now if "seed" in row["what"]]
+                asked_for = {(arm["name"], run["seed"]) for arm in document["arms"] for run in arm["runs"]}
+                assert len(asked_for) == 18
+                assert set(made) >= asked_for
+                assert len(set(made)) == len(made)
+
+        kill_campaigns(asked, root, 3, number, look)
 
 
 def see_that_the_study_is_whole(folder: Path, searched: int) -> None:
