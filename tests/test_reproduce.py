@@ -18,7 +18,7 @@ from autotune.campaign.reproduce.ablation import COMPONENTS, component_arms, com
 from autotune.campaign.reproduce.efficiency import tuned_arm
 from autotune.campaign.reproduce.error_analysis import early_share, gain_shares
 from autotune.campaign.reproduce.experiments import CONVOLUTION, SCALES, TRANSFORMER, Experiment
-from autotune.campaign.reproduce.races import baseline_arm, paper_arm, samples_to_target, summarised
+from autotune.campaign.reproduce.races import baseline_arm, paper_arm, samples_needed, summarised
 from autotune.campaign.reproduce.rows import Row, over
 from autotune.catalog import load_job
 from autotune.cli.main import run
@@ -118,7 +118,8 @@ def test_the_early_share_of_runs_that_did_not_arrive_is_unknown():
     assert early_share(document, "a") is None
     assert summarised(document, "a").time_s is None
     assert summarised(document, "a").problem == "1 of 1 runs did not reach the target"
-    assert samples_to_target(document["arms"][0]["runs"][0]) == 100
+    first = document["arms"][0]["runs"][0]
+    assert samples_needed(first) == 100
 
 
 def test_shares_of_operations_add_up_and_costs_are_negative():

@@ -9,7 +9,7 @@ from typing import Any
 
 from scipy import stats
 
-from autotune.campaign.verdicts import verdict_of
+from autotune.campaign.verdicts import log_ratios, verdict_of
 
 
 def together(documents: Sequence[Mapping[str, Any]], confidence: float = 0.95) -> list[dict[str, Any]]:
@@ -38,7 +38,9 @@ def stratified_interval(strata: Sequence[Sequence[float]], confidence: float) ->
     variance = sum(parts)
     if variance == 0:
         return mean, mean, mean
-    freedom = variance**2 / sum(part**2 / (len(values) - 1) for part, values in zip(parts, strata, strict=True))
+    # Of shares, since the square of a tiny variance is 0.
+    shares = [part / variance for part in parts]
+    freedom = 1 / sum(share**2 / (len(values) - 1) for share, values in zip(shares, strata, strict=True))
     reach = float(stats.t.ppf(0.5 + confidence / 2, freedom)) * math.sqrt(variance)
     return mean, mean - reach, mean + reach
 
@@ -66,4 +68,4 @@ def _logs(document: Mapping[str, Any], arm: str) -> list[float]:
     """Return the logarithm of the ratio of times of each pair; all of them reached the target."""
     times = {one["name"]: {run["seed"]: run["time_to_target_s"] for run in one["runs"]} for one in document["arms"]}
     own, baseline = times[arm], times[document["baseline"]]
-    return [math.log(own[seed] / baseline[seed]) for seed in document["seeds"]]
+    return log_ratios([own[seed] for seed in document["seeds"]], [baseline[seed] for seed in document["seeds"]])

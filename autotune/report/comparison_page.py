@@ -155,7 +155,17 @@ class ComparisonPage:
         costs = {cost.arm: cost for cost in arm_costs(document)}
         rows = [self._row(arm, judged.get(arm["name"]), costs[arm["name"]]) for arm in document["arms"]]
         columns = (
-            *("arm", "speed-up", "95 % interval", "p", "time to target", "peak", "within budget", "final metric"),
+            *(
+                "arm",
+                "speed-up",
+                "95 % interval",
+                "BCa",
+                "p",
+                "time to target",
+                "peak",
+                "within budget",
+                "final metric",
+            ),
             *("tuning", "pays after", "verdict"),
         )
         said = (
@@ -163,20 +173,20 @@ class ComparisonPage:
             f"{document['metric']['target']:g}; the final metric is taken after {document['horizon_samples']:,} "
             f"samples and counts as kept within {document['metric']['margin']:.1%}."
         )
-        listed = table("The arms", columns, rows, numbers=(1, 2, 3, 4, 5, 7, 8, 9))
+        listed = table("The arms", columns, rows, numbers=(1, 2, 3, 4, 5, 6, 8, 9, 10))
         lines = [element("p", line, class_="note") for line in alone_lines(document)]
         return join([element("p", said), listed, *lines])
 
     def _row(self, arm: Mapping[str, Any], entry: Mapping[str, Any] | None, cost: ArmCost) -> list[object]:
         runs, compared = arm["runs"], entry is not None and entry["time_ratio"] is not None
-        low, high = (1 / bound for bound in reversed(entry["time_ratio_ci95"])) if compared and entry else (0.0, 0.0)
         reached = sum(run["reached"] for run in runs)
         metrics = [run["final_metric"] for run in runs if run["final_metric"] is not None]
         even = None if entry is None else entry["break_even_steps"]
         return [
             arm["name"],
             f"{1 / entry['time_ratio']:.2f}x" if compared and entry else "",
-            f"{low:.2f} to {high:.2f}" if compared else "",
+            _span(entry, "time_ratio_ci95"),
+            _span(entry, "time_ratio_bca95"),
             f"{entry['p_value']:.3g}" if compared and entry else "",
             f"{cost.to_target_s:.2f} s" if cost.to_target_s and reached == len(runs) else f"{reached} of {len(runs)}",
             "" if cost.peak_bytes is None else format_bytes(cost.peak_bytes),
@@ -287,6 +297,12 @@ class ComparisonPage:
                 )
             )
         return join(parts)
+
+
+def _span(entry: Mapping[str, Any] | None, key: str) -> str:
+    """Return an interval of the time ratio as one of the speed-up; nothing where there is none."""
+    bounds = None if entry is None else entry.get(key)
+    return "" if bounds is None else f"{1 / bounds[1]:.2f} to {1 / bounds[0]:.2f}"
 
 
 def _energy_told(costs: list[ArmCost], intensity: Intensity | None) -> str:

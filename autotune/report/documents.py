@@ -62,6 +62,7 @@ class _Judged(_Read):
     arm: str
     time_ratio: _Finite | None
     time_ratio_ci95: _Interval | None
+    time_ratio_bca95: _Interval | None = None
     p_value: _Finite | None
     memory_ratio: _Finite | None
     metric_difference: _Finite | None

@@ -85,12 +85,15 @@ def _arms(run: CampaignRun, intensity: Intensity | None) -> Iterator[Row]:
     for cost in arm_costs(run.document, intensity):
         entry = judged.get(cost.arm, {})
         low, high = entry.get("time_ratio_ci95") or (None, None)
+        bca_low, bca_high = entry.get("time_ratio_bca95") or (None, None)
         keys = ("time_ratio", "p_value", "memory_ratio", "metric_difference", "non_inferior", "break_even_steps")
         yield {
             **asdict(cost),
             **{key: entry.get(key) for key in keys},
             "time_ratio_low": low,
             "time_ratio_high": high,
+            "time_ratio_bca_low": bca_low,
+            "time_ratio_bca_high": bca_high,
             "verdict": entry.get("verdict", "reference"),
             "reason": entry.get("reason", ""),
         }

@@ -15,7 +15,7 @@ from autotune.agents.rules import rule_policy
 from autotune.campaign import comparison
 from autotune.campaign.protocol import Arm
 from autotune.campaign.reproduce.experiments import Experiment
-from autotune.campaign.reproduce.races import Campaign, Summary, samples_to_target, summarised
+from autotune.campaign.reproduce.races import Campaign, Summary, samples_needed, summarised
 from autotune.campaign.reproduce.rows import Row, over
 from autotune.campaign.reproduce.scaling import measure
 from autotune.engines.deepspeed_config import STAGES
@@ -76,7 +76,7 @@ def _best_rate(name: str, job: Job, campaign: Campaign) -> Launch:
         changed = launched(job, launch)
         run = functools.partial(_pilot, changed)
         found = campaign.journal.once({"pilot": changed.name, "seed": _PILOT_SEED}, run)
-        needed.append(samples_to_target(found) if found["reached"] else math.inf)
+        needed.append(samples_needed(found) if found["reached"] else math.inf)
         campaign.reporter.advance(number)
     return launches[min(range(len(launches)), key=needed.__getitem__)] if min(needed) < math.inf else launches[1]
 

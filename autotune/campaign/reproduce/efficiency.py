@@ -18,7 +18,7 @@ from autotune.campaign.reproduce.races import (
     baseline_arm,
     geometric,
     paper_arm,
-    samples_to_target,
+    samples_needed,
     summarised,
 )
 from autotune.campaign.reproduce.rows import Row, over
@@ -159,10 +159,7 @@ def _held(experiment: Experiment, document: Mapping[str, Any], rates: Mapping[st
             found.append({"arm": entry["arm"], "time_ratio": None, "holds": False, "sentence": sentence})
             continue
         samples = geometric(
-            [
-                samples_to_target(run) / samples_to_target(other)
-                for run, other in zip(arm["runs"], baseline, strict=True)
-            ]
+            [samples_needed(run) / samples_needed(other) for run, other in zip(arm["runs"], baseline, strict=True)]
         )
         holds = ratio <= experiment.at_most and entry["non_inferior"]
         found.append(

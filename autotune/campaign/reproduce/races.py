@@ -20,6 +20,7 @@ from autotune.campaign.progress import Reporter
 from autotune.campaign.protocol import Arm, Protocol
 from autotune.campaign.reproduce.experiments import Experiment
 from autotune.campaign.runs import RunDirectory
+from autotune.campaign.verdicts import samples_to_target
 from autotune.engines.profiler import ProfilerOptions
 from autotune.job import Job
 from autotune.mechanics.devices import device_name
@@ -122,7 +123,7 @@ class Campaign:
             found = self.journal.once(
                 {"pilot": job.name, "seed": seed}, functools.partial(self._pilot, job, number, seed)
             )
-            arrivals.append(samples_to_target(found) if found["reached"] else job.total_samples)
+            arrivals.append(samples_needed(found) if found["reached"] else job.total_samples)
         stride = job.evaluate_every * job.batch_size
         constant = math.ceil(comparison.HORIZON * max(arrivals) / stride) * stride
         find = functools.partial(comparison.find_horizon, experiment.job)
@@ -176,7 +177,7 @@ def summarised(document: Mapping[str, Any], name: str) -> Summary:
     problem = f"{len(missed)} of {len(runs)} runs did not reach the target" if missed else ""
     return Summary(
         time_s=None if missed else statistics.fmean(run["time_to_target_s"] for run in runs),
-        samples=None if missed else statistics.fmean(samples_to_target(run) for run in runs),
+        samples=None if missed else statistics.fmean(samples_needed(run) for run in runs),
         peak_bytes=max((run["peak_bytes"] for run in runs if run["peak_bytes"]), default=None),
         throughput=_mean([run["throughput"] for run in runs]),
         metric=_mean([run["final_metric"] for run in runs]),
@@ -184,9 +185,9 @@ def summarised(document: Mapping[str, Any], name: str) -> Summary:
     )
 
 
-def samples_to_target(run: Mapping[str, Any]) -> int:
-    """Return the samples after which a run had arrived."""
-    return next(int(samples) for seconds, samples, _ in run["curve"] if seconds >= run["time_to_target_s"])
+def samples_needed(run: Mapping[str, Any]) -> int:
+    """Return the samples after which a run of ``comparison.json`` had arrived."""
+    return samples_to_target(run["curve"], run["time_to_target_s"])
 
 
 def geometric(values: Sequence[float]) -> float:
