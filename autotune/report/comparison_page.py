@@ -155,18 +155,8 @@ class ComparisonPage:
         costs = {cost.arm: cost for cost in arm_costs(document)}
         rows = [self._row(arm, judged.get(arm["name"]), costs[arm["name"]]) for arm in document["arms"]]
         columns = (
-            *(
-                "arm",
-                "speed-up",
-                "95 % interval",
-                "BCa",
-                "p",
-                "time to target",
-                "peak",
-                "within budget",
-                "final metric",
-            ),
-            *("tuning", "pays after", "verdict"),
+            *("arm", "speed-up", "95 % interval", "BCa", "p", "time to target", "peak"),
+            *("within budget", "final metric", "tuning", "pays after", "verdict"),
         )
         said = (
             f"The first arm, {document['baseline']}, is the reference. Times are to the target, "
