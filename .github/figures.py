@@ -47,15 +47,20 @@ def ratio(value: float, ends: list[float]) -> str:
 
 def attached() -> Iterator[str]:
     """Yield what being attached costs and wins."""
-    (found,) = (one for one in read("attach-overhead")["overhead"] if one["job"] == "digits_deep")
-    observe, act = found["observe"], found["act"]
-    yield f"a step takes {ratio(observe['ratio_median'], observe['ratio_ci95'])} of an unattached one's time observing"
-    yield f"and {ratio(act['ratio_median'], act['ratio_ci95'])} acting"
-    yield (
-        "over 1,000 steps, probe and profile included, "
-        f"{observe['ratio_total_1000_steps']:.3f} and {act['ratio_total_1000_steps']:.3f}"
-    )
-    situations = read("attach-situations")["situations"]
+    words = {
+        "digits_deep": (" of an unattached one's time observing", " acting", "probe and profile included, "),
+        "charlm": ("", "", ""),
+    }
+    for one in read("attach-overhead")["overhead"]:
+        observe, act = one["observe"], one["act"]
+        watching, acting, included = words[one["job"]]
+        yield f"{ratio(observe['ratio_median'], observe['ratio_ci95'])}{watching}"
+        yield f"and {ratio(act['ratio_median'], act['ratio_ci95'])}{acting}"
+        yield (
+            f"over 1,000 steps{', ' * bool(included)}{included or ' '}"
+            f"{observe['ratio_total_1000_steps']:.3f} and {act['ratio_total_1000_steps']:.3f}"
+        )
+    situations = [one for name in ("attach-situations", "attach-situations-k-free") for one in read(name)["situations"]]
     for one in situations:
         pair = " | ".join(
             ratio(one[key]["mean"], one[key]["ci95"]) for key in ("live_over_static", "oracle_over_static")

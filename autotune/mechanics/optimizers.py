@@ -7,9 +7,8 @@ what one step shrinks a weight by. These are rules of thumb: nothing is tuned.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -122,8 +121,8 @@ def _class(name: str, where: str) -> Any:
     kind = KINDS[name]
     try:
         # Some say on import which other kernels they would like to have.
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            library = importlib.import_module(kind.library)
+        logging.getLogger(kind.library.partition(".")[0]).setLevel(logging.ERROR)
+        library = importlib.import_module(kind.library)
     except ImportError as error:
         raise InputError(f"{kind.library.partition('.')[0]} is missing", where=where, allowed=_INSTALL) from error
     return getattr(library, kind.name)
