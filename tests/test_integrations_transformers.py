@@ -18,9 +18,11 @@ from test_live import RESTLESS, Wanders, seeded, shape_of
 from test_live_modes import Roams
 from torch import nn
 
-from autotune import AttachError, Limits
+from autotune import AttachError, TorchEngine
+from autotune.engines.profiler import ProfilerOptions, fixed_shape, profile
 from autotune.live import attach as attach_module
 from autotune.mechanics.precision import useful_precisions
+from autotune.physics.memory_model import peak_bytes
 from autotune.plan import Precision
 
 transformers = pytest.importorskip("transformers")
@@ -456,19 +458,32 @@ def test_wrong_options_stop_the_training_before_its_first_step(tmp_path: Path) -
         assert trainer.state.global_step == 0
 
 
-def test_a_unit_that_is_handed_a_cache_is_locked_and_the_cache_left_alone() -> None:
+@pytest.mark.parametrize("prefix", [False, True])
+def test_an_empty_cache_is_no_obstacle_and_one_with_a_prefix_is_left_alone(prefix: bool) -> None:
     def run(attached: bool) -> tuple[list[float], dict[str, str]]:
         seeded()
         model = llama(use_cache=True).train()
+        if prefix:
+            forward = model.forward
+
+            def prefixed(**batch: Any) -> Any:
+                size = len(batch["input_ids"])
+                first = torch.ones(size, 2, dtype=torch.long)
+                with torch.no_grad():
+                    cache = model.model(input_ids=first, use_cache=True).past_key_values
+                mask = torch.cat([torch.ones_like(first), batch["attention_mask"]], dim=1)
+                return forward(**{**batch, "attention_mask": mask}, past_key_values=cache)
+
+            model.forward = prefixed  # type: ignore[method-assign]
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         tuner = (
-            autotune.attach(model, optimizer, Wanders(), memory_budget_bytes=10**9, limits=Limits(), runs_dir=None)
+            autotune.attach(model, optimizer, Wanders(), memory_budget_bytes=10**9, limits=RESTLESS, runs_dir=None)
             if attached
             else None
         )
         losses = []
-        for start in range(0, 40, 2):
-            batch = padded(texts()[start : start + 2])
+        for start in range(0, 80, 2):
+            batch = padded(texts()[start % 40 : start % 40 + 2])
             if tuner is None:
                 loss = model(**batch).loss
                 loss.backward()
@@ -480,11 +495,102 @@ def test_a_unit_that_is_handed_a_cache_is_locked_and_the_cache_left_alone() -> N
                     tuner.backward(loss)
                 tuner.step()
             losses.append(float(loss.detach()))
-        return losses, {} if tuner is None else tuner.locks
+        if tuner is None:
+            return losses, {}
+        assert prefix or tuner.status["switches"] > 0
+        return losses, tuner.locks
 
     plain, (tuned, locks) = run(False)[0], run(True)
     assert plain == tuned
-    assert all("a DynamicCache, which it may change" in locks[f"model.layers.{i}"] for i in range(3))
+    names = [f"model.layers.{i}" for i in range(3)]
+    if prefix:
+        assert all("a DynamicCache, which it may change" in locks[name] for name in names)
+    else:
+        assert not set(names) & set(locks)
+
+
+class Logbook:
+    """Something that a layer writes into."""
+
+    def __init__(self) -> None:
+        self.lines: list[float] = []
+
+
+class Writes(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, book: Logbook) -> torch.Tensor:
+        book.lines.append(0.0)
+        return x + self.inner(x)
+
+
+class Writers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Writes() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        book = Logbook()
+        for block in self.blocks:
+            x = block(x, book)
+        return x
+
+
+def test_what_recomputing_might_change_twice_is_not_recomputed_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    job = autotune.Job(
+        name="writers",
+        model=Writers,
+        batches=lambda seed: iter([torch.ones(4, 8)] * 100),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        evaluate=lambda model: 1.0,
+        target=0.1,
+        batch_size=4,
+    )
+    engine = TorchEngine(job)
+    assert engine.space.recomputable == ()
+    assert engine.locks["storage"] == (
+        "blocks.0 is handed a Logbook, and so are 1 others: recomputed, it might change it twice"
+    )
+    assert "handed a Logbook" in caplog.text
+
+
+def test_memory_is_predicted_to_the_byte_though_a_cache_is_handed_on() -> None:
+    def batches(seed: int) -> Any:
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            tokens = torch.randint(0, 17, (8, 16), generator=generator)
+            yield {"input_ids": tokens, "labels": tokens}
+
+    job = autotune.Job(
+        name="cached",
+        model=lambda: llama(use_cache=True),
+        batches=batches,
+        loss=lambda model, batch: model(**batch).loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        evaluate=lambda model: 1.0,
+        target=0.1,
+        batch_size=8,
+    )
+    found = profile(job, device_name="here", options=ProfilerOptions.lean())
+    engine = TorchEngine(fixed_shape(job))
+    engine.run(1)
+    names = found.space.recomputable
+    assert len(names) == 3
+    losses = set()
+    for precision in found.space.precisions[:2]:
+        for chosen in ([], names[:1], names[1:], names):
+            plan = found.space.plan(accumulation_steps=1, precision=precision, recomputed=chosen)
+            engine.apply(plan)
+            snapshot = engine.snapshot()
+            window = engine.run(1)
+            engine.restore(snapshot)
+            losses.add((precision, window.loss))
+            assert window.peak_bytes is not None
+            assert window.peak_bytes <= peak_bytes(found, plan) <= 1.04 * window.peak_bytes
+    assert len(losses) == 2
 
 
 def tuned_trainer(folder: Path, model: nn.Module, collate: Any, tuning: dict[str, Any] | None, **changes: Any) -> Any:

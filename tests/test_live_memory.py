@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,13 @@ from test_live import RESTLESS, gpt_loss, seeded
 from torch import nn
 
 import autotune
+from autotune.live import live_profiler
 from autotune.live.pilot import Pilot
 from autotune.live.placement import Placements
 from autotune.mechanics import controls, randomness
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors
-from autotune.plan import Plan, PlanSpace, Precision
+from autotune.physics.solver import SAFETY_MARGIN
+from autotune.plan import Plan, PlanSpace, Precision, Storage
 from autotune.units import find_units
 
 SHORT, LONG = 12, 48
@@ -122,7 +125,7 @@ def metered_run(
                 tuner.step()
         peak = tuner.status["measured_peak_bytes"] if traced else None
         steps.append(Step(budget(now), twin.peak_bytes(plan, batch), meter.peak_bytes, peak, plan))
-    status = tuner.status
+    status = {**tuner.status, "locks": pilot.locks}
     tuner.detach()
     for one, two in zip(twin.model.parameters(), trained.parameters(), strict=True):
         assert torch.equal(one, two)
@@ -263,3 +266,38 @@ def test_outputs_that_a_loop_holds_until_it_has_others_are_counted() -> None:
     assert status["predicted_peak_bytes"] >= meter.peak_bytes * 0.995
     assert status["measured_peak_bytes"] >= meter.peak_bytes * 0.995
     tuner.detach()
+
+
+def test_predictions_are_scored_before_anybody_acts(bounds: tuple[int, int]) -> None:
+    low, high = bounds
+    seen: list[float] = []
+    for length in (SHORT, LONG):
+        seeded()
+        trained = model()
+        optimizer = torch.optim.AdamW(trained.parameters(), 1e-2)
+        budget = (low + high) // 2
+        tuner = autotune.attach(trained, optimizer, "exact", memory_budget_bytes=budget, limits=RESTLESS, runs_dir=None)
+        for batch in batches([length] * 20):
+            for micro in tuner.micro_batches(batch):
+                tuner.backward(gpt_loss(trained, micro))
+                tuner.step()
+        pilot: Any = tuner._pilot
+        assert tuner.status["acting"]
+        assert pilot._profiler.scores
+        seen += [score.short_frac for score in pilot._profiler.scores]
+        tuner.detach()
+    assert max(seen) <= SAFETY_MARGIN
+
+
+def test_whoever_predicts_a_peak_too_low_never_acts(bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hopeful(Placements):
+        def peak_bytes(self, plan: Plan, length: float) -> float:
+            return 0.98 * super().peak_bytes(plan, length)
+
+    monkeypatch.setattr(live_profiler, "Placements", Hopeful)
+    low, high = bounds
+    steps, status = metered_run([LONG] * 30, lambda _: (low + high) // 2)
+    assert not status["acting"]
+    assert re.fullmatch(r"a peak was predicted [\d.]+% too low", status["locks"]["profile"])
+    # What was tried before is taken back: the user's own plan runs on.
+    assert not any(Storage.RECOMPUTE in step.plan.storage.values() for step in steps[-5:])

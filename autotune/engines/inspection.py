@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from autotune.errors import InputError, JobError
 from autotune.job import Job
 from autotune.measurement import Failure
 from autotune.mechanics import controls, stepping
+from autotune.mechanics.activations import foreign_argument
 from autotune.mechanics.memory_meter import is_out_of_memory
 from autotune.mechanics.precision import excluded_precisions, useful_precisions
 from autotune.plan import PlanSpace, Precision
@@ -36,19 +38,22 @@ def inspect_job(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict
 
     Returns:
         The space, units in forward order; and a reason per choice that is locked (``accumulation_steps``,
-        ``precision``, ``borders``).
+        ``precision``, ``borders``, ``storage``).
 
     Raises:
         JobError: if the loss raises, is not a scalar tensor or takes no gradient, or the count is wrong.
     """
     units = units_of(model, job.units)
     ask(job, "count", lambda: stepping.count_items(batch, job.count))
-    calls = _trial(job, model, batch, units)
+    calls, foreign = _trial(job, model, batch, units)
     for unit in units:
         if calls[unit.name] == 0:
             logger.warning("unit %r is never called by the loss and cannot be tuned", unit.name)
-    by_name = {unit.name: unit for unit in units}
+    by_name = {unit.name: replace(unit, recomputable=unit.recomputable and unit.name not in foreign) for unit in units}
     locks: dict[str, str] = {}
+    if foreign:
+        locks["storage"] = _told_of(foreign)
+        logger.warning("not all units can be recomputed: %s", locks["storage"])
     space = PlanSpace(
         units=tuple(by_name[name] for name, count in calls.items() if count > 0),
         accumulation_choices=accumulation_choices(job, model, locks),
@@ -116,8 +121,21 @@ def build_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _trial(job: Job, model: nn.Module, batch: Any, units: tuple[Unit, ...]) -> dict[str, int]:
+def _told_of(foreign: Mapping[str, str]) -> str:
+    name, kind = next(iter(foreign.items()))
+    others = f", and so are {len(foreign) - 1} others" if len(foreign) > 1 else ""
+    return f"{name} is handed a {kind}{others}: recomputed, it might change it twice"
+
+
+def _trial(job: Job, model: nn.Module, batch: Any, units: tuple[Unit, ...]) -> tuple[dict[str, int], dict[str, str]]:
+    """Return calls by unit, in forward order, and what each is handed that recomputing might change once more."""
     losses: list[Any] = []
+    foreign: dict[str, str] = {}
+
+    def note(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        found = foreign_argument(model.get_submodule(name), args, kwargs)
+        if found is not None:
+            foreign[name] = found
 
     def run() -> None:
         losses.append(job.loss(model, batch))
@@ -128,12 +146,13 @@ def _trial(job: Job, model: nn.Module, batch: Any, units: tuple[Unit, ...]) -> d
         # What backward would need is dropped at once: the pass only shows whether a gradient would flow.
         nothing = torch.empty(0)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _: nothing, lambda _: nothing):
-            calls = ask(job, "loss", lambda: controls.forward_order(model, [unit.name for unit in units], run))
+            names = [unit.name for unit in units]
+            calls = ask(job, "loss", lambda: controls.forward_order(model, names, run, note))
     finally:
         for module, mode in training.items():
             module.training = mode
     _check_loss(losses[0], f"job {job.name!r}")
-    return calls
+    return calls, foreign
 
 
 def _try_16_bit_borders(job: Job, model: nn.Module, batch: Any, space: PlanSpace, locks: dict[str, str]) -> None:

@@ -28,6 +28,7 @@ from autotune.live.shadow import AUTOCAST_TOLERANCE, FP32_TOLERANCE, Outcome, k_
 from autotune.mechanics.memory_meter import resident_tensors, tensor_bytes
 from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch, seconds_by_place, stamp_for
 from autotune.physics.profile import Profile
+from autotune.physics.solver import SAFETY_MARGIN
 from autotune.plan import Plan, PlanSpace, Precision
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,24 @@ class _Task:
     plan: Plan
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Hold what a plan's peak was predicted to be before the step that it was first tried in, and what it was.
+
+    Attributes:
+        predicted_bytes: before the step.
+        measured_bytes: of the step.
+    """
+
+    predicted_bytes: int
+    measured_bytes: int
+
+    @property
+    def short_frac(self) -> float:
+        """Return by what share the prediction was too low; below 0 where it was not."""
+        return self.measured_bytes / self.predicted_bytes - 1
+
+
 class LiveProfiler:
     """Find out what a run costs.
 
@@ -63,6 +82,7 @@ class LiveProfiler:
         growth: how memory grows with a batch's size.
         latest_peak: measured peak of the last traced step; ``None`` before the first.
         autocast: dtype of the user's own autocast; ``None`` for none.
+        scores: of predicted peaks. One that is too low by more than the reserve ends the profile: nobody acts.
 
     Args:
         attached: what the run is.
@@ -77,6 +97,8 @@ class LiveProfiler:
         self.growth = Growth()
         self.latest_peak: int | None = None
         self.autocast: torch.dtype | None = None
+        self.scores: list[Score] = []
+        self._expected: dict[Plan, float] = {}
         self._seen: dict[Plan, Seen] = {}
         self._timed: list[Timed] = []
         self._times: Counter[Plan] = Counter()
@@ -368,8 +390,12 @@ class LiveProfiler:
         if profile is None:
             return None
         length = self._largest / profile.tables[0].batch_bytes
-        found = Placements(profile, budget_bytes, self.growth.beyond).fastest(usable(budget_bytes), length)
-        return None if found in self._seen else found
+        placements = Placements(profile, budget_bytes, self.growth.beyond)
+        found = placements.fastest(usable(budget_bytes), length)
+        if found is None or found in self._seen:
+            return None
+        self._expected = {found: placements.peak_bytes(found, length)}
+        return found
 
     def _read_probes(self) -> None:
         for name, probe in self._probes.items():
@@ -414,6 +440,11 @@ class LiveProfiler:
         )
         level = max(itertools.accumulate(change for _, change in trace.changes), default=0)
         self.latest_peak = self._static + step.batch_bytes + max(level, 0)
+        if plan in self._expected:
+            self.scores.append(Score(predicted_bytes=int(self._expected.pop(plan)), measured_bytes=self.latest_peak))
+            if self.scores[-1].short_frac > SAFETY_MARGIN:
+                self.failed = f"a peak was predicted {self.scores[-1].short_frac:.1%} too low"
+                return False
         former_law = self.growth.within, self.growth.beyond
         self.growth.note(plan, self._size, seen.attribution)
         former = self._seen.get(plan)

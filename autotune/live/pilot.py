@@ -457,6 +457,7 @@ class Pilot:
             square_share=square_share,
             autocast=autocast,
             locks=self.locks,
+            scores=[asdict(score) for score in self._profiler.scores],
             baseline={
                 "seconds": self.placements.seconds_of(self.baseline),
                 "peak_bytes": self.placements.peak_bytes(self.baseline, 1.0),

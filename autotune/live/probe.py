@@ -10,8 +10,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -20,30 +18,10 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from autotune.mechanics import randomness
-from autotune.mechanics.activations import Recomputation
+from autotune.mechanics.activations import Recomputation, foreign_argument, without_empty_cache
 from autotune.mechanics.buffers import copy_buffers, write_buffers
 from autotune.mechanics.controls import ControlledForward
 from autotune.mechanics.memory_meter import is_out_of_memory
-
-# What a unit may be handed besides tensors: nothing that it could change.
-_CONSTANTS = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    Enum,
-    type,
-    FunctionType,
-    BuiltinFunctionType,
-    np.generic,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
 
 
 class UnitProbe:
@@ -134,9 +112,11 @@ def storage_lock(
         args: what it was called with.
         kwargs: the same, by keyword.
     """
-    foreign = _foreign(args, kwargs)
+    foreign = foreign_argument(module, args, kwargs)
     if foreign is not None:
         return f"it is handed a {foreign}, which it may change: recomputed, it would change it twice"
+    # The passes below must leave the run's own cache as it is.
+    kwargs = without_empty_cache(module, kwargs)
     before = randomness.capture()
     buffers = copy_buffers(module)
     recomputation = Recomputation(module)
@@ -225,12 +205,6 @@ def _equal(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
     if one is None or two is None:
         return one is two
     return one.dtype == two.dtype and one.shape == two.shape and bool(torch.isclose(one, two, 0, 0, True).all())
-
-
-def _foreign(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Return the type of an object that cannot be copied like a tensor, such as a cache of keys; ``None`` for none."""
-    leaves = tree_flatten((args, dict(kwargs)))[0]
-    return next((type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_CONSTANTS))), None)
 
 
 def _device_type(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

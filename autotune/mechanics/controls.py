@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -192,13 +192,19 @@ def recomputations(model: nn.Module) -> dict[str, int]:
     return {name: counts[id(module)] for name, module in model.named_modules() if id(module) in counts}
 
 
-def forward_order(model: nn.Module, names: Iterable[str], run: Callable[[], object]) -> dict[str, int]:
+def forward_order(
+    model: nn.Module,
+    names: Iterable[str],
+    run: Callable[[], object],
+    on_call: Callable[[str, tuple[Any, ...], Mapping[str, Any]], object] | None = None,
+) -> dict[str, int]:
     """Return how often each module is called while ``run`` runs, in the order of the first calls.
 
     Args:
         model: the model.
         names: the modules to watch.
         run: runs the model once.
+        on_call: is told of each call: the module's name, and what it is handed.
 
     Returns:
         Calls by name; modules that were not called come last, with 0.
@@ -206,10 +212,12 @@ def forward_order(model: nn.Module, names: Iterable[str], run: Callable[[], obje
     calls: dict[str, int] = {}
 
     def watch(name: str) -> Any:
-        def hook(_module: nn.Module, _args: object) -> None:
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             calls[name] = calls.get(name, 0) + 1
+            if on_call is not None:
+                on_call(name, args, kwargs)
 
-        return model.get_submodule(name).register_forward_pre_hook(hook)
+        return model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
 
     names = list(names)
     handles = [watch(name) for name in names]

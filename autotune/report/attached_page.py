@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autotune.budget import format_bytes
 from autotune.live.view import told_steps
@@ -213,6 +213,11 @@ def _events(run: AttachedRun) -> Html:
     return table("Trips and other events", ("step", "event", "why"), rows, numbers=(0,))
 
 
+def _worst_score(scores: Sequence[Mapping[str, int]]) -> str:
+    """Return the highest of measured peaks over what was predicted of them beforehand."""
+    return f"{max(one['measured_bytes'] / one['predicted_bytes'] for one in scores):.3f} at most" if scores else ""
+
+
 def _profiles(run: AttachedRun) -> Html:
     if not run.profiles:
         reason = run.locks.get("profile", "the run ended before it was profiled")
@@ -228,6 +233,7 @@ def _profiles(run: AttachedRun) -> Html:
                 "" if share is None else f"{share:.2f}",
                 _ms(baseline.get("seconds")),
                 _size(baseline.get("peak_bytes")),
+                _worst_score(event.get("scores") or ()),
             ]
         )
     columns = (
@@ -237,6 +243,7 @@ def _profiles(run: AttachedRun) -> Html:
         "share that may grow",
         "your baseline's step",
         "your baseline's peak",
+        "peaks measured, over predicted",
     )
     said = (
         "The run's own steps were traced and timed, and the profile made anew as more of them were. Beyond the largest "

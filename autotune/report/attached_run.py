@@ -168,6 +168,15 @@ def _check(event: Mapping[str, Any], where: str) -> None:
             _check_figures(event["measured"], ("seconds_per_step", "peak_bytes"), where)
         if event.get("ran") is not None:
             _check_figures(event["ran"], ("seconds", "predicted"), where)
+    if event["event"] == "profiled":
+        _check_scores(event.get("scores", []), where)
+
+
+def _check_scores(scores: object, where: str) -> None:
+    rows = [one if isinstance(one, dict) else {} for one in scores] if isinstance(scores, list) else [{}]
+    found = [row.get(key) for row in rows for key in ("predicted_bytes", "measured_bytes")]
+    if not all(type(value) is int and value > 0 for value in found):
+        raise InputError("a profile's scores are no bytes", where=where, allowed="whole numbers above 0")
 
 
 def _check_figures(table: object, keys: Sequence[str], where: str) -> None:

@@ -24,7 +24,7 @@ def reproduction_table(document: Mapping[str, Any]) -> Table:
         padding=(0, 1, 0, 0),
     )
     table.add_column("")
-    table.add_column("of")
+    table.add_column("of", overflow="fold")
     for name in ("paper", "ours", "ours /\npaper", "paper /\nbaseline", "ours /\nbaseline"):
         table.add_column(name, justify="right", no_wrap=True)
     for (metric, unit), group in itertools.groupby(document["rows"], lambda row: (row["metric"], row["unit"])):
