@@ -100,6 +100,20 @@ def dips() -> Iterator[str]:
         yield f"| {row} | {' | '.join(cells)} | {', '.join(f'{count:.3g}' for count in out)} |"
 
 
+def batching() -> Iterator[str]:
+    """Yield what following the gradient's noise comes to."""
+    found = read("batching-charlm_long_adaptive")
+    constant = found["constant_over_best"]
+
+    def rounded(name: str) -> str:
+        one = found["live_over_best"] if name == "live" else constant[name]
+        return f"{one['mean']:.2f} ({one['ci95'][0]:.2f} to {one['ci95'][1]:.2f})"
+
+    yield f"live runs took {rounded('live')} of the time"
+    yield f"of the best constant k, which is {found['best_constant'].removeprefix('k=')}."
+    yield f"k = 1 took {rounded('k=1')} of it, k = 8 {rounded('k=8')}"
+
+
 def cluster() -> Iterator[str]:
     """Yield how trials spread over workers."""
     found = read("cluster-digits")
@@ -134,7 +148,7 @@ def search() -> Iterator[str]:
 
 def figures() -> list[str]:
     """Return everything that the README must say, word for word but for line breaks."""
-    return [*attached(), *policy(), *dips(), *cluster(), *search()]
+    return [*attached(), *policy(), *dips(), *batching(), *cluster(), *search()]
 
 
 if __name__ == "__main__":
