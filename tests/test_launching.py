@@ -218,6 +218,11 @@ def test_a_plan_that_is_found_says_what_it_is_launched_with_and_is_an_arm_that_t
     assert read_plan(path).launch == Launch(optimizer="lion", learning_rate=1e-3)
     document = autotune.compare(str(JOB), [str(path), "baseline+lion=1e-3"], seeds=2, runs_dir=tmp_path)
     by_name = {arm["name"]: arm["runs"] for arm in document["arms"]}
+    assert {arm["name"]: arm["plan"].get("launch") for arm in document["arms"]} == {
+        "baseline": None,
+        "plan": {"optimizer": "lion", "learning_rate": 1e-3},
+        "baseline+lion=0.001": {"optimizer": "lion", "learning_rate": 1e-3},
+    }
     losses = {name: [run["final_metric"] for run in runs] for name, runs in by_name.items()}
     assert losses["plan"] != losses["baseline"]
     assert losses["plan"] == pytest.approx(losses["baseline+lion=0.001"], rel=0.02)

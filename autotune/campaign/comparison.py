@@ -26,7 +26,7 @@ from autotune.job import Job
 from autotune.measurement import Failure, Measurement
 from autotune.physics.carbon import Intensity
 from autotune.physics.planning import LOOK_AHEAD
-from autotune.plan import Plan
+from autotune.plan import Launch, Plan
 
 COMPARISON_VERSION = 1
 # How far past the baseline's arrival every arm runs, so that a fast arm cannot hide a worse end.
@@ -363,18 +363,21 @@ def _document(
         "horizon_samples": protocol.horizon_samples,
         "protocol_sha256": protocol.digest,
         "indication_only": len(protocol.seeds) < FEWEST_FOR_A_CLAIM,
-        "arms": [_arm_json(arm, records[arm.name], intensity) for arm in arms],
+        "arms": [_arm_json(arm, arm.job or job, records[arm.name], intensity) for arm in arms],
         "gate": gate,
         "against_baseline": entries if gate is None else gated(entries, gate),
     }
 
 
-def _arm_json(arm: Arm, records: Sequence[RunRecord], intensity: Intensity | None) -> dict[str, Any]:
+def _arm_json(arm: Arm, job: Job, records: Sequence[RunRecord], intensity: Intensity | None) -> dict[str, Any]:
     live = any(len(record.plans) > 1 for record in records)
     runs = [record.to_json() for record in records]
     if intensity is not None:
         for run, record in zip(runs, records, strict=True):
             run["grams"] = None if record.energy_j is None else intensity.grams(record.energy_j, *record.ran_s)
+    launch = {"launch": job.launch.to_json()} if job.launch != Launch() else {}
+    for run in runs:
+        run["plans"] = [{**entry, "plan": {**entry["plan"], **launch}} for entry in run["plans"]]
     document: dict[str, Any] = {"name": arm.name, "tuning_s": arm.tuning_s, "tuning_steps": arm.tuning_steps}
     if not live:
         document["plan"] = runs[0]["plans"][0]["plan"]

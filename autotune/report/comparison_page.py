@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune.budget import format_bytes
 from autotune.physics.carbon import Intensity
+from autotune.plan import Plan
 from autotune.report.attached_run import count
 from autotune.report.campaign_run import CampaignRun, arm_named, launched
 from autotune.report.campaign_sections import (
@@ -125,20 +126,20 @@ class ComparisonPage:
         if best is not None and best["arm"] != owner and is_live(arm_named(run.document, best["arm"])):
             begins = launched(arm_named(run.document, best["arm"]))
             if owner is None:
-                return plan_section(run, best["arm"], begins)
+                return self._described(best["arm"], begins)
             told = (
                 f"{best['arm']} changes its plan while it trains, and begins with {begins}. Of the plans that stay, "
                 "the fastest that fits is this:"
             )
             said.append(element("p", told))
         if plan is not None and owner is not None:
-            return join([*said, plan_section(run, owner, plan)])
+            return join([*said, self._described(owner, plan)])
         said.append(element("p", "No plan kept to the budget and reached the target on every seed."))
         nearest = self._nearest()
         if nearest is None:
             return join(said)
         said.append(element("p", f"Of those that kept to the budget, {nearest['name']} took least time per sample:"))
-        return join([*said, plan_section(run, nearest["name"], launched(nearest))])
+        return join([*said, self._described(nearest["name"], launched(nearest))])
 
     def _nearest(self) -> Mapping[str, Any] | None:
         """Return the arm within the budget that took least time per sample; ``None`` if none kept to it."""
@@ -155,7 +156,7 @@ class ComparisonPage:
         costs = {cost.arm: cost for cost in arm_costs(document)}
         rows = [self._row(arm, judged.get(arm["name"]), costs[arm["name"]]) for arm in document["arms"]]
         columns = (
-            *("arm", "speed-up", "95 % interval", "BCa", "p", "time to target", "peak"),
+            *("arm", "speed-up", "95 % interval", "p", "time to target", "peak"),
             *("within budget", "final metric", "tuning", "pays after", "verdict"),
         )
         said = (
@@ -163,8 +164,10 @@ class ComparisonPage:
             f"{document['metric']['target']:g}; the final metric is taken after {document['horizon_samples']:,} "
             f"samples and counts as kept within {document['metric']['margin']:.1%}."
         )
-        listed = table("The arms", columns, rows, numbers=(1, 2, 3, 4, 5, 6, 8, 9, 10))
-        lines = [element("p", line, class_="note") for line in alone_lines(document)]
+        listed = table("The arms", columns, rows, numbers=(1, 2, 3, 4, 5, 7, 8, 9))
+        spans = [f"{name} {span}" for name, entry in judged.items() if (span := _span(entry, "time_ratio_bca95"))]
+        told = [f"Intervals by bootstrap (BCa), which assume no distribution: {'; '.join(spans)}."] if spans else []
+        lines = [element("p", line, class_="note") for line in [*told, *alone_lines(document)]]
         return join([element("p", said), listed, *lines])
 
     def _row(self, arm: Mapping[str, Any], entry: Mapping[str, Any] | None, cost: ArmCost) -> list[object]:
@@ -176,7 +179,6 @@ class ComparisonPage:
             arm["name"],
             f"{1 / entry['time_ratio']:.2f}x" if compared and entry else "",
             _span(entry, "time_ratio_ci95"),
-            _span(entry, "time_ratio_bca95"),
             f"{entry['p_value']:.3g}" if compared and entry else "",
             f"{cost.to_target_s:.2f} s" if cost.to_target_s and reached == len(runs) else f"{reached} of {len(runs)}",
             "" if cost.peak_bytes is None else format_bytes(cost.peak_bytes),
@@ -236,10 +238,11 @@ class ComparisonPage:
 
     def _predictions(self) -> Html:
         run = self.run
-        arms = [arm for arm in run.document["arms"] if not is_live(arm)]
+        # The profile is of the job as the first arm trains it, not of another optimizer or of compiled units.
+        arms = [arm for arm in run.document["arms"] if not is_live(arm) and self._is_profiled(launched(arm))]
         found = prediction_table(run, [(arm["name"], launched(arm), measured_arm(arm)) for arm in arms])
         lines = []
-        for arm in (arm for arm in run.document["arms"] if is_live(arm)):
+        for arm in (arm for arm in run.document["arms"] if is_live(arm) and self._is_profiled(launched(arm))):
             ratios = [ratio for record in arm["runs"] for ratio in time_ratios(run, record)]
             if ratios:
                 middle, number = sorted(ratios)[len(ratios) // 2], count(len(ratios), "window")
@@ -247,6 +250,13 @@ class ComparisonPage:
                     element("p", f"{arm['name']}: steps took {middle:.2f} of what was predicted, median of {number}.")
                 )
         return join([found, *lines])
+
+    def _is_profiled(self, plan: Plan) -> bool:
+        return plan.launch == launched(self.run.document["arms"][0]).launch
+
+    def _described(self, arm: str, plan: Plan) -> Html:
+        """Return a plan unit by unit, with what other choices would change where the profile is of such runs."""
+        return plan_section(self.run if self._is_profiled(plan) else replace(self.run, profile=None), arm, plan)
 
     def _costs(self) -> Html:
         costs = arm_costs(self.run.document, self.intensity)
@@ -283,7 +293,7 @@ class ComparisonPage:
                 element(
                     "details",
                     element("summary", f"{arm['name']}{begins}: {plan}"),
-                    plan_section(self.run, arm["name"], plan),
+                    self._described(arm["name"], plan),
                 )
             )
         return join(parts)
