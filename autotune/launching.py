@@ -11,6 +11,7 @@ a job or of an arm, and are kept in ``launch`` of every plan that is found so::
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -41,7 +42,7 @@ def split(name: str, *, where: str) -> tuple[str, Launch]:
         InputError: if one of the choices is unknown or stands twice, or a learning rate is none.
     """
     found = _SUFFIX.search(name)
-    if found is None or found.start() == 0 or Path(name).exists():
+    if found is None or found.start() == 0 or _is_there(name):
         return name, Launch()
     launch = Launch()
     for choice in found.group()[1:].split("+"):
@@ -97,14 +98,25 @@ def compiled(model: nn.Module, job: Job) -> nn.Module:
     """
     import torch
 
+    from autotune.mechanics.compiled import CompiledForward
     from autotune.units import units_of
 
+    # What another model's units were compiled to would serve this one's: a run would not pay for its own.
+    torch._dynamo.reset()
     for unit in units_of(model, job.units):
         module = model.get_submodule(unit.name)
-        module.forward = torch.compile(module.forward)
+        module.forward = CompiledForward(module)
     # Units of one class share their compiled versions: one for each shape, dtype and k that is met.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VERSIONS)
     return model
+
+
+def _is_there(name: str) -> bool:
+    """Tell whether a name is the path of a file or a folder as it stands, such as a policy's."""
+    try:
+        return os.sep in name and Path(name).exists()
+    except OSError:
+        return False
 
 
 def _chosen(launch: Launch, choice: str, where: str) -> Launch:

@@ -137,6 +137,11 @@ class Plan:
         found = precisions.pop() if len(precisions) == 1 else None
         return found if found in (Precision.BF16, Precision.FP16) else None
 
+    @property
+    def bare(self) -> Plan:
+        """Return the plan without what it is launched with: what a running job is put under."""
+        return self if self.launch == Launch() else self.changed(launch=Launch())
+
     def changed(self, **changes: Any) -> Plan:
         """Return a copy with some attributes replaced."""
         return replace(self, **changes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -13,17 +15,20 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autotune
-from autotune import TorchEngine
+from autotune import TorchEngine, api
 from autotune.campaign.runs import read_plan
 from autotune.catalog import load_job
 from autotune.cli.main import run
 from autotune.engines.inspection import build_model, build_optimizer
 from autotune.engines.profiler import ProfilerOptions, profile
 from autotune.errors import InputError, PlanError
-from autotune.launching import launched, split, suffix
+from autotune.launching import compiled, launched, split, suffix
 from autotune.mechanics import optimizers
 from autotune.physics.memory_model import peak_bytes
 from autotune.plan import Launch, Plan, Precision
+from autotune.report.campaign_run import read_campaign
+from autotune.report.tuning_page import TuningPage
+from autotune.report.writing import page_for
 
 JOB = Path(tiny_job.__file__)
 RATES = st.floats(min_value=1e-6, max_value=1.0).map(lambda rate: float(f"{rate:g}"))
@@ -42,7 +47,7 @@ def test_what_stands_behind_a_name_is_read_as_it_was_written(launch: Launch, nam
     assert split(name + suffix(launch), where="there") == (name, launch)
 
 
-@pytest.mark.parametrize("name", ["charlm", "c++/job.py", "a+b/job.py:job", "+lion", "runs/x.json"])
+@pytest.mark.parametrize("name", ["charlm", "c" * 300, "c++/job.py", "a+b/job.py:job", "+lion", "runs/x.json"])
 def test_other_names_stay_as_they_are(name: str) -> None:
     assert split(name, where="there") == (name, Launch())
 
@@ -210,11 +215,28 @@ def undropped() -> type[nn.Module]:
     return Network
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_copy_of_a_compiled_model_runs_its_own_weights_and_can_be_pickled() -> None:
+    model = compiled(tiny_job.Network(), tiny_job.job()).eval()
+    tokens = next(tiny_job.batches(0))[:, :-1]
+    before = model(tokens)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.allclose(copied(tokens), before, atol=1e-5)
+        with torch.no_grad():
+            for parameter in copied.parameters():
+                parameter.zero_()
+        assert not copied(tokens).any()
+    assert torch.allclose(model(tokens), before, atol=1e-5)
+
+
 def test_a_plan_that_is_found_says_what_it_is_launched_with_and_is_an_arm_that_trains_so(tmp_path: Path) -> None:
-    found = autotune.tune(f"{JOB}:job+lion=1e-3", "random", steps=60, runs_dir=tmp_path)
+    found = autotune.tune(f"{JOB}:job+lion=1e-3", "random", memory_budget="90%", steps=60, runs_dir=tmp_path)
     assert found["plan"]["launch"] == {"optimizer": "lion", "learning_rate": 1e-3}
     assert json.loads((Path(found["run"]) / "config.json").read_text())["job"] == "tiny+lion=0.001"
     path = Path(found["run"]) / "plan.json"
+    page = page_for(read_campaign(Path(found["run"])))
+    assert isinstance(page, TuningPage)
+    assert "tuned" in [name for name, _, _ in page._named()]
     assert read_plan(path).launch == Launch(optimizer="lion", learning_rate=1e-3)
     document = autotune.compare(str(JOB), [str(path), "baseline+lion=1e-3"], seeds=2, runs_dir=tmp_path)
     by_name = {arm["name"]: arm["runs"] for arm in document["arms"]}
@@ -247,6 +269,17 @@ def test_arms_are_searched_for_as_they_are_launched_and_a_campaign_is_taken_up(t
 
 def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
+    other = tmp_path / "plan.json"
+    other.write_text(json.dumps({"version": 1, "accumulation_steps": 1, "launch": {"compile": True}}))
+    with pytest.raises(InputError, match=r"the plan is launched with \+compile, and the job with \+lion"):
+        autotune.compare(f"{JOB}:job+lion", [str(other)], seeds=2, runs_dir=runs)
+    adagrad = tiny_job.make(optimizer=lambda parameters: torch.optim.Adagrad(parameters, lr=0.1))
+    with pytest.raises(InputError, match="no rule leads from the learning rate of Adagrad"):
+        autotune.compare(adagrad, ["exact", "exact+lion"], seeds=2, runs_dir=runs)
+    with pytest.raises(InputError, match="a plan file fits one job"):
+        api.compare_jobs([str(JOB), f"{JOB}:never_met"], [f"{other}+lion"], runs_dir=runs)
+    with pytest.raises(InputError, match="launched differently from the job"):
+        api.compare_jobs([str(JOB), f"{JOB}:job+lion"], ["exact+compile"], runs_dir=runs)
     for arms, message in (
         (["best+lion"], "arm 'best' is unknown"),
         (["exact+leon"], r"--arms: \+leon is unknown"),

@@ -24,8 +24,10 @@ from autotune.cluster import ClusterOptions
 from autotune.engines.isolated_engine import RankOptions
 from autotune.errors import InputError, RunDirectoryError
 from autotune.job import Job
+from autotune.launching import split
 from autotune.mechanics.devices import device_name
 from autotune.physics.carbon import Intensity
+from autotune.plan import Launch
 
 # What a finished campaign leaves, by the key that tells its kind.
 _FINISHED = {"method": "tuned.json", "arms": "comparison.json", "table": "reproduction.json"}
@@ -121,13 +123,19 @@ def compare_jobs(
     """
     if len(set(jobs)) < max(2, len(jobs)):
         raise InputError(f"jobs are {','.join(jobs)!r}", where="compare", allowed="different jobs")
-    files = [name for name in arm_names(arms) if Path(name).suffix == ".json"]
+    named = [split(name, where="--arms") for name in arm_names(arms)]
+    files = [name for name, _ in named if Path(name).suffix == ".json"]
     if files:
         allowed = "rules, methods and policy folders; a plan file fits one job"
         raise InputError(f"arm {files[0]!r} is compared on several jobs", where="--arms", allowed=allowed)
     paired_seeds(settings.get("seeds", 10))
     for job in jobs:
-        load_job(job)
+        if load_job(job).launch != Launch() and any(launch != Launch() for _, launch in named):
+            raise InputError(
+                f"arms are launched differently from the job {job!r}",
+                where="--arms",
+                allowed="jobs, or arms, without what is launched",
+            )
     require_writable(Path(runs_dir))
     reporter = settings.pop("reporter", None)
     storage = settings.get("storage")

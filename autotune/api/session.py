@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -30,6 +31,7 @@ from autotune.campaign.tracking import Tracker, send_pending
 from autotune.catalog import load_job
 from autotune.cluster import ClusterOptions
 from autotune.engines.engine import Engine
+from autotune.engines.inspection import build_model, build_optimizer
 from autotune.engines.isolated_engine import RankOptions
 from autotune.engines.profiler import ProfilerOptions
 from autotune.errors import InputError, JobError
@@ -180,6 +182,9 @@ class Session:
         self._refuse_budget_early()
         with contextlib.closing(self._engine()) as engine:
             run, tracker, arms, references = self._arms(engine, names, seeds, verb)
+        del engine
+        for launch, group in self._by_launch(names)[1].items():
+            arms |= self._launched_arms(launch, group, references, run, tracker)
         return self._compare(names, arms, seeds, references, run, tracker)
 
     def _arms(
@@ -192,27 +197,38 @@ class Session:
             if name not in tuning.METHODS and not needs_profile(name):
                 # A name that is none, or a plan of another model, is refused before anything is spent.
                 named_arm(name, self.job, engine.space)
+        for launch in others:
+            changed = launched(self.job, launch)
+            build_optimizer(changed, build_model(self.job))
         profile = self._profile(own)
         budget = references.memory_budget_bytes
         arms = {name: self._plain_arm(name, engine, profile, budget) for name in own if not _is_searched(name)}
-        lowest = references
-        if self.dips is not None and budget is not None:
-            lowest = replace(references, memory_budget_bytes=int(budget * self.dips.share))
-            least = None if references.leanest is None else references.leanest.peak_bytes
-            if least is not None and least > int(budget * self.dips.share):
-                raise InputError(
-                    f"a dip leaves {format_bytes(int(budget * self.dips.share))}",
-                    where="--dips",
-                    allowed=f"at least {format_bytes(least)}, what the leanest plan needs",
-                )
+        lowest = self._lowest(references)
         run = self._create(verb, {"arms": list(names), "seeds": list(seeds)})
         self._keep_profile(run, profile)
         tracker = Tracker(self.runs, run.path, f"{verb} {self.job.name}")
         for method in (name for name in own if _is_searched(name)):
             arms[method] = self._searched_arm(method, engine, lowest, profile, run, tracker)
-        for launch, group in others.items():
-            arms |= self._launched_arms(launch, group, lowest, run, tracker)
         return run, tracker, arms, references
+
+    def _lowest(self, references: tuning.References) -> tuning.References:
+        """Return the references with what a dip leaves of the budget, within which static plans are searched for.
+
+        Raises:
+            InputError: if the leanest plan needs more.
+        """
+        budget = references.memory_budget_bytes
+        if self.dips is None or budget is None:
+            return references
+        lowest = replace(references, memory_budget_bytes=int(budget * self.dips.share))
+        least = None if references.leanest is None else references.leanest.peak_bytes
+        if least is not None and least > int(budget * self.dips.share):
+            raise InputError(
+                f"a dip leaves {format_bytes(int(budget * self.dips.share))}",
+                where="--dips",
+                allowed=f"at least {format_bytes(least)}, what the leanest plan needs",
+            )
+        return lowest
 
     def _by_launch(self, names: Sequence[str]) -> tuple[list[str], dict[Launch, list[str]]]:
         """Return the arms that train the job as it is, and the others by what they are launched with."""
@@ -253,13 +269,15 @@ class Session:
         return static_arm(method, result.plan, tuning_s=result.tuning_s, tuning_steps=result.tuning_steps)
 
     def _launched_arms(
-        self, launch: Launch, names: Sequence[str], lowest: tuning.References, run: RunDirectory, tracker: Tracker
+        self, launch: Launch, names: Sequence[str], plain: tuning.References, run: RunDirectory, tracker: Tracker
     ) -> dict[str, Arm]:
         """Find the arms that train the job launched differently, within the same budget in bytes.
 
         What is measured to find them stands in a folder of their own.
         """
-        budget = lowest.memory_budget_bytes
+        # What compiling left in cycles is not the next engine's memory.
+        gc.collect()
+        budget = plain.memory_budget_bytes
         session = replace(
             self,
             job=launched(self.job, launch),
@@ -273,7 +291,7 @@ class Session:
             arms = {}
             for name in names:
                 if _is_searched(name):
-                    arm = session._searched_arm(name, engine, references, profile, folder, tracker)
+                    arm = session._searched_arm(name, engine, session._lowest(references), profile, folder, tracker)
                 else:
                     arm = session._plain_arm(name, engine, profile, budget)
                 called = arm.name + suffix(launch)

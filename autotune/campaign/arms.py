@@ -14,7 +14,7 @@ from autotune.campaign.runs import read_plan
 from autotune.campaign.tuning import METHODS
 from autotune.errors import InputError
 from autotune.job import Job
-from autotune.launching import canonical, launched
+from autotune.launching import canonical, launched, suffix
 from autotune.physics.profile import Profile
 from autotune.plan import Launch, Plan, PlanSpace
 
@@ -54,6 +54,12 @@ def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:
     if path.suffix == ".json":
         plan = space.check(read_plan(path), where=str(path))
         chosen = replace(plan.launch, zero_stage=None)
+        if job.launch != Launch() and chosen not in (Launch(), job.launch):
+            raise InputError(
+                f"the plan is launched with {suffix(chosen)}, and the job with {suffix(job.launch)}",
+                where=str(path),
+                allowed="a plan of the job as it is launched",
+            )
         arm = static_arm(path.stem, plan)
         return arm if chosen in (Launch(), job.launch) else replace(arm, job=launched(job, chosen))
     raise InputError(

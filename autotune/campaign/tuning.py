@@ -37,6 +37,7 @@ from autotune.gym.env import TuningEnv
 from autotune.gym.observation import Observation
 from autotune.gym.reward import Objective
 from autotune.job import Job
+from autotune.launching import suffix
 from autotune.measurement import ABSENT, Measurement
 from autotune.mechanics.randomness import isolated
 from autotune.physics.profile import Profile
@@ -549,7 +550,7 @@ class _Tuning:
         if trial.number >= self._recorded:
             self._run.append("trials.jsonl", {"method": self._method, **trial.to_json()})
         if self._tracker is not None:
-            _track(self._tracker, self._method, trial)
+            _track(self._tracker, self._method + suffix(self._job.launch), trial)
         if self._on_progress is not None:
             self._on_progress(self._metered.steps_spent + self._references.steps, self._settings.steps)
 

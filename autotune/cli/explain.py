@@ -116,9 +116,10 @@ def _catalog_job(run: RunDirectory) -> str:
     """Return the run's job if it is a reference job: any other is code, which only the command line may name."""
     from autotune.catalog import catalog
     from autotune.errors import InputError
+    from autotune.launching import split
 
     name = str(run.read("config.json").get("job"))
-    if name not in catalog():
+    if split(name, where="--job")[0] not in catalog():
         raise InputError(f"the run's job {name!r} is not in the catalog", where="--job", allowed="the job's reference")
     return name
 

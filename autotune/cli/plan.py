@@ -49,8 +49,9 @@ def command(
     except BudgetError as error:
         raise _with_advice(error, profile) from error
     rows = _rows(profile, solution.plan, budget)
+    plan = solution.plan.changed(launch=found.launch)
     if output is not None:
-        write_json(output, solution.plan.to_json())
+        write_json(output, plan.to_json())
     if as_json:
         shared.print_json(
             {
@@ -59,7 +60,7 @@ def command(
                 "estimated": True,
                 "source": spec.source,
                 "memory_budget_bytes": budget,
-                "plan": solution.plan.to_json(),
+                "plan": plan.to_json(),
                 "predicted": {
                     "seconds_per_step": solution.seconds_per_step,
                     "peak_bytes": solution.peak_bytes,

@@ -82,7 +82,7 @@ class DeepSpeedEngine(TorchEngine):
     ) -> None:
         self.zero_stage = zero_stage
         self._config = engine_config(job, zero_stage, config)
-        device = device or device_kind()
+        device = device or device_kind(int(os.environ.get("WORLD_SIZE", "1")))
         self._deepspeed = imported(device)
         connect(self._deepspeed, device)
         self.rank, self.world = distributed.get_rank(), distributed.get_world_size()

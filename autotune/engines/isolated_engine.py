@@ -129,7 +129,7 @@ class IsolatedEngine:
         self._opening = {
             "job": job,
             "seed": seed,
-            "device": device or device_kind(),
+            "device": device or device_kind(1 if ranks is None else ranks.count),
             "options": asdict(options or EngineOptions()),
             "threads": threads,
             "ranks": None if ranks is None else asdict(ranks),

@@ -39,6 +39,7 @@ from autotune.errors import JobError
 from autotune.job import Job
 from autotune.measurement import Failure, Measurement
 from autotune.mechanics import controls
+from autotune.mechanics.devices import device_kind
 from autotune.mechanics.memory_meter import collection_paused, resident_tensors, tensor_bytes
 from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch, seconds_by_place, stamp_for
@@ -136,6 +137,8 @@ def profile_key(job: Job, device_name: str) -> str:
         "device": device_name,
         "threads": torch.get_num_threads(),
         "versions": [torch.__version__, PROFILE_VERSION],
+        # The device's name does not tell where the job trains.
+        **({"kind": "cuda"} if device_kind() == "cuda" else {}),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 

@@ -98,7 +98,8 @@ class LiveProfiler:
         self.latest_peak: int | None = None
         self.autocast: torch.dtype | None = None
         self.scores: list[Score] = []
-        self._expected: dict[Plan, float] = {}
+        # The plan whose peak is predicted, for batches of at most so many bytes, and that peak.
+        self._expected: tuple[Plan, int, float] | None = None
         self._seen: dict[Plan, Seen] = {}
         self._timed: list[Timed] = []
         self._times: Counter[Plan] = Counter()
@@ -158,6 +159,7 @@ class LiveProfiler:
             budget_bytes: the budget of the moment; ``None`` for none.
         """
         self._size, self._largest, self._samples = size, largest, samples
+        self._expected = None
         self._task = None if self.failed is not None else self._next(budget_bytes)
         return None if self._task is None else self._task.plan
 
@@ -394,7 +396,7 @@ class LiveProfiler:
         found = placements.fastest(usable(budget_bytes), length)
         if found is None or found in self._seen:
             return None
-        self._expected = {found: placements.peak_bytes(found, length)}
+        self._expected = found, self._largest, placements.peak_bytes(found, length)
         return found
 
     def _read_probes(self) -> None:
@@ -440,11 +442,9 @@ class LiveProfiler:
         )
         level = max(itertools.accumulate(change for _, change in trace.changes), default=0)
         self.latest_peak = self._static + step.batch_bytes + max(level, 0)
-        if plan in self._expected:
-            self.scores.append(Score(predicted_bytes=int(self._expected.pop(plan)), measured_bytes=self.latest_peak))
-            if self.scores[-1].short_frac > SAFETY_MARGIN:
-                self.failed = f"a peak was predicted {self.scores[-1].short_frac:.1%} too low"
-                return False
+        if self._expected is not None and not self._holds(plan, step):
+            self.failed = f"a peak was predicted {self.scores[-1].short_frac:.1%} too low"
+            return False
         former_law = self.growth.within, self.growth.beyond
         self.growth.note(plan, self._size, seen.attribution)
         former = self._seen.get(plan)
@@ -453,6 +453,16 @@ class LiveProfiler:
             return former_law != (self.growth.within, self.growth.beyond)
         self._seen[plan] = seen
         return True
+
+    def _holds(self, plan: Plan, step: Step) -> bool:
+        """Score what was predicted of the step that ran; of larger batches than those nothing was."""
+        assert self._expected is not None
+        assert self.latest_peak is not None
+        (expected, largest, peak), self._expected = self._expected, None
+        if plan != expected or max(step.batch_bytes, self._size) > largest:
+            return True
+        self.scores.append(Score(predicted_bytes=int(peak), measured_bytes=self.latest_peak))
+        return self.scores[-1].short_frac <= SAFETY_MARGIN
 
     def _read_times(self, plan: Plan, watch: StepWatch, step: Step) -> bool:
         """Take in a timed step; return whether the profile is to be made anew."""

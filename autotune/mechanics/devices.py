@@ -8,9 +8,13 @@ from pathlib import Path
 import torch
 
 
-def device_kind() -> str:
-    """Return where a job trains on this machine if nobody says otherwise: ``cuda`` or ``cpu``."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def device_kind(ranks: int = 1) -> str:
+    """Return where a job trains on this machine if nobody says otherwise: ``cuda``, or ``cpu``.
+
+    Args:
+        ranks: how many processes train it, each on a GPU of its own.
+    """
+    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= ranks else "cpu"
 
 
 def device_name() -> str:

@@ -46,6 +46,8 @@ class _Run(_Read):
     energy_source: str
     failure: str | None
     curve: list[Annotated[list[_Finite], Field(min_length=3, max_length=3)]]
+    grams: _Finite | None = None
+    ran_s: _Interval | None = None
     plans: list[_PlanFrom] | None = None
     windows: list[_Window] | None = None
 

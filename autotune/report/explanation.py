@@ -97,7 +97,7 @@ def explain_file(plan: Plan, space: PlanSpace, reason: str = "stands in the plan
 
 def explain_trials(plan: Plan, space: PlanSpace, trials: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Return the explanation of a plan by the windows of whoever found it: a planner, or searches."""
-    owners = {trial["method"] for trial in trials if Plan.from_json(trial["plan"]) == plan}
+    owners = {trial["method"] for trial in trials if Plan.from_json(trial["plan"]) == plan.bare}
     planners = [name for name in PLANNERS if name in owners]
     if planners:
         return explain_file(plan, space, _PLANNED[planners[-1]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from autotune.engines.deepspeed_config import STAGES
@@ -49,6 +50,8 @@ def to_deepspeed(launched: Launched) -> Export:
             f"{len(recomputed)} units are recomputed ({', '.join(recomputed)}): after deepspeed.initialize, "
             f'tuner = autotune.attach(engine=engine, policy="{PLAN_FILE}", limits=autotune.Limits(gain_frac=-1.0))'
         )
+    if held := own_launch(plan.changed(launch=replace(plan.launch, zero_stage=None))):
+        notes.append(f"it does not hold {held}")
     files["ds_config.json"] = config
     command = f"torchrun --nproc-per-node {launched.ranks} train.py --deepspeed --deepspeed_config ds_config.json"
     return Export(files=files, command=command, notes=tuple(notes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pprint
 import textwrap
+from dataclasses import replace
 
 from autotune.errors import InputError
 from autotune.job import Job
@@ -78,7 +79,7 @@ def to_python(plan: Plan, job: Job, reference: str) -> Export:
         taken=_block(2, _taken(plan, job)),
         updated=_block(2, _updated(plan, job)),
     )
-    held = own_launch(plan)
+    held = "" if replace(plan.launch, zero_stage=None) == job.launch else own_launch(plan)
     return Export(files={FILE: script}, command=f"python {FILE}", notes=(f"it does not hold {held}",) if held else ())
 
 

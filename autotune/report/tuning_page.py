@@ -117,7 +117,7 @@ class TuningPage:
         named = [] if baseline is None else [("baseline", baseline, finals[baseline])]
         others = 0
         for plan, cost in finals.items():
-            if plan == self._plan and plan != baseline:
+            if plan == self._plan.bare and plan != baseline:
                 named.append(("tuned", plan, cost))
             elif plan != baseline:
                 others += 1
@@ -214,7 +214,7 @@ class TuningPage:
     def _carbon_told(self, energy_j: float) -> str:
         if self.intensity is None:
             return ""
-        begun = parse_time(self.run.environment["time"], where=str(self.run.folder))
+        begun = parse_time(str(self.run.environment.get("time")), where=f"{self.run.folder / 'environment.json'}, time")
         grams = self.intensity.grams(energy_j, begun, begun)
         told = "the series says nothing of the time of this run" if grams is None else f"{grams:.3g} g"
         return f" Carbon at {self.intensity}: {told}."

@@ -21,7 +21,7 @@ from autotune.campaign.reproduce.scaling import measure
 from autotune.engines.deepspeed_config import STAGES
 from autotune.engines.deepspeed_engine import imported
 from autotune.engines.inspection import build_model, build_optimizer
-from autotune.errors import InputError
+from autotune.errors import EngineError, InputError
 from autotune.job import Job
 from autotune.launching import launched, suffix
 from autotune.mechanics import optimizers
@@ -53,7 +53,7 @@ def cross_layer(experiment: Experiment, campaign: Campaign) -> tuple[list[Row], 
     stages, told = _stages(experiment, campaign)
     notes += [f"{entry['arm']}: {entry['verdict']}, {entry['reason']}" for entry in document["against_baseline"]]
     notes += [f"optimizer {name}: not measured, it {reason}" for name, reason in optimizers.REFUSED.items()]
-    notes.append("the time of a compiled run begins before its units are compiled")
+    notes.append("every compiled run pays for compiling, but for what the compiler keeps on the disk")
     return [*rows, *stages], [*notes, *told], {"cross_layer": document}
 
 
@@ -114,11 +114,11 @@ def _rows(name: str, found: Summary, first: Summary, experiment: Experiment) -> 
 def _stages(experiment: Experiment, campaign: Campaign) -> tuple[list[Row], list[str]]:
     """Return what ZeRO's stages cost and save on two ranks."""
     try:
-        imported(device_kind())
-    except InputError as error:
+        imported(device_kind(_RANKS))
+        names = {f"ZeRO stage {stage}": (_BASELINE, stage) for stage in STAGES}
+        found = measure(experiment, campaign, (_RANKS,), names)
+    except (InputError, EngineError) as error:
         return [], [f"ZeRO stages: not measured, {error}"]
-    names = {f"ZeRO stage {stage}": (_BASELINE, stage) for stage in STAGES}
-    found = measure(experiment, campaign, (_RANKS,), names)
     first = found[f"ZeRO stage {STAGES[0]}-{_RANKS}"]
     rows = [row for name in names for row in _stage_rows(name, found[f"{name}-{_RANKS}"], first, experiment)]
     return rows, [f"ZeRO's stages: {_RANKS} ranks through DeepSpeed, fp32; the memory is the worst rank's"]

@@ -57,7 +57,7 @@ def measure(
         asked = {
             "job": experiment.reference,
             "rounds": len(campaign.seeds),
-            "place": device_kind(),
+            "place": device_kind(count),
             "configurations": configurations,
         }
         run = functools.partial(_on_ranks, asked, count)
