@@ -73,7 +73,7 @@ def launched(job: Job, launch: Launch) -> Job:
     Raises:
         InputError: if an optimizer is unknown or its library missing.
     """
-    from autotune.mechanics import optimizers
+    from autotune import optimizers
 
     if not (launch.optimizer or launch.compile):
         return job
@@ -98,7 +98,7 @@ def compiled(model: nn.Module, job: Job) -> nn.Module:
     """
     import torch
 
-    from autotune.mechanics.compiled import CompiledForward
+    from autotune.compiled import CompiledForward
     from autotune.units import units_of
 
     # What another model's units were compiled to would serve this one's: a run would not pay for its own.
@@ -120,7 +120,7 @@ def _is_there(name: str) -> bool:
 
 
 def _chosen(launch: Launch, choice: str, where: str) -> Launch:
-    from autotune.mechanics import optimizers
+    from autotune import optimizers
 
     name, _, rate = choice.partition("=")
     if name == COMPILE and not rate and not launch.compile:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autotune
-from autotune import TorchEngine, api
+from autotune import TorchEngine, api, optimizers
 from autotune.campaign.runs import read_plan
 from autotune.catalog import load_job
 from autotune.cli.main import run
@@ -23,7 +23,6 @@ from autotune.engines.inspection import build_model, build_optimizer
 from autotune.engines.profiler import ProfilerOptions, profile
 from autotune.errors import InputError, PlanError
 from autotune.launching import compiled, launched, split, suffix
-from autotune.mechanics import optimizers
 from autotune.physics.memory_model import peak_bytes
 from autotune.plan import Launch, Plan, Precision
 from autotune.report.campaign_run import read_campaign

@@ -199,7 +199,7 @@ GOOD = {
         ({"storage": {"a": "offload"}}, r"storage of 'a' is 'offload' \(allowed: save, recompute\)"),
         ({"storage": "save"}, r"storage is 'save' \(allowed: an object\)"),
         ({"launch": []}, r"launch is \[\] \(allowed: an object\)"),
-        ({"launch": {"stage": 1}}, r"unknown key 'stage' \(allowed: compile, optimizer, zero_stage\)"),
+        ({"launch": {"stage": 1}}, r"unknown key 'stage' \(allowed: compile, learning_rate, optimizer, zero_stage\)"),
         ({"launch": {"zero_stage": 4}}, r"launch.zero_stage is 4 \(allowed: 0, 1, 2, 3\)"),
         ({"launch": {"zero_stage": True}}, r"launch.zero_stage is True \(allowed: 0, 1, 2, 3\)"),
         ({"launch": {"zero_stage": 1.0}}, r"launch.zero_stage is 1.0 \(allowed: 0, 1, 2, 3\)"),

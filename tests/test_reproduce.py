@@ -26,7 +26,7 @@ from autotune.engines.profiler import ProfilerOptions
 from autotune.engines.profiler import profile as lean_profile
 from autotune.engines.torch_engine import TorchEngine
 from autotune.errors import InputError, JobError
-from autotune.mechanics.optimizers import KINDS
+from autotune.optimizers import KINDS
 from autotune.physics.cost import cycles_to_double, efficiency_after, net_speedup
 from autotune.physics.synthetic import draw_job
 from autotune.physics.time_model import seconds_by_operation, summed_seconds

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from autotune import optimizers
 from autotune.agents.rules import rule_policy
 from autotune.campaign import comparison
 from autotune.campaign.protocol import Arm
@@ -24,7 +25,6 @@ from autotune.engines.inspection import build_model, build_optimizer
 from autotune.errors import EngineError, InputError
 from autotune.job import Job
 from autotune.launching import launched, suffix
-from autotune.mechanics import optimizers
 from autotune.mechanics.devices import device_kind
 from autotune.plan import Launch
 
