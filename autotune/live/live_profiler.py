@@ -7,6 +7,7 @@ under the leanest plan, or under a fuller one that what was traced so far predic
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import math
@@ -70,6 +71,11 @@ class Score:
         """Return by what share the prediction was too low; below 0 where it was not."""
         return self.measured_bytes / self.predicted_bytes - 1
 
+    @property
+    def is_short(self) -> bool:
+        """Tell whether it was too low by more than the reserve that plans leave."""
+        return self.short_frac > SAFETY_MARGIN
+
 
 class LiveProfiler:
     """Find out what a run costs.
@@ -82,7 +88,7 @@ class LiveProfiler:
         growth: how memory grows with a batch's size.
         latest_peak: measured peak of the last traced step; ``None`` before the first.
         autocast: dtype of the user's own autocast; ``None`` for none.
-        scores: of predicted peaks. One that is too low by more than the reserve ends the profile: nobody acts.
+        scores: of predicted peaks. Where two, or the last, are too low by more than the reserve, nobody acts.
 
     Args:
         attached: what the run is.
@@ -223,6 +229,9 @@ class LiveProfiler:
             self._probes = {name: UnitProbe(module) for name, module in modules.items()}
             return
         if task.kind == "trace":
+            if self._expected is not None:
+                # Garbage that is collected in the step would count as the step's.
+                gc.collect()
             # Gradients that are alive when a step begins (some frameworks clear them in it) are no static bytes.
             gradients = (parameter.grad for parameter in attached.model.parameters())
             self._gradients = tensor_bytes(gradient for gradient in gradients if gradient is not None)
@@ -339,10 +348,17 @@ class LiveProfiler:
         if due is not None and self._timings < _TRIES * len(self.space.precisions):
             self._timings += 1
             return _Task("time", self._likely(due, budget_bytes) if lean else due)
+        self._finish()
+        return None
+
+    def _finish(self) -> None:
+        """End the learning, unless what was learnt cannot be trusted."""
+        if self.scores and self.scores[-1].is_short:
+            self._distrust()
+            return
         self._complete = self.rebuild() is not None
         if not self._complete:
             self.failed = "no step of the run could be traced"
-        return None
 
     def _untraced(self, first: Plan, *, lean: bool) -> Plan | None:
         """Return the next plan to trace of those that each k and precision is seen by; ``None`` once all were."""
@@ -442,9 +458,8 @@ class LiveProfiler:
         )
         level = max(itertools.accumulate(change for _, change in trace.changes), default=0)
         self.latest_peak = self._static + step.batch_bytes + max(level, 0)
-        if self._expected is not None and not self._holds(plan, step):
-            self.failed = f"a peak was predicted {self.scores[-1].short_frac:.1%} too low"
-            return False
+        if self._expected is not None:
+            self._score(plan, step)
         former_law = self.growth.within, self.growth.beyond
         self.growth.note(plan, self._size, seen.attribution)
         former = self._seen.get(plan)
@@ -454,15 +469,20 @@ class LiveProfiler:
         self._seen[plan] = seen
         return True
 
-    def _holds(self, plan: Plan, step: Step) -> bool:
+    def _score(self, plan: Plan, step: Step) -> None:
         """Score what was predicted of the step that ran; of larger batches than those nothing was."""
         assert self._expected is not None
         assert self.latest_peak is not None
         (expected, largest, peak), self._expected = self._expected, None
-        if plan != expected or max(step.batch_bytes, self._size) > largest:
-            return True
-        self.scores.append(Score(predicted_bytes=int(peak), measured_bytes=self.latest_peak))
-        return self.scores[-1].short_frac <= SAFETY_MARGIN
+        if plan == expected and max(step.batch_bytes, self._size) <= largest:
+            self.scores.append(Score(predicted_bytes=int(peak), measured_bytes=self.latest_peak))
+            # Once may be chance: what was seen corrects the next prediction.
+            if sum(score.is_short for score in self.scores) > 1:
+                self._distrust()
+
+    def _distrust(self) -> None:
+        self.failed = f"a peak was predicted {self.scores[-1].short_frac:.1%} too low"
+        logger.warning("nothing is switched: %s", self.failed)
 
     def _read_times(self, plan: Plan, watch: StepWatch, step: Step) -> bool:
         """Take in a timed step; return whether the profile is to be made anew."""
