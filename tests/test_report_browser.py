@@ -11,6 +11,8 @@ from test_live import Wanders
 from test_report_attached import attach_and_train
 
 from autotune.cli.main import run as run_command
+from autotune.report import html
+from autotune.report.curves import Line, curves
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="no Chromium on this machine")
 SIZES = [(400, False), (400, True), (1600, False), (1600, True)]
@@ -95,6 +97,27 @@ def test_a_report_opens_from_the_disk_without_a_word_and_fits_the_window(
     assert browser.value(FAINT) == []
     paper = browser.value("getComputedStyle(document.body).backgroundColor")
     assert (paper == "rgb(255, 255, 255)") == (not dark)
+
+
+@pytest.mark.parametrize("width", [400, 1600])
+def test_values_of_any_width_keep_clear_of_other_text(tmp_path: Path, width: int, browser: Chromium) -> None:
+    drawn = [
+        curves(
+            f"From {low} to {high}",
+            "A line.",
+            [Line(number=1, name="a line", points=[(0, low), (largest, high)])],
+            target=None,
+            edge=None,
+            x_name="real steps",
+            y_name="cost, of the baseline's",
+        ).html
+        for low, high in [(1.17, 1.18), (0.99999, 1.0), (1e-7, 3e-7), (-123456.0, 1e6), (0.0, 1.0)]
+        for largest in (3, 1e6)
+    ]
+    page = tmp_path / "page.html"
+    page.write_text(html.page("figures", *drawn))
+    browser.open(page, width=width)
+    assert browser.value(CLASHES) == []
 
 
 @pytest.mark.parametrize("width", [400, 1600])

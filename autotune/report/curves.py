@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.report.html import Html, element, join
-from autotune.report.svg import LEFT, RIGHT, Figure, Frame, Key, arm_style, marker
+from autotune.report.svg import RIGHT, Figure, Frame, Key, arm_style, marker
 
 _HEIGHT = 380
 Point = tuple[float, float]
@@ -97,7 +97,7 @@ def _sample(number: int) -> Html:
 def _target(frame: Frame, target: float | None) -> Iterator[Html]:
     if target is not None:
         y = f"{frame.y(target):.1f}"
-        yield element("line", x1=LEFT, x2=frame.width - RIGHT, y1=y, y2=y, class_="line limit")
+        yield element("line", x1=frame.left, x2=frame.width - RIGHT, y1=y, y2=y, class_="line limit")
 
 
 def _lines(frame: Frame, lines: Sequence[Line]) -> Iterator[Html]:

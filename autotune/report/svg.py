@@ -18,6 +18,8 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 44
 # Widths of a letter, for what must not lie on other text.
 _LETTER = 6.7
 _SAMPLE = 26
+# What the vertical axis' name takes, and what lies between a value and its line.
+_NAME, _GAP = 18, 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,10 +130,15 @@ class Frame:
     y_range: tuple[float, float]
     lane: int = 0
 
+    @property
+    def left(self) -> float:
+        """Return where the vertical axis lies: as far right as its values are wide."""
+        return max(LEFT, _NAME + _GAP + max(text_width(_told(value)) for value in [*self._levels(), 0.0]))
+
     def x(self, value: float) -> float:
         """Return where a value lies from the left."""
         low, high = self.x_range
-        return LEFT + (value - low) / (high - low) * (self.width - LEFT - RIGHT)
+        return self.left + (value - low) / (high - low) * (self.width - self.left - RIGHT)
 
     def y(self, value: float) -> float:
         """Return where a value lies from above."""
@@ -147,21 +154,24 @@ class Frame:
             y_name: what the other one shows.
             whole: whether the horizontal one has whole numbers alone.
         """
-        bottom, right = self.height - BOTTOM, self.width - RIGHT
-        for value in ticks(*self.y_range, max(self.height // 50, 3)):
+        bottom, left, right = self.height - BOTTOM, self.left, self.width - RIGHT
+        for value in self._levels():
             y = f"{self.y(value):.1f}"
-            yield element("line", x1=LEFT, x2=right, y1=y, y2=y, class_="grid")
-            yield element("text", _told(value), x=LEFT - 6, y=y, text_anchor="end", dominant_baseline="middle")
-        yield element("line", x1=LEFT, x2=right, y1=bottom, y2=bottom, class_="axis")
+            yield element("line", x1=left, x2=right, y1=y, y2=y, class_="grid")
+            yield element("text", _told(value), x=left - _GAP, y=y, text_anchor="end", dominant_baseline="middle")
+        yield element("line", x1=left, x2=right, y1=bottom, y2=bottom, class_="axis")
         for value in ticks(*self.x_range, self.width // 90):
             if not whole or value == int(value):
                 x = self.x(value)
                 anchor = "end" if x + text_width(_told(value)) / 2 > self.width else "middle"
                 yield element("text", _told(value), x=f"{x:.1f}", y=bottom + 16, text_anchor=anchor)
-        yield element("text", x_name, x=(right + LEFT) / 2, y=self.height - 6, text_anchor="middle", class_="name")
+        yield element("text", x_name, x=(right + left) / 2, y=self.height - 6, text_anchor="middle", class_="name")
         middle = (TOP + bottom - self.lane) / 2
         turned = f"rotate(-90 12 {middle})"
         yield element("text", y_name, x=12, y=middle, text_anchor="middle", transform=turned, class_="name")
+
+    def _levels(self) -> list[float]:
+        return ticks(*self.y_range, max(self.height // 50, 3))
 
 
 def text_width(text: str) -> float:
