@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import distributed
 
-from autotune.mechanics.collectives import CollectiveClock
+from autotune.mechanics.collectives import CollectiveClock, settled_collectives
 
 
 @pytest.fixture
@@ -55,3 +55,22 @@ def test_a_collective_that_calls_another_is_one(group: None):
     inner = clock._timed(lambda: None)
     clock._timed(inner)()
     assert clock.calls == 1
+
+
+def test_settled_collectives_are_over_when_they_return_and_do_what_they_did(group: None):
+    before, value = distributed.all_reduce, torch.arange(1000.0)
+    with settled_collectives():
+        assert distributed.all_reduce(value) is None
+        work = distributed.all_reduce(value, async_op=True)
+        assert work.is_completed()
+        work.wait()
+        with pytest.raises(TypeError, match=r"type torch.Tensor"):
+            distributed.all_reduce(None)
+    assert torch.equal(value, torch.arange(1000.0))
+    assert distributed.all_reduce is before
+
+
+def test_without_ranks_nothing_is_settled():
+    before = distributed.all_reduce
+    with settled_collectives():
+        assert distributed.all_reduce is before

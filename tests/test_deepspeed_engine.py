@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import failing_job
+import numpy as np
 import pytest
 import sharded_rank
 from ranks import run_on_ranks
@@ -16,8 +19,13 @@ from ranks import run_on_ranks
 from autotune.cli.main import run
 from autotune.engines.deepspeed_config import engine_config
 from autotune.engines.isolated_engine import IsolatedEngine, RankOptions
+from autotune.engines.profiler import ProfilerOptions
+from autotune.engines.rank_profiler import profile_on_ranks
+from autotune.engines.torch_engine import EngineOptions
 from autotune.errors import InputError, JobError
 from autotune.measurement import Failure
+from autotune.physics.memory_model import peak_bytes
+from autotune.plan import Plan
 
 TESTS = Path(__file__).parent
 installed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -166,6 +174,76 @@ def test_tune_over_ranks_writes_the_stage_into_the_plan(tmp_path: Path, capsys: 
     assert document["measured"]["peak_bytes"] > 0
 
 
+@installed
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
+def test_a_profile_of_ranks_tells_what_their_plans_need(stage: int) -> None:
+    job = f"{TESTS / 'rank_jobs.py'}:transformer"
+    ranks = RankOptions(count=2, zero_stage=stage)
+    done: list[float] = []
+    found = profile_on_ranks(
+        job,
+        ranks,
+        device_name="these",
+        fingerprint="",
+        options=ProfilerOptions.lean(),
+        on_progress=done.append,
+    )
+    space, draw = found.space, np.random.default_rng(stage)
+    plans = [space.baseline(), space.leanest(), *(space.sample(draw) for _ in range(6))]
+    peaks = peaks_of(job, ranks, plans)
+    # What a rank needs is the same whatever was trained before.
+    again = peaks_of(job, ranks, plans[::-1])
+    assert [again[plan] for plan in plans] == pytest.approx([peaks[plan] for plan in plans], rel=0.01)
+    missed = [peak_bytes(found, plan) / peaks[plan] - 1 for plan in plans]
+    assert min(missed) > -0.01
+    assert max(missed) < 0.1
+    # Other values of k are interpolated.
+    traced = [miss for plan, miss in zip(plans, missed, strict=True) if plan.accumulation_steps in (1, 8)]
+    assert max(traced) < 0.02
+    assert done == sorted(done)
+
+
+def peaks_of(job: str, ranks: RankOptions, plans: Sequence[Plan]) -> dict[Plan, int]:
+    with contextlib.closing(IsolatedEngine(job, ranks=ranks, options=EngineOptions(statistics_every=None))) as engine:
+        engine.run(1)
+        found = {}
+        for plan in plans:
+            engine.apply(plan)
+            found[plan] = engine.run(2).peak_bytes or 0
+        return found
+
+
+@installed
+@pytest.mark.slow
+def test_a_planner_plans_for_ranks_from_their_own_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = f"{TESTS / 'rank_jobs.py'}:transformer"
+    ranks = ["--engine", "deepspeed", "--ranks", "2", "--zero-stage", "2", "--runs-dir", str(tmp_path), "--json"]
+    assert run(["profile", job, "--lean", *ranks]) == 0
+    profiled = json.loads(capsys.readouterr().out)
+    assert run(["tune", job, "--method", "exact", "--memory-budget", "50%", *ranks]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [path.name for path in (tmp_path / "profiles").iterdir()] == [Path(profiled["file"]).name]
+    measured = document["measured"]
+    assert measured["peak_bytes"] <= measured["memory_budget_bytes"] < measured["baseline_peak_bytes"]
+    assert document["predicted"]["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=0.02)
+    assert document["plan"]["launch"] == {"zero_stage": 2}
+
+
+@installed
+@pytest.mark.slow
+def test_a_rank_that_dies_while_it_is_profiled_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(failing_job.FAILURE, "exception")
+    monkeypatch.setenv(failing_job.AT, "5")
+    command = ["profile", failing_job.__file__, "--lean", "--engine", "deepspeed", "--runs-dir", str(tmp_path)]
+    assert run(command) == 2
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert 'profiling it on 2 ranks ends with crashed: rank 1: KeyError: "the job\'s own"' in told
+    assert not list(tmp_path.glob("profiles/*.json"))
+
+
 # ----------------------------------------------------------------------------------------------------- configurations
 
 
@@ -218,7 +296,6 @@ def test_what_is_automatic_or_off_is_no_contradiction() -> None:
         (["--engine", "spark"], "engine is 'spark'"),
         (["--engine", "deepspeed", "--zero-stage", "4", "--method", "random"], "ZeRO stage is '4'"),
         (["--zero-stage", "2"], "is for DeepSpeed"),
-        (["--engine", "deepspeed", "--method", "exact"], "exact plans from a profile"),
         (["--engine", "deepspeed", "--method", "random", "--ds-config", "nowhere.json"], "cannot be read"),
     ],
 )

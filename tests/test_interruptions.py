@@ -161,7 +161,7 @@ def test_a_campaign_in_which_every_failure_recurs_completes_and_names_each(
     turns.write_text(f"{-3:<9}")
     monkeypatch.setenv(failing_job.TURNS, str(turns))
     # A window has 3, 6 or 12 micro-batches: whatever the plan, some fail and most do not.
-    monkeypatch.setenv(failing_job.AT, "31")
+    monkeypatch.setenv(failing_job.AT, "27")
     # Steps of microseconds: whoever takes five seconds hangs.
     patience = Patience(opening_s=60, first_s=5, factor=10, grace_s=3)
     monkeypatch.setattr(tuning, "IsolatedEngine", functools.partial(IsolatedEngine, patience=patience))
@@ -173,8 +173,8 @@ def test_a_campaign_in_which_every_failure_recurs_completes_and_names_each(
         "optuna",
         memory_budget="60%",
         isolate=True,
-        steps=120 * count,
-        trials=12 * count,
+        steps=160 * count,
+        trials=16 * count,
         runs_dir=tmp_path,
     )
     trials = RunDirectory.open(Path(document["run"])).lines("trials.jsonl")

@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 # Proposals in a row that were known, after which a neighbour of the best one is proposed.
 _STALE = 2
-# Of its neighbours, so many are looked at.
-_NEIGHBOURS = 24
+# Of its neighbours that differ in one parameter, so many are looked at; then in two, and so on.
+_NEIGHBOURS = 8
 
 
 class _StudySearch:
@@ -100,7 +100,7 @@ class _StudySearch:
     def _neighbour(self, number: int) -> dict[str, object] | None:
         """Return the best trial's parameters, a few of them drawn anew, for a plan that is not known.
 
-        ``None`` while there is no best one, or where all about it is known.
+        ``None`` while there is no best one, or where all that were looked at are known, near and far.
         """
         complete = self.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
         fitting = [trial for trial in complete if all(over <= 0 for over in trial.constraints.values())]
@@ -108,10 +108,9 @@ class _StudySearch:
             return None
         best = min(fitting, key=lambda trial: (trial.value, trial.number))
         generator, names = np.random.default_rng([self._seed, number]), sorted(best.distributions)
-        for draw in range(_NEIGHBOURS):
+        for draw in range(_NEIGHBOURS * len(names)):
             # Near ones first.
-            count = min(1 + draw // (_NEIGHBOURS // 3), len(names))
-            changed = map(str, generator.choice(names, size=count, replace=False))
+            changed = map(str, generator.choice(names, size=1 + draw // _NEIGHBOURS, replace=False))
             near = {**best.params, **{name: _drawn(best.distributions[name], generator) for name in changed}}
             if self._propose(optuna.trial.FixedTrial(near)) not in self._known:
                 return near

@@ -23,7 +23,7 @@ from autotune.campaign.arms import (
     static_arm,
 )
 from autotune.campaign.journal import Journal, JournaledEngine
-from autotune.campaign.profiling import cached_profile, find_profile, profile_elsewhere
+from autotune.campaign.profiling import Ranked, cached_profile, find_profile, profile_elsewhere
 from autotune.campaign.progress import Reporter, Silent
 from autotune.campaign.protocol import Arm, Dips, Protocol
 from autotune.campaign.runs import PROFILE, RunDirectory, require_writable
@@ -100,12 +100,6 @@ class Session:
         """
         if method not in tuning.METHODS:
             raise InputError(f"method is {method!r}", where="--method", allowed=tuning.METHODS)
-        if self.ranks is not None and method in tuning.PROFILED:
-            raise InputError(
-                f"{method} plans from a profile, and none is taken of several ranks",
-                where="--method",
-                allowed=[name for name in tuning.METHODS if name not in tuning.PROFILED],
-            )
         if self.cluster is not None and method not in tuning.SPREADING:
             raise InputError(
                 f"{method} measures plans one after another, and a cluster would not make it faster",
@@ -363,7 +357,7 @@ class Session:
 
     def _refuse_budget_early(self) -> None:
         """Refuse a budget that a profile in the cache shows to be too small, before anything runs."""
-        profile = None if self.budget is None else find_profile(self.job, self.runs)
+        profile = None if self.budget is None else find_profile(self.job, self.runs, self._ranked)
         if profile is not None and self.budget is not None:
             require_feasible(profile, self.budget.resolve(peak_bytes(profile, profile.space.baseline())))
 
@@ -390,15 +384,28 @@ class Session:
         if not set(names) & set(tuning.PROFILED) and not any(needs_profile(name) for name in names):
             return None
         self.reporter.stage("profile the units, once", 1)
-        if self.isolate is not None and find_profile(self.job, self.runs) is None:
+        ranked = self._ranked
+        if ranked is None and self.isolate is not None and find_profile(self.job, self.runs) is None:
             profile_elsewhere(self.isolate, self.runs, lean=self.profiler.is_lean)
-        profile, _, _ = cached_profile(self.job, self.runs, options=self.profiler, on_progress=self.reporter.advance)
+        profile, _, _ = cached_profile(
+            self.job, self.runs, options=self.profiler, on_progress=self.reporter.advance, ranked=ranked
+        )
         return profile
+
+    @property
+    def _ranked(self) -> Ranked | None:
+        """Return the ranks that train the job together, if several do."""
+        if self.ranks is None:
+            return None
+        assert self.isolate is not None
+        return Ranked(self.isolate, self.ranks)
 
     def _keep_profile(self, run: RunDirectory, profile: Profile | None) -> None:
         """Keep what the job cost beside the run, for its report; a profile that is there already will do."""
         # Without profiles, the job is not built once more to look for its own.
-        found = profile or (find_profile(self.job, self.runs) if (self.runs / "profiles").is_dir() else None)
+        found = profile or (
+            find_profile(self.job, self.runs, self._ranked) if (self.runs / "profiles").is_dir() else None
+        )
         if found is not None:
             run.write(PROFILE, found.to_json())
 

@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from autotune.engines.isolated_engine import RankOptions
 from autotune.engines.profiler import ProfilerOptions, calibration_plan, fixed_shape, profile, profile_key
+from autotune.engines.rank_profiler import profile_on_ranks
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import InputError, JobError, ProfileError
 from autotune.files import read_json, write_json
@@ -63,6 +65,29 @@ class Validation:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """Say that several ranks train a job.
+
+    Attributes:
+        reference: the job's, with which each of them loads it.
+        options: how many, and how.
+    """
+
+    reference: str
+    options: RankOptions
+
+    def key(self, job: Job, device_name: str) -> str:
+        """Return a SHA-256 of everything that their profile depends on."""
+        facts = [profile_key(job, device_name), asdict(self.options), os.environ.get("OMP_NUM_THREADS")]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def kind(self) -> str:
+        """Return what their profile's file name ends in."""
+        return f"-{self.options.count}-ranks-zero-{self.options.zero_stage}"
+
+
 def cached_profile(
     job: Job,
     runs: Path,
@@ -70,6 +95,7 @@ def cached_profile(
     options: ProfilerOptions | None = None,
     fresh: bool = False,
     on_progress: Callable[[float], None] | None = None,
+    ranked: Ranked | None = None,
 ) -> tuple[Profile, Path, bool]:
     """Return a job's profile on this device: from the cache if nothing that it depends on has changed.
 
@@ -81,18 +107,28 @@ def cached_profile(
         options: how much profiling may cost.
         fresh: measure even if the cache holds a profile.
         on_progress: is told of the share that is done.
+        ranked: the ranks that train it together; ``None`` for this process alone.
 
     Returns:
         The profile, its file, and whether it came from the cache.
     """
     device = device_name()
-    key = profile_key(job, device)
-    kinds = ("", _LEAN) if options is not None and options.is_lean else ("",)
-    for path in (cache_path(job, runs, key, kind) for kind in kinds):
+    key, files = _cached_files(job, runs, ranked)
+    for path in files if options is not None and options.is_lean else files[:1]:
         found = None if fresh else _read_cached(path, key)
         if found is not None:
             return found, path, True
-    measured = profile(job, device_name=device, fingerprint=key, options=options, on_progress=on_progress)
+    if ranked is None:
+        measured = profile(job, device_name=device, fingerprint=key, options=options, on_progress=on_progress)
+    else:
+        measured = profile_on_ranks(
+            ranked.reference,
+            ranked.options,
+            device_name=device,
+            fingerprint=key,
+            options=options,
+            on_progress=on_progress,
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, measured.to_json())
     return measured, path, False
@@ -137,10 +173,23 @@ def profile_elsewhere(reference: str, runs: Path, *, lean: bool) -> None:
         raise JobError(f"profiling it ends with {how}: {last}", where=reference)
 
 
-def find_profile(job: Job, runs: Path) -> Profile | None:
-    """Return a job's cached profile on this device, or ``None`` if there is none: nothing is measured."""
-    key = profile_key(job, device_name())
-    return _read_cached(cache_path(job, runs, key), key) or _read_cached(cache_path(job, runs, key, _LEAN), key)
+def find_profile(job: Job, runs: Path, ranked: Ranked | None = None) -> Profile | None:
+    """Return a job's cached profile on this device, or ``None`` if there is none: nothing is measured.
+
+    Args:
+        job: the job.
+        runs: the folder of runs.
+        ranked: the ranks that train it together; ``None`` for this process alone.
+    """
+    key, (full, lean) = _cached_files(job, runs, ranked)
+    return _read_cached(full, key) or _read_cached(lean, key)
+
+
+def _cached_files(job: Job, runs: Path, ranked: Ranked | None) -> tuple[str, tuple[Path, Path]]:
+    """Return the key of a job's profiles on this device, and the files of the full and the lean one."""
+    key = profile_key(job, device_name()) if ranked is None else ranked.key(job, device_name())
+    kind = "" if ranked is None else ranked.kind
+    return key, (cache_path(job, runs, key, kind), cache_path(job, runs, key, kind + _LEAN))
 
 
 def _read_cached(path: Path, key: str) -> Profile | None:

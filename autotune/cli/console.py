@@ -10,13 +10,17 @@ import os
 import sys
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from autotune.cluster import ClusterOptions
+from autotune.errors import InputError
+
+if TYPE_CHECKING:
+    from autotune.engines.isolated_engine import RankOptions
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, the rest on stderr.")]
 RunsOption = Annotated[Path, typer.Option("--runs-dir", help="Where run directories are written.")]
@@ -45,6 +49,13 @@ WattsOption = Annotated[
     typer.Option("--watts", help="The device's power, to estimate energy by where it cannot be measured."),
 ]
 RUNS = Path("runs")
+
+
+EngineOption = Annotated[str, typer.Option("--engine", help="torch, or deepspeed for several ranks.")]
+RanksOption = Annotated[int, typer.Option("--ranks", min=1, help="With deepspeed: how many ranks, on this machine.")]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--ds-config", help="With deepspeed: a configuration of your own (JSON).")
+]
 
 
 def console(*, as_json: bool) -> Console:
@@ -120,3 +131,24 @@ class Bars:
         if self._task is not None:
             self._progress.update(self._task, completed=self._total, detail="")
             self._task = None
+
+
+def ranks(engine: str, count: int, zero_stage: str, config: Path | None) -> RankOptions | None:
+    """Return what was asked of DeepSpeed.
+
+    Raises:
+        InputError: if an option is wrong, or stands beside another engine.
+    """
+    if engine not in ("torch", "deepspeed"):
+        raise InputError(f"engine is {engine!r}", where="--engine", allowed="torch, deepspeed")
+    if engine == "torch":
+        if zero_stage != "0" or config is not None:
+            raise InputError("is for DeepSpeed", where="--zero-stage, --ds-config", allowed="--engine deepspeed beside")
+        return None
+    if zero_stage not in ("0", "1", "2", "3", "all"):
+        raise InputError(f"ZeRO stage is {zero_stage!r}", where="--zero-stage", allowed="0, 1, 2, 3, all")
+    from autotune.engines.isolated_engine import RankOptions
+    from autotune.files import read_json
+
+    stage = 0 if zero_stage == "all" else int(zero_stage)
+    return RankOptions(count=count, zero_stage=stage, config=None if config is None else read_json(config))

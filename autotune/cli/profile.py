@@ -10,7 +10,8 @@ from rich.table import Table
 
 from autotune.budget import format_bytes
 from autotune.cli import console as shared
-from autotune.cli.console import JsonOption, LeanOption, RunsOption
+from autotune.cli.console import ConfigOption, EngineOption, JsonOption, LeanOption, RanksOption, RunsOption
+from autotune.errors import InputError
 
 if TYPE_CHECKING:
     from autotune.physics.profile import Profile
@@ -25,6 +26,10 @@ def command(
     ] = False,
     seconds: Annotated[float, typer.Option("--seconds", min=5, help="About how long profiling may take.")] = 50.0,
     lean: LeanOption = False,
+    engine: EngineOption = "torch",
+    ranks: RanksOption = 2,
+    zero_stage: Annotated[str, typer.Option("--zero-stage", help="With deepspeed: 0, 1, 2 or 3.")] = "0",
+    ds_config: ConfigOption = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of weights, batches and calibration plans.")] = 0,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
@@ -32,7 +37,11 @@ def command(
     """Measure what every unit of a job costs, so that the time and memory of any plan can be predicted."""
     from autotune.campaign.profile_index import indexed_profile
 
-    known = None if fresh or validate or convergence else indexed_profile(job, runs_dir)
+    asked = shared.ranks(engine, ranks, zero_stage, ds_config)
+    if asked is not None and (validate or convergence or zero_stage == "all"):
+        told = "--zero-stage all" if zero_stage == "all" else "--validate or --convergence"
+        raise InputError(f"{told} stands beside", where="--engine deepspeed", allowed="one stage's profile alone")
+    known = None if fresh or validate or convergence or asked else indexed_profile(job, runs_dir)
     if known is not None:
         _show(known[0], known[1], {}, cached=True, as_json=as_json)
         return
@@ -50,9 +59,15 @@ def command(
     with shared.Bars(shared.console(as_json=as_json)) as bars:
         bars.stage(f"profile {found.name}", 1)
         profile, path, cached = profiling.cached_profile(
-            found, runs_dir, options=options, fresh=fresh, on_progress=bars.advance
+            found,
+            runs_dir,
+            options=options,
+            fresh=fresh,
+            on_progress=bars.advance,
+            ranked=None if asked is None else profiling.Ranked(job, asked),
         )
-        remember(job, path, runs_dir)
+        if asked is None:
+            remember(job, path, runs_dir)
         if validate:
             bars.stage(f"measure {validate} random plans", 2 * validate)
             more["validation"] = profiling.validate(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,8 +13,11 @@ from autotune.cli import console as shared
 from autotune.cli.console import (
     BudgetOption,
     ClusterOption,
+    ConfigOption,
+    EngineOption,
     JsonOption,
     LeanOption,
+    RanksOption,
     RunsOption,
     SeedOption,
     StepsOption,
@@ -24,10 +26,6 @@ from autotune.cli.console import (
     WattsOption,
     WorkerCoresOption,
 )
-from autotune.errors import InputError
-
-if TYPE_CHECKING:
-    from autotune.engines.isolated_engine import RankOptions
 
 
 def command(
@@ -42,14 +40,12 @@ def command(
     isolate: Annotated[
         bool, typer.Option("--isolate", help="Train in a process of its own: what kills or hangs it is a failed trial.")
     ] = False,
-    engine: Annotated[str, typer.Option("--engine", help="torch, or deepspeed for several ranks.")] = "torch",
-    ranks: Annotated[int, typer.Option("--ranks", min=1, help="With deepspeed: how many ranks, on this machine.")] = 2,
+    engine: EngineOption = "torch",
+    ranks: RanksOption = 2,
     zero_stage: Annotated[
         str, typer.Option("--zero-stage", help="With deepspeed: 0, 1, 2, 3, or all to choose the fastest.")
     ] = "0",
-    ds_config: Annotated[
-        Path | None, typer.Option("--ds-config", help="With deepspeed: a configuration of your own (JSON).")
-    ] = None,
+    ds_config: ConfigOption = None,
     cluster: ClusterOption = None,
     worker_cores: WorkerCoresOption = 1,
     storage: StorageOption = None,
@@ -65,7 +61,7 @@ def command(
     """Find the fastest plan within a memory budget by measuring plans on the real job."""
     from autotune import api
 
-    asked = _ranks(engine, ranks, zero_stage, ds_config)
+    asked = shared.ranks(engine, ranks, zero_stage, ds_config)
     workers = shared.cluster(cluster, worker_cores)
     output = shared.console(as_json=as_json)
     with shared.Bars(output) as bars:
@@ -86,27 +82,6 @@ def command(
         else:
             document = api.tune(job, method, isolate=isolate, ranks=asked, cluster=workers, **settings)
     show(document, job, method, output, as_json=as_json, weights=weights)
-
-
-def _ranks(engine: str, count: int, zero_stage: str, config: Path | None) -> RankOptions | None:
-    """Return what was asked of DeepSpeed.
-
-    Raises:
-        InputError: if an option is wrong, or stands beside another engine.
-    """
-    from autotune.engines.isolated_engine import RankOptions
-    from autotune.files import read_json
-
-    if engine not in ("torch", "deepspeed"):
-        raise InputError(f"engine is {engine!r}", where="--engine", allowed="torch, deepspeed")
-    if engine == "torch":
-        if zero_stage != "0" or config is not None:
-            raise InputError("is for DeepSpeed", where="--zero-stage, --ds-config", allowed="--engine deepspeed beside")
-        return None
-    if zero_stage not in ("0", "1", "2", "3", "all"):
-        raise InputError(f"ZeRO stage is {zero_stage!r}", where="--zero-stage", allowed="0, 1, 2, 3, all")
-    stage = 0 if zero_stage == "all" else int(zero_stage)
-    return RankOptions(count=count, zero_stage=stage, config=None if config is None else read_json(config))
 
 
 def show(

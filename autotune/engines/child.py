@@ -8,10 +8,8 @@ to where the parent said; what the job breaks, the parent sees.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -19,19 +17,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from autotune.engines.processes import RAISED, die_with_parent, leave
 from autotune.engines.wire import Wire
 from autotune.errors import InputError
 
 # In the folder: what to open, and where the parent listens.
 OPENING, SOCKET = "opening.json", "socket"
-# How a rank's last line begins.
-RAISED = "autotune: rank"
-_PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> None:
     """Serve the socket in the folder that is the first argument, until it closes."""
-    _die_with_parent()
+    die_with_parent()
     folder = Path(arguments[0])
     opening = json.loads((folder / OPENING).read_text())
     # Where nobody asked for ranks, the number is somebody else's.
@@ -44,7 +40,7 @@ def main(arguments: list[str]) -> None:
             serve(Wire(connection), opening)
         else:
             follow(opening, rank)
-    _leave(0)
+    leave(0)
 
 
 def serve(wire: Wire, opening: dict[str, Any]) -> None:
@@ -82,7 +78,7 @@ def follow(opening: dict[str, Any], rank: int) -> None:
     except Exception as error:  # noqa: BLE001 - whatever the job raises, the parent classifies
         line = " ".join(f"{type(error).__name__}: {error}".split())
         print(f"{RAISED} {rank}: {_class_of(error)}: {line}", file=sys.stderr)  # noqa: T201 - the parent reads it
-        _leave(1)
+        leave(1)
 
 
 class _Told:
@@ -119,13 +115,6 @@ class _Told:
             from torch import distributed
 
             distributed.broadcast_object_list(told, src=0, group=self._group)
-
-
-def _leave(code: int) -> None:
-    """End without the interpreter's clean-up, which a job's own threads could hang."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _class_of(error: Exception) -> str:
@@ -184,12 +173,6 @@ def _answers(engine: Any) -> dict[str, Callable[..., Any]]:
         engine.restore(read_snapshot(Path(f"{path}.{rank}")))
 
     return {"run": run, "evaluate": evaluate, "snapshot": snapshot, "restore": restore}
-
-
-def _die_with_parent() -> None:
-    """Ask the system to end this process with its parent, where it can."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -81,6 +81,8 @@ class DeepSpeedEngine(TorchEngine):
         config: Mapping[str, Any] | None = None,
     ) -> None:
         self.zero_stage = zero_stage
+        # Stage 3 learns in one step in which order modules are used, and gathers ahead from the next.
+        self.settling_steps = 1 if zero_stage == 3 else 0
         self._config = engine_config(job, zero_stage, config)
         device = device or device_kind(int(os.environ.get("WORLD_SIZE", "1")))
         self._deepspeed = imported(device)

@@ -18,13 +18,23 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.engines.child import OPENING, RAISED, SOCKET
+from autotune.engines.child import OPENING, SOCKET
 from autotune.engines.deepspeed_config import STAGES
+from autotune.engines.processes import (
+    command,
+    kills,
+    last_words,
+    members,
+    python_path,
+    rank_that_raised,
+    remove_shared_memory,
+    signal_name,
+)
 from autotune.engines.torch_engine import EngineOptions
 from autotune.engines.wire import GarbledError, Wire
 from autotune.errors import EngineError, InputError, JobError
@@ -32,13 +42,8 @@ from autotune.measurement import Failure, Measurement
 from autotune.mechanics.devices import device_kind
 from autotune.plan import Plan, PlanSpace
 
-_PACKAGE = Path(__file__).resolve().parents[2]
-# Where the kernel counts the processes that it ended for want of memory.
-_MEMORY_EVENTS = Path("/sys/fs/cgroup/memory.events")
 # Seconds between two looks at whether a child that has not called yet is still there.
 _POLL_S = 0.2
-# Characters of what a child printed last that its failure quotes.
-_QUOTED = 300
 Predict = Callable[[Plan], float | None]
 
 
@@ -250,7 +255,7 @@ class IsolatedEngine:
         if "answer" not in document:
             # After an exception that the engine does not make a value of, its state is unknown. Where another rank
             # raised first, what the first one met is only that it was gone.
-            elsewhere = None if self._child is None else _rank_that_raised(self._child.output)
+            elsewhere = None if self._child is None else rank_that_raised(self._child.output)
             self._end()
             own = Failure(document.get("failure", Failure.CRASHED)), str(document.get("raised", "it cannot be read"))
             raise _ChildError(*(elsewhere or own))
@@ -260,6 +265,7 @@ class IsolatedEngine:
         """Start a child and have it build its model."""
         self.children += 1
         output = self._folder / f"output-{self.children}.txt"
+        count = None if self._ranks is None else self._ranks.count
         (self._folder / OPENING).write_text(json.dumps(self._opening))
         # A socket's path may have a hundred characters; the folder's own is short.
         with socket.socket(socket.AF_UNIX) as listening, output.open("wb") as sink:
@@ -267,14 +273,14 @@ class IsolatedEngine:
             listening.bind(str(self._folder / SOCKET))
             listening.listen(1)
             process = subprocess.Popen(
-                [*_launcher(self._ranks), "-m", "autotune.engines.child", str(self._folder)],
+                [*command("autotune.engines.child", count), str(self._folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": _python_path()},
+                env={**os.environ, "PYTHONPATH": python_path()},
             )
-            self._child = child = _Child(process, output, _kills())
+            self._child = child = _Child(process, output, kills())
             try:
                 child.wire = self._accept(listening, child)
                 opened = self._answered(child, self._patience.opening_s)
@@ -336,15 +342,15 @@ class IsolatedEngine:
             child.process.wait(5.0)
         code = child.process.poll()
         self._end()
-        killed = _kills()
+        killed = kills()
         if code == -signal.SIGKILL and None not in (killed, child.killed_before) and killed != child.killed_before:
             return _ChildError(Failure.OUT_OF_MEMORY, "the system ended it for want of memory")
-        raised = _rank_that_raised(child.output)
+        raised = rank_that_raised(child.output)
         if raised is not None:
             return _ChildError(*raised)
-        said = _last_words(child.output)
+        said = last_words(child.output)
         if code is not None and code < 0:
-            return _ChildError(Failure.CRASHED, f"ended by {_signal_name(-code)}{said}")
+            return _ChildError(Failure.CRASHED, f"ended by {signal_name(-code)}{said}")
         how = "closed its connection" if code is None else f"ended with exit code {code}"
         return _ChildError(Failure.CRASHED, f"{how}{said}")
 
@@ -355,13 +361,13 @@ class IsolatedEngine:
             return
         if child.wire is not None:
             child.wire.close()
-        members = {*_members(child.process.pid), *child.processes}
+        group = {*members(child.process.pid), *child.processes}
         # The group outlives its leader where the job started processes of its own; ranks lead groups of their own.
         for leader in {child.process.pid, *child.processes}:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(leader, signal.SIGKILL)
         child.process.wait()
-        _remove_shared_memory(members)
+        remove_shared_memory(group)
 
     def _patience_for(self, steps: int) -> float:
         predicted = None if self._predict is None else self._predict(self._plan)
@@ -382,71 +388,3 @@ class _ChildError(Exception):
     def __init__(self, failure: Failure, detail: str) -> None:
         super().__init__(" ".join(detail.split()))
         self.failure = failure
-
-
-def _python_path() -> str:
-    """Return a search path on which the child finds this package, also where it runs from a checkout."""
-    return os.pathsep.join(filter(None, [str(_PACKAGE), os.environ.get("PYTHONPATH", "")]))
-
-
-def _kills() -> int | None:
-    """Return how many processes the kernel ended for want of memory; ``None`` where it does not say."""
-    try:
-        rows = dict(row.split() for row in _MEMORY_EVENTS.read_text().splitlines())
-        return int(rows["oom_kill"])
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _last_words(output: Path) -> str:
-    """Return the last line that a child printed, to follow a colon."""
-    try:
-        lines: Sequence[str] = output.read_text(errors="replace").strip().splitlines()
-    except OSError:
-        return ""
-    return f": {lines[-1][-_QUOTED:]}" if lines else ""
-
-
-def _rank_that_raised(output: Path) -> tuple[Failure, str] | None:
-    """Return the class of what a rank other than the first raised, and its line."""
-    with contextlib.suppress(OSError):
-        for line in output.read_text(errors="replace").splitlines():
-            rank, _, rest = line.removeprefix(RAISED).partition(": ")
-            kind, _, what = rest.partition(": ")
-            if line.startswith(RAISED) and kind in set(Failure):
-                return Failure(kind), f"rank{rank}: {what[-_QUOTED:]}"
-    return None
-
-
-def _launcher(ranks: RankOptions | None) -> list[str]:
-    """Return the command that starts a module in a process, or in each of several ranks."""
-    if ranks is None:
-        return [sys.executable]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks.count}"]
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _members(group: int) -> set[int]:
-    """Return the processes of a group, its leader included, where the system tells."""
-    found = {group}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            # After the name, which is in parentheses: state, parent, group.
-            if int((entry / "stat").read_text().rpartition(")")[2].split()[2]) == group:
-                found.add(int(entry.name))
-    return found
-
-
-def _remove_shared_memory(processes: set[int]) -> None:
-    """Remove what killed processes left in shared memory: torch names its files by process."""
-    folder = Path("/dev/shm")  # noqa: S108 - where torch puts them
-    if folder.is_dir():
-        for path in folder.glob("torch_*"):
-            if path.name.split("_")[1] in map(str, processes):
-                path.unlink(missing_ok=True)

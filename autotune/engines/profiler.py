@@ -6,7 +6,6 @@ whole plans then correct the sum of the pieces.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -14,7 +13,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,15 +33,15 @@ from autotune.engines.step_tables import (
     share_seconds,
     without_copies,
 )
-from autotune.engines.torch_engine import EngineOptions, TorchEngine
+from autotune.engines.torch_engine import EngineOptions
+from autotune.engines.watched import WatchedEngine
 from autotune.errors import JobError
 from autotune.job import Job
 from autotune.measurement import Failure, Measurement
-from autotune.mechanics import controls
 from autotune.mechanics.devices import device_kind
-from autotune.mechanics.memory_meter import collection_paused, resident_tensors, tensor_bytes
+from autotune.mechanics.memory_meter import tensor_bytes
 from autotune.mechanics.randomness import isolated, seed_all
-from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch, seconds_by_place, stamp_for
+from autotune.mechanics.step_trace import Phase
 from autotune.mechanics.trees import map_tensors, tensors
 from autotune.physics.profile import (
     PROFILE_VERSION,
@@ -147,69 +146,6 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(model.named_modules())
 
 
-class WatchedEngine(TorchEngine):
-    """Be a torch engine whose steps can be traced or timed piece by piece."""
-
-    watch: StepWatch | None = None
-    tracer: StepTracer | None = None
-    static_bytes: int = 0
-    batch_bytes: int = 0
-
-    def phase(self, name: Phase) -> None:
-        """Pass the phase on to whoever watches."""
-        if self.watch is not None:
-            self.watch.begin(name)
-
-    @contextlib.contextmanager
-    def metering(self, batches: Sequence[Any]) -> Iterator[bool]:
-        """Trace or watch the body, where that was asked for."""
-        if self.tracer is not None:
-            self.batch_bytes = tensor_bytes(tensors(batches))
-            self.static_bytes = tensor_bytes(resident_tensors(self.model, self.update.optimizer, []))
-            self.watch = self.tracer.watch
-            with collection_paused(), self.tracer.tracing():
-                yield True
-        elif self.watch is not None:
-            with self.watch:
-                yield False
-        else:
-            yield False
-        self.watch = None
-
-    def traced(self) -> tuple[Measurement, StepTracer]:
-        """Run one step and trace its memory."""
-        tracer = self.tracer = StepTracer(self.model, self._unit_names(), self.device)
-        try:
-            return self.run(1), tracer
-        finally:
-            self.tracer = self.watch = None
-
-    def timed(self) -> tuple[Measurement, dict[tuple[Phase, int], float], tuple[str, ...]]:
-        """Run one step and return its seconds by phase and segment, and the units called."""
-        watch = self.watch = StepWatch(self.model, self._unit_names(), stamp_for(self.device))
-        try:
-            window = self.run(1)
-        finally:
-            self.watch = None
-        if window.failure is not None:
-            return window, {}, ()
-        return window, seconds_by_place(watch, self.device), tuple(watch.calls[0])
-
-    def apply_with(self, plan: Plan, *, fp32_borders: bool) -> None:
-        """Apply a plan, whatever was applied before, with one kind of borders where the plan allows both."""
-        self.apply(plan)
-        controls.apply(self.model, plan, fp32_borders=fp32_borders or self.fp32_borders)
-
-    def leave_out(self, names: Collection[str]) -> None:
-        """Let some units be as the job has them from now on, and no part of any plan."""
-        units = tuple(unit for unit in self.space.units if unit.name not in names)
-        self._space = replace(self.space, units=units)
-        self.apply(self._space.baseline())
-
-    def _unit_names(self) -> list[str]:
-        return [unit.name for unit in self.space.units]
-
-
 def profile(
     job: Job,
     *,
@@ -218,6 +154,7 @@ def profile(
     device: str | None = None,
     options: ProfilerOptions | None = None,
     on_progress: Callable[[float], None] | None = None,
+    make_engine: Callable[..., WatchedEngine] = WatchedEngine,
 ) -> Profile:
     """Profile a job on real steps.
 
@@ -228,11 +165,13 @@ def profile(
         device: where it runs; ``None`` for where jobs train on this machine.
         options: how much it may cost.
         on_progress: is told of the share that is done.
+        make_engine: makes what trains the job. Where several ranks do, each of them calls this function, and gets a
+            profile of its own share with the largest static bytes of all.
 
     Raises:
         JobError: if the baseline cannot run.
     """
-    profiler = _Profiler(job, device_name, device, options or ProfilerOptions(), on_progress)
+    profiler = _Profiler(job, device_name, device, options or ProfilerOptions(), on_progress, make_engine)
     return profiler.profile(fingerprint or profile_key(job, device_name))
 
 
@@ -254,6 +193,7 @@ class _Profiler:
         device: str | None,
         options: ProfilerOptions,
         on_progress: Callable[[float], None] | None,
+        make_engine: Callable[..., WatchedEngine],
     ) -> None:
         self._began = time.perf_counter()
         self._job = job
@@ -267,7 +207,7 @@ class _Profiler:
             seed_all(options.seed)
             steady = fixed_shape(job, options.seed)
             self._length_spread = length_spread(job, options.seed)
-        self.engine = WatchedEngine(
+        self.engine = make_engine(
             steady,
             seed=options.seed,
             device=device,
@@ -284,7 +224,7 @@ class _Profiler:
             raise JobError("no plan could be profiled", where=f"job {self._job.name!r}", allowed=self._warnings)
         if self._options.is_lean:
             share_seconds(choices, engine.space)
-        tables, uniform_tables = all_tables(choices, self._job.batch_size, engine.space)
+        tables, uniform_tables = all_tables(choices, engine.samples_here(), engine.space)
         self._warn_of_ks([table.accumulation_steps for table in tables])
         result = Profile(
             job=self._job.name,
@@ -338,7 +278,8 @@ class _Profiler:
             try:
                 for _ in range(self._options.call_checks):
                     self._require_steady_calls(self.engine.timed()[2])
-                choices = without_copies(self._trace_all())
+                traced = self._trace_all()
+                choices = {probe: traced[probe] for probe in self.engine.decided([*without_copies(traced)])}
                 self._report(0.25)
                 self._time(choices)
                 self.engine.apply(self.engine.space.baseline())
@@ -367,7 +308,7 @@ class _Profiler:
         refused = False
         first: Choice | None = None
         for probe, plan in homogeneous_plans(self.engine.space, [k]).items():
-            if is_copy(probe, choices):
+            if self.engine.decided(is_copy(probe, choices)):
                 continue
             self.engine.apply_with(plan, fp32_borders=not probe.passes_16_bit)
             window, tracer = self.engine.traced()
@@ -380,7 +321,7 @@ class _Profiler:
             seen = attribute(tracer.trace, recomputed, None if first is None else known(first).gradients)
             choices[probe] = Choice(plan, seen, tracer.trace.calls, self.engine.batch_bytes)
             first = first or choices[probe]
-            if self._options.is_lean and not is_copy(probe, choices):
+            if self._options.is_lean and not self.engine.decided(is_copy(probe, choices)):
                 choices[probe].totals.append([self._time_step(choices[probe])])
         return refused
 
@@ -398,7 +339,7 @@ class _Profiler:
             order = list(choices.items())
             for probe, choice in order if number % 2 == 0 else reversed(order):
                 self._visit(probe, choice)
-            spent = time.perf_counter() - began
+            spent = self.engine.decided(time.perf_counter() - began)
             self._report(0.25 + 0.5 * min(spent / share, 1.0))
             if number + 1 >= self._options.min_rounds and spent * (number + 2) / (number + 1) > share:
                 break

@@ -74,16 +74,7 @@ class Choice:
 
 def without_copies(choices: Mapping[Probe, Choice]) -> dict[Probe, Choice]:
     """Return what was traced without 16-bit borders that make no difference: where units return fp32 by themselves."""
-    copies: set[Probe] = set()
-    for k, precision in {(p.accumulation_steps, p.precision) for p in choices if p.passes_16_bit}:
-        pairs = [
-            (probe, replace(probe, passes_16_bit=False))
-            for probe in choices
-            if probe.passes_16_bit and (probe.accumulation_steps, probe.precision) == (k, precision)
-        ]
-        if all(other in choices and known(choices[probe]) == known(choices[other]) for probe, other in pairs):
-            copies.update(probe for probe, _ in pairs)
-    return {probe: choice for probe, choice in choices.items() if probe not in copies}
+    return {probe: choice for probe, choice in choices.items() if not is_copy(probe, choices)}
 
 
 def is_copy(probe: Probe, choices: Mapping[Probe, Choice]) -> bool:
@@ -268,8 +259,9 @@ def _between(low: StepTable, high: StepTable, k: int, micro_batch: int) -> StepT
         )
 
     pairs = zip(low.segments, high.segments, strict=True)
+    # A step of one micro-batch may leave no gradients, where ranks share them out at once: the other one tells.
     segments = [
-        replace(one, costs={name: between(cost, other.costs[name]) for name, cost in one.costs.items()})
+        replace(other, costs={name: between(cost, other.costs[name]) for name, cost in one.costs.items()})
         for one, other in pairs
     ]
     boundaries = [

@@ -111,12 +111,14 @@ class TorchEngine:
         energy: reads the device's energy.
         called: what the job's loss is computed with: the model, or what stands round it.
         recovers: whether a step that raised can be put back; else what it raised is the caller's to know.
+        settling_steps: steps under a plan after which its memory is what it stays.
 
     Raises:
         JobError: if the job's model, batches or loss cannot be used; the message says which.
     """
 
     recovers = True
+    settling_steps = 0
 
     def __init__(
         self,
@@ -367,7 +369,8 @@ class TorchEngine:
         """
         size = tensor_bytes(tensors(batches))
         known = self._peaks.get(self._plan, (0, 0))
-        if not self.options.meter_memory or self.progress.steps == 0 or size <= known[1]:
+        unsettled = self.progress.steps == 0 or self._steps_under_plan < self.settling_steps
+        if not self.options.meter_memory or unsettled or size <= known[1]:
             yield False
             return
         self._meter.reset()

@@ -1,8 +1,10 @@
-"""Tell how long this process waits in collective operations."""
+"""Stand round collective operations: to tell how long this process waits in them, or until they let go of memory."""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +24,11 @@ _COLLECTIVES = (
     "all_to_all_single",
     "barrier",
 )
+# Those that DeepSpeed looks up once, and keeps.
+_KEPT = ("all_gather_function", "reduce_scatter_function")
+# In which gloo's own threads let go of what they sent.
+_SETTLING_S = 0.002
+Call = Callable[..., Any]
 
 
 class CollectiveClock:
@@ -40,16 +47,10 @@ class CollectiveClock:
     @contextmanager
     def running(self) -> Iterator[CollectiveClock]:
         """Time the body's collectives."""
-        former = {name: getattr(distributed, name) for name in _COLLECTIVES}
-        try:
-            for name, call in former.items():
-                setattr(distributed, name, self._timed(call))
+        with _wrapped(self._timed):
             yield self
-        finally:
-            for name, call in former.items():
-                setattr(distributed, name, call)
 
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed(self, call: Call) -> Call:
         @functools.wraps(call)
         def timed(*arguments: Any, **named: Any) -> Any:
             # One that calls another is one collective.
@@ -84,3 +85,51 @@ class _Awaited:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
+
+
+@contextmanager
+def settled_collectives() -> Iterator[None]:
+    """Let this thread be the last that holds what the body's collectives send.
+
+    Gloo's own threads hold buffers, too. Where one of them lets go last, the profiler, which listens to the thread that
+    it was begun in, does not see the buffer freed: peaks of ZeRO 2 and 3 read up to a fifth too high.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        yield
+        return
+    with _wrapped(_settled):
+        yield
+
+
+def _settled(call: Call) -> Call:
+    signature = inspect.signature(call)
+
+    @functools.wraps(call)
+    def settled(*arguments: Any, **named: Any) -> Any:
+        bound = signature.bind(*arguments, **named)
+        goes_on = bool(bound.arguments.get("async_op"))
+        bound.arguments["async_op"] = True
+        work = call(*bound.args, **bound.kwargs)
+        if work is None:
+            return None
+        work.wait()
+        time.sleep(_SETTLING_S)
+        return work if goes_on else None
+
+    return settled
+
+
+@contextmanager
+def _wrapped(wrap: Callable[[Call], Call]) -> Iterator[None]:
+    """Put something round each of the body's collectives."""
+    places: list[tuple[Any, str]] = [(distributed, name) for name in _COLLECTIVES]
+    backend = getattr(sys.modules.get("deepspeed.comm.comm"), "cdb", None)
+    places += [(backend, name) for name in _KEPT if getattr(backend, name, None) is not None]
+    former = [getattr(place, name) for place, name in places]
+    try:
+        for (place, name), call in zip(places, former, strict=True):
+            setattr(place, name, wrap(call))
+        yield
+    finally:
+        for (place, name), call in zip(places, former, strict=True):
+            setattr(place, name, call)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
+from autotune.mechanics.collectives import settled_collectives
 from autotune.mechanics.trees import tensors
 
 # What the host's allocator, the driver and cuBLAS say where torch raises no exception of its own for it.
@@ -63,6 +64,7 @@ class MemoryMeter:
         with (
             quiet_profiler(),
             collection_paused(),
+            settled_collectives(),
             profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace,
             record_function("step"),
         ):

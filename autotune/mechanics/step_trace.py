@@ -20,6 +20,7 @@ from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
+from autotune.mechanics.collectives import settled_collectives
 from autotune.mechanics.memory_meter import quiet_profiler
 from autotune.mechanics.trees import tensors
 
@@ -275,6 +276,7 @@ class StepTracer:
             activities.append(ProfilerActivity.CUDA)
         with (
             quiet_profiler(),
+            settled_collectives(),
             profile(activities=activities, profile_memory=True) as profiled,
             self.watch,
             saved_tensors_hooks(self._pack, lambda tensor: tensor),

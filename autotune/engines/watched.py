@@ -1,0 +1,118 @@
+"""Run steps that are watched: traced for memory, or timed piece by piece."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch import distributed
+
+from autotune.engines.deepspeed_engine import DeepSpeedEngine
+from autotune.engines.torch_engine import TorchEngine
+from autotune.measurement import Measurement
+from autotune.mechanics import controls
+from autotune.mechanics.memory_meter import collection_paused, tensor_bytes
+from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch, seconds_by_place, stamp_for
+from autotune.mechanics.trees import tensors
+from autotune.plan import Plan
+
+Value = TypeVar("Value")
+
+
+class WatchedEngine(TorchEngine):
+    """Be a torch engine whose steps can be traced or timed piece by piece."""
+
+    watch: StepWatch | None = None
+    tracer: StepTracer | None = None
+    static_bytes: int = 0
+    batch_bytes: int = 0
+
+    def phase(self, name: Phase) -> None:
+        """Pass the phase on to whoever watches."""
+        if self.watch is not None:
+            self.watch.begin(name)
+
+    @contextlib.contextmanager
+    def metering(self, batches: Sequence[Any]) -> Iterator[bool]:
+        """Trace or watch the body, where that was asked for."""
+        if self.tracer is not None:
+            self.batch_bytes = tensor_bytes(tensors(batches))
+            static = tensor_bytes(self.resident([]))
+            self.watch = self.tracer.watch
+            with collection_paused(), self.tracer.tracing():
+                yield True
+            self.static_bytes = max(self.static_bytes, static + self._behind(static))
+        elif self.watch is not None:
+            with self.watch:
+                yield False
+        else:
+            yield False
+        self.watch = None
+
+    def _behind(self, static: int) -> int:
+        """Return by how much the last trace's peak lies below that of the rank with the highest."""
+        assert self.tracer is not None
+        assert self.tracer.trace is not None
+        above = itertools.accumulate(size for _, size in self.tracer.trace.changes)
+        own = static + max(above, default=0)
+        return int(self.agreed(own)) - own
+
+    def traced(self) -> tuple[Measurement, StepTracer]:
+        """Run one step and trace its memory."""
+        if self.settling_steps:
+            self.run(self.settling_steps)
+        tracer = self.tracer = StepTracer(self.model, self._unit_names(), self.device)
+        try:
+            return self.run(1), tracer
+        finally:
+            self.tracer = self.watch = None
+
+    def timed(self) -> tuple[Measurement, dict[tuple[Phase, int], float], tuple[str, ...]]:
+        """Run one step and return its seconds by phase and segment, and the units called."""
+        watch = self.watch = StepWatch(self.model, self._unit_names(), stamp_for(self.device))
+        try:
+            window = self.run(1)
+        finally:
+            self.watch = None
+        if window.failure is not None:
+            return window, {}, ()
+        return window, seconds_by_place(watch, self.device), tuple(watch.calls[0])
+
+    def apply_with(self, plan: Plan, *, fp32_borders: bool) -> None:
+        """Apply a plan, whatever was applied before, with one kind of borders where the plan allows both."""
+        self.apply(plan)
+        controls.apply(self.model, plan, fp32_borders=fp32_borders or self.fp32_borders)
+
+    def decided(self, value: Value) -> Value:
+        """Return what the first rank says: what is decided by it must be the same on all of them."""
+        return value
+
+    def samples_here(self) -> int:
+        """Return how many samples of a batch this process trains on."""
+        return self.job.batch_size
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Let some units be as the job has them from now on, and no part of any plan."""
+        units = tuple(unit for unit in self.space.units if unit.name not in names)
+        self._space = replace(self.space, units=units)
+        self.apply(self._space.baseline())
+
+    def _unit_names(self) -> list[str]:
+        return [unit.name for unit in self.space.units]
+
+
+class WatchedRanks(WatchedEngine, DeepSpeedEngine):
+    """Be a DeepSpeed engine whose steps can be watched on each rank; all ranks watch the same steps."""
+
+    def samples_here(self) -> int:
+        """Return how many samples of a batch the rank with most of them trains on."""
+        return -(-self.job.batch_size // self.world)
+
+    def decided(self, value: Value) -> Value:
+        """Return the first rank's value."""
+        told = [value]
+        distributed.broadcast_object_list(told, src=0)
+        return told[0]

@@ -1,0 +1,37 @@
+"""Jobs that ranks load by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from small_models import TinyGPT
+
+from autotune import Job
+
+BATCH, LENGTH, WORDS = 16, 64, 11
+
+
+def batches(seed: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randint(WORDS, (BATCH, LENGTH + 1), generator=generator)
+
+
+def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+# Weights and activations of about the same size, so that what ZeRO spreads is seen.
+transformer = Job(
+    name="ranked",
+    model=lambda: TinyGPT(width=128, blocks=4, dropout=0.1),
+    batches=batches,
+    loss=loss,
+    optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    evaluate=lambda model: float(loss(model, next(batches(99)))),
+    target=0.0,
+    batch_size=BATCH,
+    accumulation_choices=(1, 2, 4, 8),
+)
