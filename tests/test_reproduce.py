@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -244,6 +247,14 @@ def test_every_arm_of_the_ablation_is_there_and_the_table_is_printed(
 def test_a_reproduction_that_was_cut_short_is_taken_up_from_its_journal(tiny: None, tmp_path: Path):
     document = autotune.reproduce("table1", scale="cpu", seeds=2, runs_dir=tmp_path)
     folder = Path(document["run"])
+    assert (folder / "reproduction.png").stat().st_size > 10_000
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        logged = dict(database.execute("select key, value from metrics").fetchall())
+        names = [name for (name,) in database.execute("select name from runs")]
+    assert names == ["reproduce table1"]
+    for row in document["rows"]:
+        if row["ours"] is not None:
+            assert logged[re.sub(r"[^\w\-. :/]", "-", f"{row['metric']} of {row['configuration']}")] == row["ours"]
     (folder / "reproduction.json").unlink()
     journal = folder / "journal.jsonl"
     lines = journal.read_bytes().splitlines(keepends=True)

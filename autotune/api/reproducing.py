@@ -11,7 +11,9 @@ from autotune.campaign.journal import Journal
 from autotune.campaign.progress import Reporter, Silent
 from autotune.campaign.protocol import paired_seeds
 from autotune.campaign.runs import RunDirectory, require_writable
+from autotune.campaign.tracking import Tracker
 from autotune.data import pointed_at
+from autotune.report.figures import draw_reproduction
 
 
 def reproduce(
@@ -76,5 +78,15 @@ def reproduced_run(asked: Mapping[str, Any], run: RunDirectory, journal: Journal
         )
         document = reproduced(asked["table"], asked["scale"], experiments, campaign)
     document = {**document, "seconds": journal.clock() - began, "run": str(run.path)}
-    run.write("reproduction.json", document)
+    _log(document, run)
     return document
+
+
+def _log(document: Mapping[str, Any], run: RunDirectory) -> None:
+    """Write the table and its figure, and send both and every number of ours to MLflow."""
+    tracker = Tracker(run.path.parent, run.path, f"reproduce {document['table']}")
+    tracker.params({name: document[name] for name in ("table", "scale", "jobs", "seeds", "device")})
+    tracker.metrics({f"{row['metric']} of {row['configuration']}": row["ours"] for row in document["rows"]})
+    tracker.artifact(run.write("reproduction.json", document))
+    tracker.artifact(draw_reproduction(document, run.path / "reproduction.png"))
+    tracker.close()

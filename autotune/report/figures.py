@@ -129,6 +129,43 @@ def draw_search(document: Mapping[str, Any], path: Path) -> Path:
     return path
 
 
+def draw_reproduction(document: Mapping[str, Any], path: Path) -> Path:
+    """Draw each of the paper's changes against its baseline beside ours, for rows that have one.
+
+    Args:
+        document: a ``reproduction.json`` document.
+        path: the PNG to write.
+
+    Returns:
+        The path.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in document["rows"] if row["our_change"] is not None]
+    figure, axes = plt.subplots(figsize=(9, 1.6 + 0.3 * len(rows)), layout="constrained")
+    for column, name, colour, marker in (
+        ("paper_change", "the paper", _COLOURS[1], "D"),
+        ("our_change", "here", _COLOURS[5], "o"),
+    ):
+        known = [(row[column], number) for number, row in enumerate(rows) if row[column] is not None]
+        if known:
+            axes.plot(*zip(*known, strict=True), linestyle="none", marker=marker, color=colour, label=name)
+    axes.axvline(1.0, color=_FAINT, linestyle=":", linewidth=1.4)
+    names = [f"{row['metric']}: {row['configuration']}" for row in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
+    axes.invert_yaxis()
+    jobs = ", ".join(document["jobs"])
+    axes.set(xlabel="times its own baseline", title=f"{document['table']} with {jobs}, {document['device']}")
+    axes.grid(axis="x", alpha=0.25)
+    axes.legend(fontsize=9, frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return path
+
+
 def _draw_trade(
     axes: Any, comparison: Mapping[str, Any], colours: Mapping[str, str], markers: Mapping[str, str]
 ) -> None:
