@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -185,6 +186,20 @@ def test_optuna_told_of_the_budget_as_a_constraint_stays_within_it_more_and_more
     drawn = [known_window(300)(SPACE.sample(generator), 3).failure is not None for _ in range(200)]
     assert sum(over) < 0.6 * sum(drawn)
     assert sum(over[-60:]) < 0.8 * sum(over[:60])
+
+
+def test_optuna_goes_on_to_what_is_unknown_until_all_of_a_space_is_known(tmp_path: Path) -> None:
+    space = replace(SPACE, units=SPACE.units[:3], accumulation_choices=(1, 2))
+    search, known, repeats = OptunaSearch(space, tmp_path, 0), set[Plan](), 0
+    size = len(space.accumulation_choices) * 2 ** (len(space.units) + len(space.recomputable))
+    # A campaign ends after as many proposals in a row that it knows.
+    while repeats < 200 and len(known) < size:
+        plan = search.ask()
+        repeats = repeats + 1 if plan in known else 0
+        known.add(plan)
+        search.tell(plan, observe(plan, plain_window(plan, 3)), known_cost(plan))
+    search.close()
+    assert len(known) == size
 
 
 _ENDLESS = """

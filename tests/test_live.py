@@ -24,7 +24,8 @@ from torch import nn
 import autotune
 from autotune import AttachError, Limits
 from autotune.live import attach as attach_module
-from autotune.plan import Plan, Storage
+from autotune.live.deciding import find_policy
+from autotune.plan import Launch, Plan, PlanSpace, Precision, Storage
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -658,3 +659,11 @@ def test_ten_thousand_greedy_decisions_under_a_budget_that_moves_and_lies() -> N
     assert len(status["trips"]) == sum(event["event"] == "tripped" for event in events) == 5
     assert sum(event["event"] == "budget refused" for event in events) == lies > 300
     assert_identical(plain, tuned)
+
+
+def test_what_a_plan_is_launched_with_is_left_to_the_script_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    space = PlanSpace(units=autotune.find_units(TinyGPT()), accumulation_choices=(1,), precisions=(Precision.INHERIT,))
+    plan = space.leanest().changed(launch=Launch(optimizer="lion", learning_rate=1e-4))
+    assert find_policy(plan).decide(None, space.baseline()) == space.leanest()
+    told = "launched with optimizer = lion, learning_rate = 0.0001: a live run keeps what its script launched"
+    assert [message.partition(" is ")[2] for message in caplog.messages] == [told]

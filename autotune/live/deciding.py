@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from autotune.mechanics import randomness
 from autotune.physics.profile import Profile
 from autotune.physics.solver import Goal, smallest, solve
 from autotune.plan import Plan
+
+logger = logging.getLogger(__name__)
 
 # Seconds that the end of the process waits for a policy that is still deciding.
 _EXIT_TIMEOUT_S = 5.0
@@ -119,12 +122,12 @@ def find_policy(policy: object) -> Any:
         if path.suffix == ".jsonl":
             return RecordedPolicy(schedule_of(read_log(path), str(path)))
         if path.suffix == ".json":
-            return StaticPolicy(path.stem, Plan.from_json(read_json(path), where=str(path)))
+            return _under(Plan.from_json(read_json(path), where=str(path)), path.stem)
         if isinstance(policy, Path) or "/" in policy or path.exists():
             return load_policy(path)
         raise AttachError(f"policy is {policy!r}", where="attach", allowed=allowed)
     if isinstance(policy, Plan):
-        return StaticPolicy("plan", policy)
+        return _under(policy, "plan")
     if not callable(getattr(policy, "decide", None)):
         raise AttachError(f"policy is a {type(policy).__name__} without decide()", where="attach", allowed=allowed)
     return policy
@@ -213,3 +216,12 @@ def _end(thread: threading.Thread, questions: queue.SimpleQueue[Callable[[], obj
         # Raised as soon as the policy is back in Python; one that sleeps is no danger.
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
         thread.join(_EXIT_TIMEOUT_S)
+
+
+def _under(plan: Plan, name: str) -> StaticPolicy:
+    """Return the policy that stays at a plan, whose launch is the script's own."""
+    launch = plan.launch.to_json()
+    if launch:
+        told = ", ".join(f"{key} = {value}" for key, value in launch.items())
+        logger.warning("the plan is launched with %s: a live run keeps what its script launched", told)
+    return StaticPolicy(name, plan.bare)
