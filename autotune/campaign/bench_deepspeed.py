@@ -1,21 +1,16 @@
-"""Measure what control costs over DeepSpeed: the engine's step against a DeepSpeed loop of one's own, interleaved.
-
-``python -m autotune.campaign.bench_deepspeed FOLDER``, started by ``torchrun``, is one rank of it.
-"""
+"""Measure what control costs over DeepSpeed: the engine's step against a DeepSpeed loop of one's own, interleaved."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 from torch import distributed
 
 from autotune.campaign.bench_overhead import compare_loops
-from autotune.campaign.rank_processes import answer, asked_of_ranks, run_on_ranks
 from autotune.catalog import load_job
 from autotune.engines.deepspeed_config import engine_config
 from autotune.engines.deepspeed_engine import DeepSpeedEngine, imported, sized
+from autotune.engines.rank_processes import Report, be_rank, run_on_ranks
 from autotune.job import Job
 from autotune.mechanics import stepping
 from autotune.mechanics.randomness import seed_all
@@ -55,36 +50,32 @@ class HandWrittenLoop:
             loss.item()
 
 
-def bench_deepspeed(job: str, folder: Path, *, ranks: int, zero_stage: int, pairs: int, seed: int) -> dict[str, Any]:
+def bench_deepspeed(job: str, *, ranks: int, zero_stage: int, pairs: int, seed: int) -> dict[str, Any]:
     """Return the ratio of the engine's time to a hand-written DeepSpeed loop's, as rank 0 sees it.
 
     Args:
         job: the job's reference.
-        folder: where ranks are told what to do, and answer.
         ranks: how many.
         zero_stage: 0 to 3.
         pairs: pairs of blocks of ten steps.
         seed: of both runs.
 
     Raises:
-        EngineError: if a rank fails; its last line is quoted.
+        EngineError: if a rank fails; what it raised is quoted.
     """
     asked = {"job": job, "zero_stage": zero_stage, "pairs": pairs, "seed": seed}
-    found = run_on_ranks("autotune.campaign.bench_deepspeed", folder, asked, ranks=ranks)
+    found = run_on_ranks("autotune.campaign.bench_deepspeed", asked, ranks=ranks)
     return {**found, "ranks": ranks, "zero_stage": zero_stage}
 
 
-def main(folder: Path) -> None:
-    """Be one rank."""
-    asked = asked_of_ranks(folder)
+def _compared(asked: dict[str, Any], _: Report) -> dict[str, Any]:
     job = load_job(asked["job"])
     engine = DeepSpeedEngine(job, zero_stage=asked["zero_stage"], seed=asked["seed"])
     plain = HandWrittenLoop(job, asked["zero_stage"], asked["seed"])
     document = compare_loops(job, engine, plain, pairs=asked["pairs"])
-    if engine.rank == 0:
-        answer(folder, document)
     distributed.barrier()
+    return document
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    be_rank(_compared)

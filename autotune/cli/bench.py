@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +9,7 @@ import typer
 from rich.table import Table
 
 from autotune.cli import console as shared
-from autotune.cli.console import JsonOption, LeanOption, RunsOption, SeedOption, StepsOption
+from autotune.cli.console import EngineOption, JsonOption, LeanOption, RanksOption, RunsOption, SeedOption, StepsOption
 from autotune.errors import InputError
 
 app = typer.Typer(help="Benchmarks; results are written to runs/benchmarks/<device>/.", no_args_is_help=True)
@@ -25,8 +24,8 @@ def _group() -> None:
 def overhead(
     job: Annotated[str, typer.Option("--job", help="The job to train.")] = "charlm",
     pairs: Annotated[int, typer.Option("--pairs", min=2, help="Pairs of blocks of ten steps.")] = 8,
-    engine: Annotated[str, typer.Option("--engine", help="torch, or deepspeed for several ranks.")] = "torch",
-    ranks: Annotated[int, typer.Option("--ranks", min=1, help="With deepspeed: how many ranks.")] = 2,
+    engine: EngineOption = "torch",
+    ranks: RanksOption = 2,
     zero_stage: Annotated[int, typer.Option("--zero-stage", min=0, max=3, help="With deepspeed: the stage.")] = 2,
     seed: SeedOption = 0,
     runs_dir: RunsOption = shared.RUNS,
@@ -45,10 +44,7 @@ def overhead(
     with shared.Bars(shared.console(as_json=as_json)) as bars:
         bars.stage(f"{found.name}: engine against a plain loop", pairs)
         if engine == "deepspeed":
-            with tempfile.TemporaryDirectory() as folder:
-                document = bench_deepspeed(
-                    job, Path(folder), ranks=ranks, zero_stage=zero_stage, pairs=pairs, seed=seed
-                )
+            document = bench_deepspeed(job, ranks=ranks, zero_stage=zero_stage, pairs=pairs, seed=seed)
         else:
             document = bench_overhead(found, pairs=pairs, seed=seed, on_pair=bars.advance)
     low, high = document["ratio_ci95"]

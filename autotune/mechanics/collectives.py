@@ -27,7 +27,7 @@ _COLLECTIVES = (
 # Those that DeepSpeed looks up once, and keeps.
 _KEPT = ("all_gather_function", "reduce_scatter_function")
 # In which gloo's own threads let go of what they sent.
-_SETTLING_S = 0.002
+_SETTLING_S = 0.01
 Call = Callable[..., Any]
 
 

@@ -8,23 +8,20 @@ from __future__ import annotations
 import functools
 import os
 import statistics
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
 
 from autotune.agents.rules import RULES
-from autotune.campaign.rank_processes import answer, asked_of_ranks, run_on_ranks
 from autotune.campaign.reproduce.experiments import Experiment
 from autotune.campaign.reproduce.paper_numbers import TABLE_4, Scaling
 from autotune.campaign.reproduce.races import Campaign
 from autotune.campaign.reproduce.rows import Row, over
 from autotune.catalog import load_job
 from autotune.engines.deepspeed_engine import DeepSpeedEngine
+from autotune.engines.rank_processes import Report, be_rank, run_on_ranks
 from autotune.engines.torch_engine import EngineOptions
 from autotune.errors import EngineError
 from autotune.mechanics.collectives import CollectiveClock
@@ -68,8 +65,7 @@ def measure(
 
 
 def _on_ranks(asked: Mapping[str, Any], count: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        return run_on_ranks("autotune.campaign.reproduce.scaling", Path(folder), asked, ranks=count)
+    return run_on_ranks("autotune.campaign.reproduce.scaling", asked, ranks=count)
 
 
 def _median(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -153,17 +149,15 @@ def _notes(ranks: Sequence[int]) -> list[str]:
     return notes
 
 
-def main(folder: Path) -> None:
-    """Be one rank."""
-    asked = asked_of_ranks(folder)
+def _measured(asked: dict[str, Any], _: Report) -> dict[str, Any]:
+    """Measure, on one rank, every configuration in turn."""
     engines = {name: _engine(asked, *chosen) for name, chosen in asked["configurations"].items()}
     seen: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
     for number in range(asked["rounds"]):
         for name in list(engines) if number % 2 == 0 else list(engines)[::-1]:
             seen[name].append(_block(engines[name]))
-    if distributed.get_rank() == 0:
-        answer(folder, seen)
     distributed.barrier()
+    return seen
 
 
 def _engine(asked: Mapping[str, Any], rule: str, zero_stage: int) -> DeepSpeedEngine:
@@ -191,4 +185,4 @@ def _block(engine: DeepSpeedEngine) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    be_rank(_measured)

@@ -1,0 +1,122 @@
+"""Start ranks with ``torchrun``, tell them what to do through a folder, and read what rank 0 answers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from autotune.engines.processes import (
+    RAISED,
+    command,
+    die_with_parent,
+    last_words,
+    leave,
+    python_path,
+    rank_that_raised,
+)
+from autotune.errors import EngineError, InputError
+from autotune.files import read_json, write_json
+
+_ASKED, _DONE, _FOUND, _REFUSED = "asked.json", "done.json", "found.json", "refused.json"
+# Seconds between two looks at how far the ranks are, and those in which they may end by themselves.
+_POLL_S, _GRACE_S = 0.5, 5.0
+Report = Callable[[float], None]
+
+
+def run_on_ranks(
+    module: str, asked: Mapping[str, Any], *, ranks: int, on_progress: Report | None = None
+) -> dict[str, Any]:
+    """Run a module as so many ranks on this machine, and return what rank 0 answers.
+
+    Args:
+        module: the module; run, it calls :func:`be_rank`.
+        asked: what the ranks are told.
+        ranks: how many.
+        on_progress: is told of the share that is done.
+
+    Raises:
+        InputError: if rank 0 refuses what it was asked.
+        EngineError: if a rank fails; what it raised is quoted.
+    """
+    with tempfile.TemporaryDirectory(prefix="autotune-ranks-") as name:
+        folder = Path(name)
+        write_json(folder / _ASKED, {**asked, "path": [entry for entry in sys.path if entry]})
+        output = folder / "output.txt"
+        code = _run([*command(module, ranks), str(folder)], folder, output, on_progress or (lambda _: None))
+        if (folder / _REFUSED).exists():
+            raise InputError.from_json(read_json(folder / _REFUSED))
+        if code or not (folder / _FOUND).exists():
+            raised = rank_that_raised(output)
+            how = f"exit code {code}{last_words(output)}" if raised is None else f"{raised[0]}: {raised[1]}"
+            raise EngineError(f"{ranks} ranks end with {how}")
+        return read_json(folder / _FOUND)
+
+
+def _run(started: list[str], folder: Path, output: Path, on_progress: Report) -> int:
+    """Run the ranks to their end, and return the launcher's exit code."""
+    with output.open("wb") as sink:
+        process = subprocess.Popen(
+            started,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # One thread a rank, one rank alone as well: else ranks would not be what scales.
+            env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": python_path()},
+        )
+    try:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(_POLL_S)
+            with contextlib.suppress(OSError, ValueError):
+                on_progress(float(json.loads((folder / _DONE).read_text())))
+    finally:
+        # The ranks lead groups of their own, and end with their launcher.
+        for end in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, end)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_S)
+
+
+def be_rank(work: Callable[[dict[str, Any], Report], Mapping[str, Any]]) -> None:
+    """Be one of the ranks that :func:`run_on_ranks` starts, and end.
+
+    Args:
+        work: does what is asked, and returns the answer; it may tell of the share that is done.
+    """
+    die_with_parent()
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+
+    def on_progress(share: float) -> None:
+        if rank == 0:
+            write_json(folder / _DONE, share)
+
+    try:
+        asked = read_json(folder / _ASKED)
+        # Jobs are found where the program that asks finds them.
+        sys.path[:0] = [entry for entry in asked["path"] if entry not in sys.path]
+        found = work(asked, on_progress)
+        if rank == 0:
+            write_json(folder / _FOUND, found)
+    except Exception as error:  # noqa: BLE001 - whatever the job raises, whoever asked names
+        if rank == 0 and type(error) is InputError:
+            write_json(folder / _REFUSED, error.to_json())
+        _say(rank, error)
+        leave(1)
+    leave(0)
+
+
+def _say(rank: int, error: Exception) -> None:
+    from autotune.engines.inspection import classify
+
+    line = " ".join(f"{type(error).__name__}: {error}".split())
+    print(f"{RAISED} {rank}: {classify(error)}: {line}", file=sys.stderr)  # noqa: T201 - whoever asked reads it
