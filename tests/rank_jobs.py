@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -23,6 +24,17 @@ def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
+class Skipping(TinyGPT):
+    """Leave a block out as a draw says, and each rank draws for itself."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            if number != 1 or torch.rand(()) < 0.5:
+                x = block(x)
+        return self.head(x)
+
+
 # Weights and activations of about the same size, so that what ZeRO spreads is seen.
 transformer = Job(
     name="ranked",
@@ -35,3 +47,4 @@ transformer = Job(
     batch_size=BATCH,
     accumulation_choices=(1, 2, 4, 8),
 )
+skipping = dataclasses.replace(transformer, name="skipping", model=Skipping)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -210,6 +213,49 @@ def peaks_of(job: str, ranks: RankOptions, plans: Sequence[Plan]) -> dict[Plan, 
             engine.apply(plan)
             found[plan] = engine.run(2).peak_bytes or 0
         return found
+
+
+@installed
+@pytest.mark.slow
+def test_a_unit_that_ranks_call_differently_is_left_out_on_all_of_them() -> None:
+    job = f"{TESTS / 'rank_jobs.py'}:skipping"
+    options = dataclasses.replace(ProfilerOptions.lean(), call_checks=6)
+    found = profile_on_ranks(job, RankOptions(count=2), device_name="these", fingerprint="", options=options)
+    assert "blocks.1" not in [unit.name for unit in found.units]
+    assert any("blocks.1" in warning for warning in found.warnings)
+
+
+@installed
+@pytest.mark.slow
+def test_ranks_end_with_whoever_asked() -> None:
+    job = f"{TESTS / 'rank_jobs.py'}:transformer"
+    asks = (
+        "from autotune.engines.rank_profiler import profile_on_ranks\n"
+        "from autotune.engines.isolated_engine import RankOptions\n"
+        f"profile_on_ranks({job!r}, RankOptions(count=2), device_name='these', fingerprint='')\n"
+    )
+    before = rank_processes()
+    asking = subprocess.Popen([sys.executable, "-c", asks], start_new_session=True)
+    until = time.monotonic() + 120
+    while len(rank_processes() - before) < 3:
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    asking.kill()
+    asking.wait()
+    until = time.monotonic() + 60
+    while rank_processes() - before:
+        assert time.monotonic() < until
+        time.sleep(0.2)
+
+
+def rank_processes() -> set[int]:
+    """Return the launcher of ranks that profile, and the ranks."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if b"autotune.engines.rank_profiler" in (entry / "cmdline").read_bytes():
+                found.add(int(entry.name))
+    return found
 
 
 @installed

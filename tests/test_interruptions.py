@@ -173,8 +173,8 @@ def test_a_campaign_in_which_every_failure_recurs_completes_and_names_each(
         "optuna",
         memory_budget="60%",
         isolate=True,
-        steps=160 * count,
-        trials=16 * count,
+        steps=80 * count,
+        trials=8 * count,
         runs_dir=tmp_path,
     )
     trials = RunDirectory.open(Path(document["run"])).lines("trials.jsonl")

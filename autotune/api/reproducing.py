@@ -88,5 +88,6 @@ def _log(document: Mapping[str, Any], run: RunDirectory) -> None:
     tracker.params({name: document[name] for name in ("table", "scale", "jobs", "seeds", "device")})
     tracker.metrics({f"{row['metric']} of {row['configuration']}": row["ours"] for row in document["rows"]})
     tracker.artifact(run.write("reproduction.json", document))
-    tracker.artifact(draw_reproduction(document, run.path / "reproduction.png"))
+    if any(row["our_change"] is not None for row in document["rows"]):
+        tracker.artifact(draw_reproduction(document, run.path / "reproduction.png"))
     tracker.close()

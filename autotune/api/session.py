@@ -115,6 +115,9 @@ class Session:
             )
         require_writable(self.runs)
         self._refuse_budget_early()
+        if self.ranks is not None:
+            # Before other ranks hold the devices' memory.
+            self._profile([method])
         with contextlib.closing(self._engine()) as engine:
             references = self._references(engine, with_leanest=method not in PLANNERS)
             self.settings.objective.check(references.baseline)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.metadata
 import itertools
 import json
 import os
@@ -26,7 +27,7 @@ from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import InputError, JobError, ProfileError
 from autotune.files import read_json, write_json
 from autotune.job import Job
-from autotune.mechanics.devices import device_name
+from autotune.mechanics.devices import device_kind, device_name
 from autotune.physics.memory_model import peak_bytes
 from autotune.physics.profile import Profile
 from autotune.physics.time_model import seconds_per_step
@@ -79,7 +80,12 @@ class Ranked:
 
     def key(self, job: Job, device_name: str) -> str:
         """Return a SHA-256 of everything that their profile depends on."""
-        facts = [profile_key(job, device_name), asdict(self.options), os.environ.get("OMP_NUM_THREADS")]
+        try:
+            library = importlib.metadata.version("deepspeed")
+        except importlib.metadata.PackageNotFoundError:
+            library = ""
+        where = [device_kind(self.options.count), os.environ.get("OMP_NUM_THREADS"), library]
+        facts = [profile_key(job, device_name), asdict(self.options), *where]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     @property

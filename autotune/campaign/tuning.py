@@ -50,7 +50,7 @@ PROFILED = (*PLANNERS, "optuna-prices")
 METHODS = (*PLANNERS, *SEARCHES)
 # Methods that can propose plans before they know what came of the last one.
 SPREADING = ("random", "optuna", "optuna-prices")
-# A window: the metered step, which is not timed, and two timed ones.
+# A window: the metered step, which is not timed, and two timed ones; one where memory has to settle first.
 WINDOW_STEPS = 3
 _DISCARDED = 1
 FINALISTS = 3

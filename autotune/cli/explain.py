@@ -27,12 +27,15 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Show every choice of a plan, why the rule or the search made it, and what it costs if the job was profiled."""
-    from autotune.campaign.profiling import find_profile
+    from autotune.campaign.profiling import find_profile, read_profile
+    from autotune.campaign.runs import PROFILE
     from autotune.errors import InputError
     from autotune.report.explanation import unit_costs
 
     plan, found, space, rows = _explain(subject, job)
-    profile = find_profile(found, runs_dir)
+    kept = Path(subject) / PROFILE
+    # A run has the profile that it was planned from; several ranks have one of their own.
+    profile = read_profile(kept) if kept.is_file() else find_profile(found, runs_dir)
     if pareto and profile is None:
         raise InputError("the job has no profile yet", where="--pareto", allowed=f"autotune profile {found.name} first")
     known = profile is not None and plan.accumulation_steps in profile.accumulation_choices

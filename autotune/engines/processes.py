@@ -7,7 +7,6 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from autotune.measurement import Failure
@@ -39,14 +38,15 @@ def kills() -> int | None:
 def last_words(output: Path) -> str:
     """Return the last line that a child printed, to follow a colon."""
     try:
-        lines: Sequence[str] = output.read_text(errors="replace").strip().splitlines()
+        # A line of one repeated character is a ruler.
+        lines = [line.strip() for line in output.read_text(errors="replace").splitlines() if len(set(line.strip())) > 1]
     except OSError:
         return ""
     return f": {lines[-1][-_QUOTED:]}" if lines else ""
 
 
 def rank_that_raised(output: Path) -> tuple[Failure, str] | None:
-    """Return the class of what a rank other than the first raised, and its line."""
+    """Return the class of what a rank raised first, and its line; ``None`` if none said so."""
     with contextlib.suppress(OSError):
         for line in output.read_text(errors="replace").splitlines():
             rank, _, rest = line.removeprefix(RAISED).partition(": ")

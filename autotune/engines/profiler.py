@@ -166,7 +166,7 @@ def profile(
         options: how much it may cost.
         on_progress: is told of the share that is done.
         make_engine: makes what trains the job. Where several ranks do, each of them calls this function, and gets a
-            profile of its own share with the largest static bytes of all.
+            profile of its own share, its static bytes raised by what its peaks lie below the highest rank's.
 
     Raises:
         JobError: if the baseline cannot run.
@@ -364,26 +364,27 @@ class _Profiler:
         return window.step_s[0], seconds
 
     def _require_steady_calls(self, calls: tuple[str, ...]) -> None:
-        if not calls:
-            return
-        if self._calls is None:
+        if calls and self._calls is None:
             self._calls = calls
-        if calls != self._calls:
-            counts = {name: (calls.count(name), self._calls.count(name)) for name in (*calls, *self._calls)}
-            differing = sorted(name for name, (now, before) in counts.items() if now != before)
-            # Called as often, but in another order: none of them has a place of its own.
-            raise _UnsteadyCalls(tuple(differing or sorted(counts)))
+        # What one rank sees, all must leave out.
+        differing = self.engine.united(_differing(calls, self._calls or ()) if calls else ())
+        if differing:
+            raise _UnsteadyCalls(differing)
 
     def _calibrate(self, result: Profile) -> Profile:
         """Measure whole plans, interleaved, and fit the time model to them."""
-        space, generator = result.space, np.random.default_rng(self._options.seed)
+        space, generator = self.engine.decided(result.space), np.random.default_rng(self._options.seed)
         plans = [calibration_plan(space, generator, number) for number in range(self._options.calibration_plans)]
         seconds: dict[Plan, list[float]] = {plan: [] for plan in plans}
         for visit in range(self._options.calibration_visits):
             for plan in plans if visit % 2 == 0 else reversed(plans):
                 seconds[plan] += self.time_plan(plan)
         self._report(0.95)
-        measured = [(plan, statistics.median(values)) for plan, values in seconds.items() if values]
+        measured = [
+            (plan, statistics.median(values))
+            for plan, values in seconds.items()
+            if values and plan.accumulation_steps in result.accumulation_choices
+        ]
         return calibrated(result, measured)
 
     def time_plan(self, plan: Plan) -> list[float]:
@@ -395,6 +396,15 @@ class _Profiler:
     def _report(self, share: float) -> None:
         if self._on_progress is not None:
             self._on_progress(share)
+
+
+def _differing(calls: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the units that one step calls otherwise than another."""
+    if calls == known:
+        return ()
+    counts = {name: (calls.count(name), known.count(name)) for name in (*calls, *known)}
+    # Called as often, but in another order: none of them has a place of its own.
+    return tuple(name for name, (now, before) in counts.items() if now != before) or tuple(counts)
 
 
 def calibration_plan(space: PlanSpace, generator: np.random.Generator, number: int) -> Plan:

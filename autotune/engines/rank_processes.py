@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from autotune.engines.processes import (
     RAISED,
     command,
     die_with_parent,
+    kills,
     last_words,
     leave,
     python_path,
@@ -32,7 +34,12 @@ Report = Callable[[float], None]
 
 
 def run_on_ranks(
-    module: str, asked: Mapping[str, Any], *, ranks: int, on_progress: Report | None = None
+    module: str,
+    asked: Mapping[str, Any],
+    *,
+    ranks: int,
+    threads: int | None = 1,
+    on_progress: Report | None = None,
 ) -> dict[str, Any]:
     """Run a module as so many ranks on this machine, and return what rank 0 answers.
 
@@ -40,44 +47,50 @@ def run_on_ranks(
         module: the module; run, it calls :func:`be_rank`.
         asked: what the ranks are told.
         ranks: how many.
+        threads: of each rank, where the environment does not say; one rank alone has one as well, or ranks would not be
+            what scales. ``None`` for the launcher's default.
         on_progress: is told of the share that is done.
 
     Raises:
-        InputError: if rank 0 refuses what it was asked.
+        InputError: if a rank refuses what it was asked.
         EngineError: if a rank fails; what it raised is quoted.
     """
     with tempfile.TemporaryDirectory(prefix="autotune-ranks-") as name:
         folder = Path(name)
         write_json(folder / _ASKED, {**asked, "path": [entry for entry in sys.path if entry]})
-        output = folder / "output.txt"
-        code = _run([*command(module, ranks), str(folder)], folder, output, on_progress or (lambda _: None))
+        output, killed = folder / "output.txt", kills()
+        own = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+        environment = {**own, **os.environ, "PYTHONPATH": python_path()}
+        code = _run([*command(module, ranks), str(folder)], environment, output, on_progress or (lambda _: None))
         if (folder / _REFUSED).exists():
             raise InputError.from_json(read_json(folder / _REFUSED))
         if code or not (folder / _FOUND).exists():
             raised = rank_that_raised(output)
             how = f"exit code {code}{last_words(output)}" if raised is None else f"{raised[0]}: {raised[1]}"
+            if None not in (killed, kills()) and killed != kills():
+                how = "out_of_memory: the system ended one for want of memory"
             raise EngineError(f"{ranks} ranks end with {how}")
         return read_json(folder / _FOUND)
 
 
-def _run(started: list[str], folder: Path, output: Path, on_progress: Report) -> int:
+def _run(started: list[str], environment: Mapping[str, str], output: Path, on_progress: Report) -> int:
     """Run the ranks to their end, and return the launcher's exit code."""
     with output.open("wb") as sink:
         process = subprocess.Popen(
             started,
-            stdin=subprocess.DEVNULL,
+            # Held open as long as this process lives: the ranks end with it, however it ends.
+            stdin=subprocess.PIPE,
             stdout=sink,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            # One thread a rank, one rank alone as well: else ranks would not be what scales.
-            env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": python_path()},
+            env=environment,
         )
     try:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(_POLL_S)
             with contextlib.suppress(OSError, ValueError):
-                on_progress(float(json.loads((folder / _DONE).read_text())))
+                on_progress(float(json.loads((output.parent / _DONE).read_text())))
     finally:
         # The ranks lead groups of their own, and end with their launcher.
         for end in (signal.SIGTERM, signal.SIGKILL):
@@ -85,6 +98,8 @@ def _run(started: list[str], folder: Path, output: Path, on_progress: Report) ->
                 os.killpg(process.pid, end)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_S)
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 def be_rank(work: Callable[[dict[str, Any], Report], Mapping[str, Any]]) -> None:
@@ -94,6 +109,7 @@ def be_rank(work: Callable[[dict[str, Any], Report], Mapping[str, Any]]) -> None
         work: does what is asked, and returns the answer; it may tell of the share that is done.
     """
     die_with_parent()
+    threading.Thread(target=_end_with_asker, name="autotune-asker", daemon=True).start()
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
 
     def on_progress(share: float) -> None:
@@ -108,11 +124,18 @@ def be_rank(work: Callable[[dict[str, Any], Report], Mapping[str, Any]]) -> None
         if rank == 0:
             write_json(folder / _FOUND, found)
     except Exception as error:  # noqa: BLE001 - whatever the job raises, whoever asked names
-        if rank == 0 and type(error) is InputError:
+        if isinstance(error, InputError):
             write_json(folder / _REFUSED, error.to_json())
         _say(rank, error)
         leave(1)
     leave(0)
+
+
+def _end_with_asker() -> None:
+    """End this rank when whoever asked is gone: nothing is ever written to the pipe that both hold."""
+    with contextlib.suppress(OSError):
+        os.read(0, 1)
+    leave(1)
 
 
 def _say(rank: int, error: Exception) -> None:

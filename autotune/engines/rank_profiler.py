@@ -1,6 +1,6 @@
 """Profile a job on several ranks: all take the same steps in the same order, and each profiles its share.
 
-The first one's profile is kept, with the most that any rank holds.
+The first one's profile is kept, raised by what any rank needs beyond it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def profile_on_ranks(
     }
     module = "autotune.engines.rank_profiler"
     try:
-        found = run_on_ranks(module, asked, ranks=ranks.count, on_progress=on_progress)
+        found = run_on_ranks(module, asked, ranks=ranks.count, threads=None, on_progress=on_progress)
     except EngineError as error:
         raise JobError(f"profiling it: {error}", where=job) from error
     return Profile.from_json(found, where=job)

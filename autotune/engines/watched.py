@@ -90,6 +90,10 @@ class WatchedEngine(TorchEngine):
         """Return what the first rank says: what is decided by it must be the same on all of them."""
         return value
 
+    def united(self, names: Collection[str]) -> tuple[str, ...]:
+        """Return the names that any rank has, sorted."""
+        return tuple(sorted(names))
+
     def samples_here(self) -> int:
         """Return how many samples of a batch this process trains on."""
         return self.job.batch_size
@@ -116,3 +120,9 @@ class WatchedRanks(WatchedEngine, DeepSpeedEngine):
         told = [value]
         distributed.broadcast_object_list(told, src=0)
         return told[0]
+
+    def united(self, names: Collection[str]) -> tuple[str, ...]:
+        """Return the names that any rank has, sorted."""
+        told: list[Any] = [None] * self.world
+        distributed.all_gather_object(told, tuple(names))
+        return tuple(sorted({name for one in told for name in one}))
