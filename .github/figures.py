@@ -142,6 +142,13 @@ def cluster() -> Iterator[str]:
     yield f"{found['efficiency_median']:.2f} ({low:.2f} to {high:.2f}) of twice as many"
 
 
+def sharded() -> Iterator[str]:
+    """Yield what control costs over DeepSpeed."""
+    for stage in range(4):
+        one = read(f"overhead-charlm_zero-zero{stage}")
+        yield f"{ratio(one['ratio_median'], one['ratio_ci95'])} at stage {stage}"
+
+
 def search() -> Iterator[str]:
     """Yield what finding a plan costs."""
     found = read("search-charlm")
@@ -168,7 +175,7 @@ def search() -> Iterator[str]:
 
 def figures() -> list[str]:
     """Return everything that the README must say, word for word but for line breaks."""
-    return [*attached(), *policy(), *dips(), *reproduced(), *batching(), *cluster(), *search()]
+    return [*attached(), *policy(), *dips(), *reproduced(), *batching(), *cluster(), *sharded(), *search()]
 
 
 if __name__ == "__main__":

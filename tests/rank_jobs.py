@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from small_models import TinyGPT
+from small_models import Block, TinyGPT
+from torch import distributed
 
 from autotune import Job
 
@@ -35,6 +36,21 @@ class Skipping(TinyGPT):
         return self.head(x)
 
 
+class Crammed(Block):
+    """Run out of memory on the last rank with more than four samples in fp32, by the exception that a GPU raises."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if distributed.get_rank() and len(x) > 4 and not torch.is_autocast_enabled("cpu"):
+            raise torch.OutOfMemoryError("somebody else is on this device")
+        return super().forward(x)
+
+
+def crammed_transformer() -> TinyGPT:
+    model = TinyGPT(width=128, blocks=0)
+    model.blocks.extend(Crammed(128, 0.1) for _ in range(4))
+    return model
+
+
 # Weights and activations of about the same size, so that what ZeRO spreads is seen.
 transformer = Job(
     name="ranked",
@@ -48,3 +64,4 @@ transformer = Job(
     accumulation_choices=(1, 2, 4, 8),
 )
 skipping = dataclasses.replace(transformer, name="skipping", model=Skipping)
+crammed = dataclasses.replace(transformer, name="crammed", model=crammed_transformer)

@@ -28,7 +28,7 @@ from autotune.engines.torch_engine import EngineOptions
 from autotune.errors import InputError, JobError
 from autotune.measurement import Failure
 from autotune.physics.memory_model import peak_bytes
-from autotune.plan import Plan
+from autotune.plan import Plan, Precision
 
 TESTS = Path(__file__).parent
 installed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -223,6 +223,25 @@ def test_a_unit_that_ranks_call_differently_is_left_out_on_all_of_them() -> None
     found = profile_on_ranks(job, RankOptions(count=2), device_name="these", fingerprint="", options=options)
     assert "blocks.1" not in [unit.name for unit in found.units]
     assert any("blocks.1" in warning for warning in found.warnings)
+
+
+@installed
+@pytest.mark.slow
+def test_what_a_rank_has_no_room_for_is_left_out_and_the_profile_goes_on() -> None:
+    job = f"{TESTS / 'rank_jobs.py'}:crammed"
+    found = profile_on_ranks(
+        job, RankOptions(count=2), device_name="these", fingerprint="", options=ProfilerOptions.lean()
+    )
+    # A rank's share of the batch has 8 samples at k = 1, and 4 at k = 2, from which k = 1 in fp32 is extrapolated.
+    refused = [warning for warning in found.warnings if "out_of_memory: a rank has no room for it" in warning]
+    assert [warning.partition(" ends")[0] for warning in refused] == [
+        "k = 1 with fp32/save",
+        "k = 1 with fp32/recompute",
+    ]
+    space = found.space
+    peaks = [peak_bytes(found, space.baseline().changed(accumulation_steps=k)) for k in (1, 2, 8)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[0] > peak_bytes(found, space.plan(accumulation_steps=1, precision=Precision.BF16))
 
 
 @installed

@@ -682,6 +682,20 @@ def test_looking_at_a_job_changes_no_weight_buffer_mode_or_hook():
     assert not any(module._forward_pre_hooks for module in engine.model.modules())
 
 
+def test_a_job_whose_batch_has_no_room_as_a_whole_is_looked_at_in_pieces():
+    def crowded(model: nn.Module, batch: Any) -> torch.Tensor:
+        if len(batch[0]) > 3:
+            raise torch.OutOfMemoryError("somebody else is on this device")
+        return squared_loss(model, batch)
+
+    engine = engine_of(perceptron_job(loss=crowded, accumulation_choices=(1, 2, 4)))
+    failures = [with_k(engine, k).run(1).failure for k in (1, 2, 4)]
+    assert failures == [Failure.OUT_OF_MEMORY, Failure.OUT_OF_MEMORY, None]
+    assert "borders" not in engine.locks
+    with pytest.raises(JobError, match="OutOfMemoryError"):
+        engine_of(perceptron_job(loss=crowded, accumulation_choices=(1, 2)))
+
+
 # --------------------------------------------------------------------------------------------------- statistics
 
 

@@ -71,6 +71,7 @@ class _StudySearch:
                 self.study.tell(stored.number, state=states.FAIL)
         self._known = set[Plan]()
         self._told = set[Plan]()
+        self._over: list[Plan] = []
         self._repeats = 0
         self._open: deque[optuna.Trial | None] = deque()
         self._asked = 0
@@ -100,7 +101,8 @@ class _StudySearch:
     def _neighbour(self, number: int) -> dict[str, object] | None:
         """Return the best trial's parameters, a few of them drawn anew, for a plan that is not known.
 
-        ``None`` while there is no best one, or where all that were looked at are known, near and far.
+        One that keeps all that a plan over the budget keeps is taken only where there is no other. ``None`` while there
+        is no best one, or where all that were looked at are known, near and far.
         """
         complete = self.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
         fitting = [trial for trial in complete if all(over <= 0 for over in trial.constraints.values())]
@@ -108,13 +110,18 @@ class _StudySearch:
             return None
         best = min(fitting, key=lambda trial: (trial.value, trial.number))
         generator, names = np.random.default_rng([self._seed, number]), sorted(best.distributions)
+        doubtful = None
         for draw in range(_NEIGHBOURS * len(names)):
             # Near ones first.
             changed = map(str, generator.choice(names, size=1 + draw // _NEIGHBOURS, replace=False))
             near = {**best.params, **{name: _drawn(best.distributions[name], generator) for name in changed}}
-            if self._propose(optuna.trial.FixedTrial(near)) not in self._known:
+            plan = self._propose(optuna.trial.FixedTrial(near))
+            if plan in self._known:
+                continue
+            if not any(_keeps_all_of(plan, over) for over in self._over):
                 return near
-        return None
+            doubtful = doubtful or near
+        return doubtful
 
     def _repeat(self, stored: optuna.trial.FrozenTrial) -> Plan:
         told = stored.state.is_finished()
@@ -130,6 +137,12 @@ class _StudySearch:
         """Tell the cost of the first proposal that nothing was told of, and by how much it was over the budget."""
         trial, repeated = self._open.popleft(), plan in self._told
         self._repeats = self._repeats + 1 if repeated else 0
+        failure = observation.window.failure
+        over = overshoot(observation)
+        # A plan that cannot run at all is as far from being allowed as one that needs twice the budget.
+        broken = failure not in (None, Failure.OVER_BUDGET, Failure.OUT_OF_MEMORY)
+        if over > 0 and not broken and not repeated:
+            self._over.append(plan)
         self._told.add(plan)
         if trial is None:
             return
@@ -137,10 +150,6 @@ class _StudySearch:
             with _writing(self._where):
                 self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
             return
-        failure = observation.window.failure
-        over = overshoot(observation)
-        # A plan that cannot run at all is as far from being allowed as one that needs twice the budget.
-        broken = failure not in (None, Failure.OVER_BUDGET, Failure.OUT_OF_MEMORY)
         with _writing(self._where):
             trial.set_user_attr("failure", None if failure is None else str(failure))
             trial.set_constraint("memory", max(over, 1.0) if broken else over)
@@ -152,6 +161,15 @@ class _StudySearch:
             with contextlib.suppress(Exception):
                 self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
         _close(self._storage)
+
+
+def _keeps_all_of(plan: Plan, other: Plan) -> bool:
+    """Tell whether a plan has micro-batches as large as another's, at least, as many bits, and saves no less."""
+    return (
+        plan.accumulation_steps <= other.accumulation_steps
+        and all(not plan.precision_of(name).is_16_bit or bits.is_16_bit for name, bits in other.precision.items())
+        and all(plan.storage_of(name) is Storage.SAVE for name, kept in other.storage.items() if kept is Storage.SAVE)
+    )
 
 
 class OptunaSearch(_StudySearch):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import distributed
 
-from autotune.campaign.bench_overhead import compare_loops
+from autotune.campaign.bench_overhead import Beside, overhead, time_blocks
 from autotune.catalog import load_job
 from autotune.engines.deepspeed_config import engine_config
 from autotune.engines.deepspeed_engine import DeepSpeedEngine, imported, sized
@@ -14,6 +16,10 @@ from autotune.engines.rank_processes import Report, be_rank, run_on_ranks
 from autotune.job import Job
 from autotune.mechanics import stepping
 from autotune.mechanics.randomness import seed_all
+
+# So often ranks are started, the engine built first and the loop first in turn, so that where their memory comes to lie
+# favours neither.
+_STARTS = 4
 
 
 class HandWrittenLoop:
@@ -50,32 +56,59 @@ class HandWrittenLoop:
             loss.item()
 
 
-def bench_deepspeed(job: str, *, ranks: int, zero_stage: int, pairs: int, seed: int) -> dict[str, Any]:
+class BesideSharded(Beside, DeepSpeedEngine):
+    """Be a DeepSpeed engine beside each of whose steps a loop by hand takes one."""
+
+
+def bench_deepspeed(
+    job: str,
+    *,
+    ranks: int,
+    zero_stage: int,
+    pairs: int,
+    seed: int,
+    on_pair: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
     """Return the ratio of the engine's time to a hand-written DeepSpeed loop's, as rank 0 sees it.
 
     Args:
         job: the job's reference.
         ranks: how many.
         zero_stage: 0 to 3.
-        pairs: pairs of blocks of ten steps.
+        pairs: pairs of blocks of ten steps, at least; as many after each start of the ranks.
         seed: of both runs.
+        on_pair: is told of pairs done.
 
     Raises:
         EngineError: if a rank fails; what it raised is quoted.
     """
-    asked = {"job": job, "zero_stage": zero_stage, "pairs": pairs, "seed": seed}
-    found = run_on_ranks("autotune.campaign.bench_deepspeed", asked, ranks=ranks)
-    return {**found, "ranks": ranks, "zero_stage": zero_stage}
+    asked = {"job": job, "zero_stage": zero_stage, "pairs": -(-pairs // _STARTS), "seed": seed}
+    blocks: list[tuple[float, float]] = []
+    for start in range(_STARTS):
+        found = run_on_ranks(
+            "autotune.campaign.bench_deepspeed", {**asked, "engine_first": start % 2 == 0}, ranks=ranks
+        )
+        blocks += [(own, plain) for own, plain in found["blocks"]]
+        if on_pair is not None:
+            on_pair(len(blocks))
+    return {
+        **overhead(load_job(job), blocks),
+        "threads": found["threads"],
+        "ranks": ranks,
+        "zero_stage": zero_stage,
+        "starts": _STARTS,
+    }
 
 
-def _compared(asked: dict[str, Any], _: Report) -> dict[str, Any]:
-    job = load_job(asked["job"])
-    engine = DeepSpeedEngine(job, zero_stage=asked["zero_stage"], seed=asked["seed"])
-    plain = HandWrittenLoop(job, asked["zero_stage"], asked["seed"])
-    document = compare_loops(job, engine, plain, pairs=asked["pairs"])
+def _timed(asked: dict[str, Any], _: Report) -> dict[str, Any]:
+    job, stage, seed = load_job(asked["job"]), asked["zero_stage"], asked["seed"]
+    plain = None if asked["engine_first"] else HandWrittenLoop(job, stage, seed)
+    engine = BesideSharded(job, zero_stage=stage, seed=seed)
+    engine.plain = plain or HandWrittenLoop(job, stage, seed)
+    blocks = time_blocks(engine, pairs=asked["pairs"])
     distributed.barrier()
-    return document
+    return {"blocks": blocks, "threads": torch.get_num_threads()}
 
 
 if __name__ == "__main__":
-    be_rank(_compared)
+    be_rank(_timed)

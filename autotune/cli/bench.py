@@ -44,13 +44,15 @@ def overhead(
     with shared.Bars(shared.console(as_json=as_json)) as bars:
         bars.stage(f"{found.name}: engine against a plain loop", pairs)
         if engine == "deepspeed":
-            document = bench_deepspeed(job, ranks=ranks, zero_stage=zero_stage, pairs=pairs, seed=seed)
+            document = bench_deepspeed(
+                job, ranks=ranks, zero_stage=zero_stage, pairs=pairs, seed=seed, on_pair=bars.advance
+            )
         else:
             document = bench_overhead(found, pairs=pairs, seed=seed, on_pair=bars.advance)
     low, high = document["ratio_ci95"]
     line = (
-        f"engine / plain loop = {document['ratio_median']:.4f} (median of {pairs} pairs, 95 % interval {low:.4f} to "
-        f"{high:.4f})"
+        f"engine / plain loop = {document['ratio_median']:.4f} (median of {document['pairs']} pairs, 95 % interval "
+        f"{low:.4f} to {high:.4f})"
     )
     kind = f"-zero{zero_stage}" if engine == "deepspeed" else ""
     _finish(document, f"overhead-{found.name}{kind}", line, runs_dir, as_json)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 def inspect_job(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict[str, str]]:
     """Return the plans that a job's model allows, and why something is locked.
 
-    The loss is run once on a batch, in evaluation mode; nothing is kept for a backward pass.
+    The loss is run once, in evaluation mode, on the largest micro-batch that there is room for; nothing is kept for a
+    backward pass.
 
     Args:
         job: the job.
@@ -45,22 +46,25 @@ def inspect_job(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict
     """
     units = units_of(model, job.units)
     ask(job, "count", lambda: stepping.count_items(batch, job.count))
-    calls, foreign = _trial(job, model, batch, units)
+    locks: dict[str, str] = {}
+    choices = accumulation_choices(job, model, locks)
+    piece, (calls, foreign) = _largest_with_room(
+        _micro_batches(job, batch, choices), lambda piece: _trial(job, model, piece, units)
+    )
     for unit in units:
         if calls[unit.name] == 0:
             logger.warning("unit %r is never called by the loss and cannot be tuned", unit.name)
     by_name = {unit.name: replace(unit, recomputable=unit.recomputable and unit.name not in foreign) for unit in units}
-    locks: dict[str, str] = {}
     if foreign:
         locks["storage"] = _told_of(foreign)
         logger.warning("not all units can be recomputed: %s", locks["storage"])
     space = PlanSpace(
         units=tuple(by_name[name] for name, count in calls.items() if count > 0),
-        accumulation_choices=accumulation_choices(job, model, locks),
+        accumulation_choices=choices,
         precisions=_precisions(model, locks),
         k_splits=job.batching == "fixed",
     )
-    _try_16_bit_borders(job, model, batch, space, locks)
+    _try_16_bit_borders(job, model, piece, space, locks)
     return space, locks
 
 
@@ -125,6 +129,25 @@ def _told_of(foreign: Mapping[str, str]) -> str:
     name, kind = next(iter(foreign.items()))
     others = f", and so are {len(foreign) - 1} others" if len(foreign) > 1 else ""
     return f"{name} is handed a {kind}{others}: recomputed, it might change it twice"
+
+
+def _micro_batches(job: Job, batch: Any, choices: Sequence[int]) -> list[Any]:
+    """Return the first micro-batch of a step at each k, the largest first."""
+    if job.batching == "adaptive":
+        return [batch]
+    return [stepping.split(batch, k)[0] for k in sorted(choices)]
+
+
+def _largest_with_room(pieces: Sequence[Any], run: Callable[[Any], _Answer]) -> tuple[Any, _Answer]:
+    """Return the first of the pieces that can be run without running out of memory, and what came of it."""
+    for piece in pieces[:-1]:
+        try:
+            return piece, run(piece)
+        except JobError as error:
+            if not isinstance(error.__cause__, Exception) or not is_out_of_memory(error.__cause__):
+                raise
+        # Outside the except block: a traceback keeps what the pass held alive.
+    return pieces[-1], run(pieces[-1])
 
 
 def _trial(job: Job, model: nn.Module, batch: Any, units: tuple[Unit, ...]) -> tuple[dict[str, int], dict[str, str]]:

@@ -37,7 +37,7 @@ from autotune.engines.torch_engine import EngineOptions
 from autotune.engines.watched import WatchedEngine
 from autotune.errors import JobError
 from autotune.job import Job
-from autotune.measurement import Failure, Measurement
+from autotune.measurement import Failure
 from autotune.mechanics.devices import device_kind
 from autotune.mechanics.memory_meter import tensor_bytes
 from autotune.mechanics.randomness import isolated, seed_all
@@ -57,6 +57,7 @@ logger = logging.getLogger(__name__)
 _CANDIDATES = 8
 # Steps of one visit to a plan: the first warms up.
 _VISIT_STEPS = 3
+_NO_ROOM = "a rank has no room for it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,13 +265,18 @@ class _Profiler:
 
     def _warm_up(self) -> None:
         """Run a step, which creates the optimizer's state; where the baseline has no room, of the leanest plan."""
+        failure, detail = Failure.OUT_OF_MEMORY, _NO_ROOM
         for plan in (self.engine.space.baseline(), self.engine.space.leanest()):
+            if not self.engine.may_try(f"the first step, {plan}"):
+                continue
             self.engine.apply(plan)
             window = self.engine.run(1)
-            if window.failure is not Failure.OUT_OF_MEMORY:
+            if window.failure is None:
+                return
+            failure, detail = window.failure, window.failure_detail
+            if failure is not Failure.OUT_OF_MEMORY:
                 break
-        if window.failure is not None:
-            raise JobError(f"the first step ends with {window.failure}: {window.failure_detail}", where="job")
+        raise JobError(f"the first step ends with {failure}: {detail}", where="job")
 
     def _observe(self) -> dict[Probe, Choice]:
         """Trace and time the homogeneous plans; units that are called only sometimes are left out, with a warning."""
@@ -310,10 +316,14 @@ class _Profiler:
         for probe, plan in homogeneous_plans(self.engine.space, [k]).items():
             if self.engine.decided(is_copy(probe, choices)):
                 continue
+            if not self.engine.may_try(str(probe)):
+                self._refuse(probe, Failure.OUT_OF_MEMORY, _NO_ROOM)
+                refused = True
+                continue
             self.engine.apply_with(plan, fp32_borders=not probe.passes_16_bit)
             window, tracer = self.engine.traced()
             if window.failure is not None or tracer.trace is None:
-                self._refuse(probe, window)
+                self._refuse(probe, window.failure, window.failure_detail)
                 refused = refused or window.failure is Failure.OUT_OF_MEMORY
                 continue
             recomputed = [name for name, storage in plan.storage.items() if storage is Storage.RECOMPUTE]
@@ -325,11 +335,11 @@ class _Profiler:
                 choices[probe].totals.append([self._time_step(choices[probe])])
         return refused
 
-    def _refuse(self, probe: Probe, window: Measurement) -> None:
+    def _refuse(self, probe: Probe, failure: Failure | None, detail: str) -> None:
         k, name = probe.accumulation_steps, probe.choice
-        self._warnings.append(f"k = {k} with {name} ends with {window.failure}: {window.failure_detail}")
-        if window.failure not in (Failure.OUT_OF_MEMORY, Failure.UNSUPPORTED):
-            raise JobError(f"profiling {name} at k = {k} ends with {window.failure}", where=f"job {self._job.name!r}")
+        self._warnings.append(f"k = {k} with {name} ends with {failure}: {detail}")
+        if failure not in (Failure.OUT_OF_MEMORY, Failure.UNSUPPORTED):
+            raise JobError(f"profiling {name} at k = {k} ends with {failure}", where=f"job {self._job.name!r}")
 
     def _time(self, choices: Mapping[Probe, Choice]) -> None:
         """Time the homogeneous plans piece by piece, in rounds of alternating direction."""
@@ -345,6 +355,7 @@ class _Profiler:
                 break
 
     def _visit(self, probe: Probe, choice: Choice) -> None:
+        self.engine.may_try(str(probe))
         self.engine.apply_with(choice.plan, fp32_borders=not probe.passes_16_bit)
         choice.first_s.append(self._watched_step()[0])
         choice.totals.append([self._time_step(choice) for _ in range(_VISIT_STEPS - 1)])
@@ -389,6 +400,8 @@ class _Profiler:
 
     def time_plan(self, plan: Plan) -> list[float]:
         """Return the seconds of the steps of one visit to a plan, without the first."""
+        if not self.engine.may_try(str(plan.to_json())):
+            return []
         self.engine.apply(plan)
         window = self.engine.run(_VISIT_STEPS)
         return [] if window.failure is not None else list(window.step_s[1:])

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,50 @@ from autotune.engines.processes import (
 )
 from autotune.errors import EngineError, InputError
 from autotune.files import read_json, write_json
+from autotune.measurement import Failure
 
 _ASKED, _DONE, _FOUND, _REFUSED = "asked.json", "done.json", "found.json", "refused.json"
+_TRIED = "tried.json"
 # Seconds between two looks at how far the ranks are, and those in which they may end by themselves.
 _POLL_S, _GRACE_S = 0.5, 5.0
-Report = Callable[[float], None]
+
+
+class RanksError(EngineError):
+    """Say that ranks ended before they answered.
+
+    Args:
+        message: one line about it.
+        failure: its class, where it is known.
+        tried: what they said last that they would try; ``None`` if nothing.
+    """
+
+    def __init__(self, message: str, failure: Failure | None, tried: str | None) -> None:
+        super().__init__(message)
+        self.failure = failure
+        self.tried = tried
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Tell whoever asked ranks how far they are; rank 0 speaks for all.
+
+    Attributes:
+        folder: what both look into; ``None`` on the other ranks.
+    """
+
+    folder: Path | None
+
+    def done(self, share: float) -> None:
+        """Tell which share is done."""
+        self._write(_DONE, share)
+
+    def tries(self, what: str) -> None:
+        """Tell what is tried next, in case that it ends the ranks."""
+        self._write(_TRIED, {"what": what})
+
+    def _write(self, name: str, value: float | dict[str, str]) -> None:
+        if self.folder is not None:
+            write_json(self.folder / name, value)
 
 
 def run_on_ranks(
@@ -39,7 +79,7 @@ def run_on_ranks(
     *,
     ranks: int,
     threads: int | None = 1,
-    on_progress: Report | None = None,
+    on_progress: Callable[[float], None] | None = None,
 ) -> dict[str, Any]:
     """Run a module as so many ranks on this machine, and return what rank 0 answers.
 
@@ -53,7 +93,7 @@ def run_on_ranks(
 
     Raises:
         InputError: if a rank refuses what it was asked.
-        EngineError: if a rank fails; what it raised is quoted.
+        RanksError: if a rank fails; what it raised is quoted.
     """
     with tempfile.TemporaryDirectory(prefix="autotune-ranks-") as name:
         folder = Path(name)
@@ -66,14 +106,15 @@ def run_on_ranks(
             raise InputError.from_json(read_json(folder / _REFUSED))
         if code or not (folder / _FOUND).exists():
             raised = rank_that_raised(output)
-            how = f"exit code {code}{last_words(output)}" if raised is None else f"{raised[0]}: {raised[1]}"
             if None not in (killed, kills()) and killed != kills():
-                how = "out_of_memory: the system ended one for want of memory"
-            raise EngineError(f"{ranks} ranks end with {how}")
+                raised = Failure.OUT_OF_MEMORY, "the system ended one for want of memory"
+            how = f"exit code {code}{last_words(output)}" if raised is None else f"{raised[0]}: {raised[1]}"
+            tried = read_json(folder / _TRIED)["what"] if (folder / _TRIED).exists() else None
+            raise RanksError(f"{ranks} ranks end with {how}", None if raised is None else raised[0], tried)
         return read_json(folder / _FOUND)
 
 
-def _run(started: list[str], environment: Mapping[str, str], output: Path, on_progress: Report) -> int:
+def _run(started: list[str], environment: Mapping[str, str], output: Path, on_progress: Callable[[float], None]) -> int:
     """Run the ranks to their end, and return the launcher's exit code."""
     with output.open("wb") as sink:
         process = subprocess.Popen(
@@ -106,21 +147,16 @@ def be_rank(work: Callable[[dict[str, Any], Report], Mapping[str, Any]]) -> None
     """Be one of the ranks that :func:`run_on_ranks` starts, and end.
 
     Args:
-        work: does what is asked, and returns the answer; it may tell of the share that is done.
+        work: does what is asked, and returns the answer; it may tell how far it is.
     """
     die_with_parent()
     threading.Thread(target=_end_with_asker, name="autotune-asker", daemon=True).start()
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-
-    def on_progress(share: float) -> None:
-        if rank == 0:
-            write_json(folder / _DONE, share)
-
     try:
         asked = read_json(folder / _ASKED)
         # Jobs are found where the program that asks finds them.
         sys.path[:0] = [entry for entry in asked["path"] if entry not in sys.path]
-        found = work(asked, on_progress)
+        found = work(asked, Report(folder if rank == 0 else None))
         if rank == 0:
             write_json(folder / _FOUND, found)
     except Exception as error:  # noqa: BLE001 - whatever the job raises, whoever asked names

@@ -12,9 +12,10 @@ from typing import Any
 
 from autotune.engines.isolated_engine import RankOptions
 from autotune.engines.profiler import ProfilerOptions, profile
-from autotune.engines.rank_processes import Report, be_rank, run_on_ranks
+from autotune.engines.rank_processes import RanksError, Report, be_rank, run_on_ranks
 from autotune.engines.watched import WatchedRanks
-from autotune.errors import EngineError, JobError
+from autotune.errors import JobError
+from autotune.measurement import Failure
 from autotune.mechanics.devices import device_kind
 from autotune.physics.profile import Profile
 
@@ -30,6 +31,8 @@ def profile_on_ranks(
 ) -> Profile:
     """Profile a job as several ranks train it together, through DeepSpeed.
 
+    A rank that runs out of memory ends all of them: they are started anew, and leave out what was tried then.
+
     Args:
         job: the job's reference; a job itself crosses no process border.
         ranks: how many, at which ZeRO stage.
@@ -42,6 +45,7 @@ def profile_on_ranks(
         InputError: if DeepSpeed is missing, or its configuration at odds with the job.
         JobError: if a rank does not survive it.
     """
+    no_room: list[str] = []
     asked = {
         "job": job,
         "ranks": asdict(ranks),
@@ -49,27 +53,39 @@ def profile_on_ranks(
         "device_name": device_name,
         "fingerprint": fingerprint,
         "options": asdict(options or ProfilerOptions()),
+        "no_room": no_room,
     }
     module = "autotune.engines.rank_profiler"
-    try:
-        found = run_on_ranks(module, asked, ranks=ranks.count, threads=None, on_progress=on_progress)
-    except EngineError as error:
-        raise JobError(f"profiling it: {error}", where=job) from error
-    return Profile.from_json(found, where=job)
+    while True:
+        try:
+            found = run_on_ranks(module, asked, ranks=ranks.count, threads=None, on_progress=on_progress)
+        except RanksError as error:
+            if error.failure is not Failure.OUT_OF_MEMORY or error.tried is None or error.tried in no_room:
+                raise JobError(f"profiling it: {error}", where=job) from error
+            no_room.append(error.tried)
+        else:
+            return Profile.from_json(found, where=job)
 
 
-def _profiled(asked: dict[str, Any], on_progress: Report) -> dict[str, Any]:
+def _profiled(asked: dict[str, Any], report: Report) -> dict[str, Any]:
     from autotune.catalog import load_job
 
     ranks = asked["ranks"]
+    ranks = functools.partial(
+        WatchedRanks,
+        zero_stage=ranks["zero_stage"],
+        config=ranks["config"],
+        no_room=asked["no_room"],
+        on_try=report.tries,
+    )
     found = profile(
         load_job(asked["job"]),
         device_name=asked["device_name"],
         fingerprint=asked["fingerprint"],
         device=asked["device"],
         options=ProfilerOptions(**asked["options"]),
-        on_progress=on_progress,
-        make_engine=functools.partial(WatchedRanks, zero_stage=ranks["zero_stage"], config=ranks["config"]),
+        on_progress=report.done,
+        make_engine=ranks,
     )
     return found.to_json()
 

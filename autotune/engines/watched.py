@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from torch import distributed
 
 from autotune.engines.deepspeed_engine import DeepSpeedEngine
 from autotune.engines.torch_engine import TorchEngine
+from autotune.job import Job
 from autotune.measurement import Measurement
 from autotune.mechanics import controls
 from autotune.mechanics.memory_meter import collection_paused, tensor_bytes
@@ -94,6 +95,14 @@ class WatchedEngine(TorchEngine):
         """Return the names that any rank has, sorted."""
         return tuple(sorted(names))
 
+    def may_try(self, what: str) -> bool:
+        """Tell whether something may be tried: where a step that runs out of memory ends all, not what did before.
+
+        Args:
+            what: the name of what is tried next.
+        """
+        return True
+
     def samples_here(self) -> int:
         """Return how many samples of a batch this process trains on."""
         return self.job.batch_size
@@ -109,7 +118,28 @@ class WatchedEngine(TorchEngine):
 
 
 class WatchedRanks(WatchedEngine, DeepSpeedEngine):
-    """Be a DeepSpeed engine whose steps can be watched on each rank; all ranks watch the same steps."""
+    """Be a DeepSpeed engine whose steps can be watched on each rank; all ranks watch the same steps.
+
+    Args:
+        job: the job.
+        no_room: names of what may not be tried, for a rank once ran out of memory in it.
+        on_try: is told of what is tried next.
+        options: of the engine.
+    """
+
+    def __init__(
+        self, job: Job, *, no_room: Collection[str] = (), on_try: Callable[[str], None] | None = None, **options: Any
+    ) -> None:
+        super().__init__(job, **options)
+        self._no_room, self._on_try = frozenset(no_room), on_try
+
+    def may_try(self, what: str) -> bool:
+        """Tell whether something may be tried, and whoever asked that it is."""
+        if what in self._no_room:
+            return False
+        if self._on_try is not None:
+            self._on_try(what)
+        return True
 
     def samples_here(self) -> int:
         """Return how many samples of a batch the rank with most of them trains on."""

@@ -1,4 +1,4 @@
-"""Attach to a run: check what is handed over, say in one line what is wrong with it, and make the tuner."""
+"""Attach to a run: have what is handed over checked, find what can be switched, and make the tuner."""
 
 from __future__ import annotations
 
@@ -6,20 +6,28 @@ import os
 import platform
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
 
-from autotune.budget import MemoryBudget
-from autotune.errors import AttachError, InputError
+from autotune.errors import AttachError
 from autotune.live.attached import Attached, Budget, LearningRateRule
+from autotune.live.checks import (
+    budget_of,
+    check,
+    choice_of,
+    choices_of_k,
+    inner_of,
+    is_adaptive,
+    limits_of,
+    updates_through,
+)
 from autotune.live.deciding import find_policy
 from autotune.live.decision_log import LOG_NAME, LOG_VERSION, DecisionLog, make_run_folder
-from autotune.live.deepspeed_engines import held_bytes, is_engine, update_of
+from autotune.live.deepspeed_engines import held_bytes, is_engine
 from autotune.live.follower import follow
 from autotune.live.limits import Limits, Mode, Stage
 from autotune.live.pilot import Pilot
@@ -37,7 +45,7 @@ from autotune.units import Unit, units_of
 KILL_VARIABLE = "AUTOTUNE_DISABLE"
 _STOP_FILE = "STOP"
 
-_attached: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+_attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @randomness.isolated()
@@ -98,32 +106,36 @@ def attach(
         AttachError: naming what cannot be attached to, and the remedy; the model stays untouched.
         PolicyFileError: if a policy folder is not a policy.
     """
-    chosen_mode, chosen_stage = _choice(Mode, mode, "mode"), _choice(Stage, stage, "stage")
-    sharded = None if engine is None else _through(engine, model, optimizer, chosen_mode, clip_norm)
+    chosen_mode, chosen_stage = choice_of(Mode, mode, "mode"), choice_of(Stage, stage, "stage")
+    sharded = None if engine is None else updates_through(engine, model, optimizer, chosen_mode, clip_norm)
     if sharded is not None:
         model, optimizer = engine, sharded.optimizer
         accumulation_steps = engine.gradient_accumulation_steps()
     elif is_engine(model):
         raise AttachError("model is a DeepSpeed engine", where="attach", allowed="autotune.attach(engine=engine)")
-    inner = _inner(model)
-    _check(inner, optimizer, sharded)
+    inner = inner_of(model)
+    if inner in _attached:
+        raise AttachError(
+            "a tuner is attached to this model already", where="attach", allowed="one at a time; detach() it first"
+        )
+    check(inner, optimizer, sharded=sharded is not None)
     assert model is not None
     assert optimizer is not None
-    limits = _limits(limits, sharded)
-    adaptive = _is_adaptive(batching, lr_rule, chosen_mode, accumulation_steps, parallel=model is not inner)
+    limits = limits_of(limits, sharded=sharded is not None)
+    adaptive = is_adaptive(batching, lr_rule, chosen_mode, accumulation_steps, parallel=model is not inner)
     if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
         raise AttachError(
             f"accumulation_steps is {accumulation_steps!r}", where="attach", allowed="a whole number >= 1"
         )
     if mlflow and runs_dir is None:
         raise AttachError("mlflow is set and runs_dir is None", where="attach", allowed="a folder for the run's log")
-    budget = _budget(memory_budget_bytes)
+    budget = budget_of(memory_budget_bytes)
     if os.environ.get(KILL_VARIABLE, "0") not in ("", "0"):
         device = next(inner.parameters()).device
         return _inert(inner, model, optimizer, sharded or _update(device, optimizer, clip_norm))
     found = find_policy(policy)
     space, locks = _space(
-        inner, units, chosen_mode, accumulation_steps, _choices_of_k(accumulation_choices), adaptive=adaptive
+        inner, units, chosen_mode, accumulation_steps, choices_of_k(accumulation_choices), adaptive=adaptive
     )
     unfit = _unfit(space, model, inner, sharded)
     if unfit is not None:
@@ -145,31 +157,9 @@ def attach(
         bucket_bytes=_bucket_bytes(model) if sharded is None else held_bytes(sharded, inner),
         accumulation_steps=accumulation_steps,
     )
-    config = {
-        "mode": chosen_mode,
-        "stage": chosen_stage,
-        "batching": batching,
-        "policy": getattr(found, "name", type(found).__name__),
-    }
     ranks = Ranks(model, facts.limits.rank_timeout_s)
-    folder = None
-    if runs_dir is not None and ranks.rank == 0:
-        folder = make_run_folder(Path(runs_dir), facts.name, config)
-    log = DecisionLog(None if folder is None else folder / LOG_NAME)
-    log.write(
-        "attached",
-        0,
-        version=LOG_VERSION,
-        model=facts.name,
-        units=[unit.name for unit in space.units],
-        recomputable=space.recomputable,
-        locks=locks,
-        total_steps=total_steps,
-        environment=_environment(facts.device),
-        baseline=space.baseline(),
-        **config,
-    )
-    _attached[inner] = True
+    folder, log = _log_of(facts, found, None if runs_dir is None or ranks.rank else Path(runs_dir))
+    _attached.add(inner)
     if mlflow and folder is not None:
         follow(folder)
     return LiveTuner(
@@ -179,13 +169,35 @@ def attach(
         Pilot(facts, found, log, ranks),
         stop_file=None if folder is None else folder / _STOP_FILE,
         folder=folder,
-        on_detach=lambda: _forget(inner),
+        on_detach=lambda: _attached.discard(inner),
         screen=screen_of() if show and ranks.rank == 0 else None,
     )
 
 
-def _forget(model: nn.Module) -> None:
-    _attached.pop(model, None)
+def _log_of(facts: Attached, policy: object, runs: Path | None) -> tuple[Path | None, DecisionLog]:
+    """Return a new run directory and the log in it; where there is no folder for runs, a log that keeps nothing."""
+    config = {
+        "mode": facts.mode,
+        "stage": facts.stage,
+        "batching": "adaptive" if facts.adaptive else "fixed",
+        "policy": getattr(policy, "name", type(policy).__name__),
+    }
+    folder = None if runs is None else make_run_folder(runs, facts.name, config)
+    log = DecisionLog(None if folder is None else folder / LOG_NAME)
+    log.write(
+        "attached",
+        0,
+        version=LOG_VERSION,
+        model=facts.name,
+        units=[unit.name for unit in facts.space.units],
+        recomputable=facts.space.recomputable,
+        locks=facts.locks,
+        total_steps=facts.total_steps,
+        environment=_environment(facts.device),
+        baseline=facts.space.baseline(),
+        **config,
+    )
+    return folder, log
 
 
 def _environment(device: torch.device) -> dict[str, Any]:
@@ -223,20 +235,6 @@ def _update(device: torch.device, optimizer: torch.optim.Optimizer, clip_norm: f
     return Update(optimizer, clip_norm=clip_norm, device_type=device.type)
 
 
-def _through(engine: Any, model: Any, optimizer: Any, mode: Mode, clip_norm: float | None) -> ShardedUpdate:
-    if model is not None or optimizer is not None:
-        raise AttachError("model or optimizer stands beside engine", where="attach", allowed="the engine alone")
-    return update_of(engine, mode, clip_norm)
-
-
-def _limits(limits: Any, sharded: ShardedUpdate | None) -> Limits:
-    if limits is not None and not isinstance(limits, Limits):
-        raise AttachError(f"limits is {limits!r}", where="attach", allowed="autotune.Limits(...)")
-    found = limits or Limits()
-    # No rank has the whole gradient that would be sampled.
-    return found if sharded is None else replace(found, statistics_every=None)
-
-
 def _unfit(space: PlanSpace, model: nn.Module, inner: nn.Module, sharded: ShardedUpdate | None) -> str | None:
     """Return why nothing can be switched; ``None`` if something can."""
     if not space.units:
@@ -246,124 +244,6 @@ def _unfit(space: PlanSpace, model: nn.Module, inner: nn.Module, sharded: Sharde
     if sharded is not None and sharded.stage == 3:
         return "ZeRO stage 3 gathers weights by hooks in each unit"
     return None
-
-
-def _inner(model: Any) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise AttachError(f"model is a {type(model).__name__}", where="attach", allowed="a torch.nn.Module")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        inner: nn.Module = model.module
-        return inner
-    if isinstance(model, nn.DataParallel):
-        raise AttachError("the model is in DataParallel", where="attach", allowed="DistributedDataParallel")
-    return model.module if is_engine(model) else model  # type: ignore[return-value]
-
-
-def _check(model: nn.Module, optimizer: Any, sharded: Update | None) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        kind = type(optimizer).__name__
-        raise AttachError(f"optimizer is a {kind}", where="attach", allowed="a torch.optim.Optimizer")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise AttachError(
-            "LBFGS calls the loss by itself", where="attach", allowed="an optimizer whose step() has no closure"
-        )
-    _check_accelerated(optimizer)
-    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    if not trained:
-        raise AttachError("the model has no parameter that requires a gradient", where="attach", allowed="at least one")
-    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    # Of an engine's optimizer, the parameters are shards.
-    if sharded is None and not trained & owned:
-        raise AttachError(
-            "the optimizer owns none of the model's parameters",
-            where="attach",
-            allowed="an optimizer over model.parameters(), made after the model was moved to its device",
-        )
-    if _attached.get(model):
-        raise AttachError(
-            "a tuner is attached to this model already", where="attach", allowed="one at a time; detach() it first"
-        )
-    if any(isinstance(module.__dict__.get("forward"), controls.ControlledForward) for module in model.modules()):
-        raise AttachError(
-            "the model runs under a plan already", where="attach", allowed="a model that no engine holds; close() it"
-        )
-
-
-def _is_adaptive(batching: str, lr_rule: str, mode: Mode, accumulation_steps: int, *, parallel: bool) -> bool:
-    if batching not in ("fixed", "adaptive"):
-        raise AttachError(f"batching is {batching!r}", where="attach", allowed=["fixed", "adaptive"])
-    if lr_rule not in get_args(LearningRateRule):
-        raise AttachError(f"lr_rule is {lr_rule!r}", where="attach", allowed=list(get_args(LearningRateRule)))
-    adaptive = batching == "adaptive"
-    if adaptive and mode is not Mode.TOLERANT:
-        raise AttachError(
-            f"batching is adaptive in mode {mode}", where="attach", allowed="mode tolerant: it changes what is learnt"
-        )
-    if adaptive and parallel:
-        # While ranks profile each on its own, they would not step together.
-        raise AttachError("batching is adaptive, over several ranks", where="attach", allowed="fixed, or one rank")
-    if adaptive and accumulation_steps > 1:
-        raise AttachError(
-            f"batching is adaptive, and the loop accumulates {accumulation_steps} batches by itself",
-            where="attach",
-            allowed="accumulation_steps=1, and step() after each batch",
-        )
-    if lr_rule != "none" and not adaptive:
-        raise AttachError(f"lr_rule is {lr_rule!r}", where="attach", allowed="none, but for adaptive batching")
-    return adaptive
-
-
-def _check_accelerated(optimizer: Any) -> None:
-    """Refuse an Accelerator's optimizer that does more than pass updates on: its step() is then none."""
-    num_batches = getattr(getattr(optimizer, "gradient_state", None), "num_steps", 1)
-    if num_batches > 1:
-        raise AttachError(
-            f"the Accelerator accumulates {num_batches} batches",
-            where="attach",
-            allowed="Accelerator(gradient_accumulation_steps=1), and k batches before each step() of the tuner",
-        )
-    if getattr(optimizer, "scaler", None) is not None:
-        raise AttachError(
-            "the Accelerator's optimizer has a loss scale of its own",
-            where="attach",
-            allowed='Accelerator(mixed_precision="bf16") or "no"',
-        )
-
-
-def _choice(kind: Any, value: object, key: str) -> Any:
-    try:
-        return kind(value)
-    except ValueError as error:
-        raise AttachError(f"{key} is {value!r}", where="attach", allowed=list(kind)) from error
-
-
-def _choices_of_k(value: object) -> tuple[int, ...]:
-    choices = tuple(value) if isinstance(value, Sequence) else ()
-    if not choices or any(type(k) is not int or k < 1 for k in choices) or sorted(set(choices)) != list(choices):
-        raise AttachError(f"accumulation_choices is {value!r}", where="attach", allowed="whole numbers >= 1, ascending")
-    return choices
-
-
-def _budget(value: object) -> Budget:
-    if value is None or callable(value):
-        return value
-    if isinstance(value, str):
-        try:
-            parsed = MemoryBudget.parse(value)
-        except InputError as error:
-            raise AttachError(error.problem, where="memory_budget_bytes", allowed=error.allowed) from error
-        if parsed.size_bytes is None:
-            raise AttachError(
-                f"memory_budget_bytes is {value!r}", where="attach", allowed="bytes, or a size such as 20GiB"
-            )
-        return parsed.size_bytes
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise AttachError(
-            f"memory_budget_bytes is {value!r}",
-            where="attach",
-            allowed="bytes, a size such as 20GiB, a function that returns bytes, or None",
-        )
-    return value
 
 
 def _space(

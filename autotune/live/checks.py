@@ -1,0 +1,154 @@
+"""Say in one line what is wrong with what an attached run is given, before anything of it is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from autotune.budget import MemoryBudget
+from autotune.errors import AttachError, InputError
+from autotune.live.attached import Budget, LearningRateRule
+from autotune.live.deepspeed_engines import is_engine, update_of
+from autotune.live.limits import Limits, Mode
+from autotune.mechanics import controls
+from autotune.mechanics.sharded import ShardedUpdate
+
+
+def choice_of(kind: Any, value: object, key: str) -> Any:
+    """Return a value of an enumeration."""
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise AttachError(f"{key} is {value!r}", where="attach", allowed=list(kind)) from error
+
+
+def updates_through(engine: Any, model: Any, optimizer: Any, mode: Mode, clip_norm: float | None) -> ShardedUpdate:
+    """Return what makes updates through a DeepSpeed engine, which stands alone."""
+    if model is not None or optimizer is not None:
+        raise AttachError("model or optimizer stands beside engine", where="attach", allowed="the engine alone")
+    return update_of(engine, mode, clip_norm)
+
+
+def inner_of(model: Any) -> nn.Module:
+    """Return the model itself, out of what spreads it over ranks."""
+    if not isinstance(model, nn.Module):
+        raise AttachError(f"model is a {type(model).__name__}", where="attach", allowed="a torch.nn.Module")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        inner: nn.Module = model.module
+        return inner
+    if isinstance(model, nn.DataParallel):
+        raise AttachError("the model is in DataParallel", where="attach", allowed="DistributedDataParallel")
+    return model.module if is_engine(model) else model  # type: ignore[return-value]
+
+
+def check(model: nn.Module, optimizer: Any, *, sharded: bool) -> None:
+    """Refuse a model or an optimizer whose updates a tuner could not make."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        raise AttachError(f"optimizer is a {kind}", where="attach", allowed="a torch.optim.Optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise AttachError(
+            "LBFGS calls the loss by itself", where="attach", allowed="an optimizer whose step() has no closure"
+        )
+    _check_accelerated(optimizer)
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if not trained:
+        raise AttachError("the model has no parameter that requires a gradient", where="attach", allowed="at least one")
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    # Of an engine's optimizer, the parameters are shards.
+    if not sharded and not trained & owned:
+        raise AttachError(
+            "the optimizer owns none of the model's parameters",
+            where="attach",
+            allowed="an optimizer over model.parameters(), made after the model was moved to its device",
+        )
+    if any(isinstance(module.__dict__.get("forward"), controls.ControlledForward) for module in model.modules()):
+        raise AttachError(
+            "the model runs under a plan already", where="attach", allowed="a model that no engine holds; close() it"
+        )
+
+
+def _check_accelerated(optimizer: Any) -> None:
+    """Refuse an Accelerator's optimizer that does more than pass updates on: its step() is then none."""
+    num_batches = getattr(getattr(optimizer, "gradient_state", None), "num_steps", 1)
+    if num_batches > 1:
+        raise AttachError(
+            f"the Accelerator accumulates {num_batches} batches",
+            where="attach",
+            allowed="Accelerator(gradient_accumulation_steps=1), and k batches before each step() of the tuner",
+        )
+    if getattr(optimizer, "scaler", None) is not None:
+        raise AttachError(
+            "the Accelerator's optimizer has a loss scale of its own",
+            where="attach",
+            allowed='Accelerator(mixed_precision="bf16") or "no"',
+        )
+
+
+def limits_of(limits: Any, *, sharded: bool) -> Limits:
+    """Return how far a tuner may go."""
+    if limits is not None and not isinstance(limits, Limits):
+        raise AttachError(f"limits is {limits!r}", where="attach", allowed="autotune.Limits(...)")
+    found = limits or Limits()
+    # No rank has the whole gradient that would be sampled.
+    return replace(found, statistics_every=None) if sharded else found
+
+
+def is_adaptive(batching: str, lr_rule: str, mode: Mode, accumulation_steps: int, *, parallel: bool) -> bool:
+    """Tell whether a step consumes k batches."""
+    if batching not in ("fixed", "adaptive"):
+        raise AttachError(f"batching is {batching!r}", where="attach", allowed=["fixed", "adaptive"])
+    if lr_rule not in get_args(LearningRateRule):
+        raise AttachError(f"lr_rule is {lr_rule!r}", where="attach", allowed=list(get_args(LearningRateRule)))
+    adaptive = batching == "adaptive"
+    if adaptive and mode is not Mode.TOLERANT:
+        raise AttachError(
+            f"batching is adaptive in mode {mode}", where="attach", allowed="mode tolerant: it changes what is learnt"
+        )
+    if adaptive and parallel:
+        # While ranks profile each on its own, they would not step together.
+        raise AttachError("batching is adaptive, over several ranks", where="attach", allowed="fixed, or one rank")
+    if adaptive and accumulation_steps > 1:
+        raise AttachError(
+            f"batching is adaptive, and the loop accumulates {accumulation_steps} batches by itself",
+            where="attach",
+            allowed="accumulation_steps=1, and step() after each batch",
+        )
+    if lr_rule != "none" and not adaptive:
+        raise AttachError(f"lr_rule is {lr_rule!r}", where="attach", allowed="none, but for adaptive batching")
+    return adaptive
+
+
+def choices_of_k(value: object) -> tuple[int, ...]:
+    """Return the k that plans may choose from."""
+    choices = tuple(value) if isinstance(value, Sequence) else ()
+    if not choices or any(type(k) is not int or k < 1 for k in choices) or sorted(set(choices)) != list(choices):
+        raise AttachError(f"accumulation_choices is {value!r}", where="attach", allowed="whole numbers >= 1, ascending")
+    return choices
+
+
+def budget_of(value: object) -> Budget:
+    """Return bytes, or the function that is asked for them."""
+    if value is None or callable(value):
+        return value
+    if isinstance(value, str):
+        try:
+            parsed = MemoryBudget.parse(value)
+        except InputError as error:
+            raise AttachError(error.problem, where="memory_budget_bytes", allowed=error.allowed) from error
+        if parsed.size_bytes is None:
+            raise AttachError(
+                f"memory_budget_bytes is {value!r}", where="attach", allowed="bytes, or a size such as 20GiB"
+            )
+        return parsed.size_bytes
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise AttachError(
+            f"memory_budget_bytes is {value!r}",
+            where="attach",
+            allowed="bytes, a size such as 20GiB, a function that returns bytes, or None",
+        )
+    return value
