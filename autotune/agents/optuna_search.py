@@ -15,6 +15,7 @@ import numpy as np
 import optuna
 import sqlalchemy
 
+from autotune.agents.peak_guess import PeakGuess
 from autotune.agents.priced_plans import PRICES, SHARES, PricedPlans
 from autotune.agents.recipe_space import Choice, Range, Space
 from autotune.agents.study_store import StudyStore
@@ -47,6 +48,7 @@ class _StudySearch:
     Where it goes on to propose what is known, the best plan's neighbours are proposed: a few of its parameters anew.
 
     Args:
+        space: the plans that can be proposed.
         place: where the study is stored, a run's folder or a shared database; an existing study is continued.
         name: of the study.
         seed: of the sampler.
@@ -55,7 +57,13 @@ class _StudySearch:
     """
 
     def __init__(
-        self, place: Place, name: str, seed: int, first: Sequence[dict[str, object]] = (), ahead: int = 1
+        self,
+        space: PlanSpace,
+        place: Place,
+        name: str,
+        seed: int,
+        first: Sequence[dict[str, object]] = (),
+        ahead: int = 1,
     ) -> None:
         self._seed, self._first, self._ahead = seed, list(first), ahead
         self._where = StudyStore.of(place).where
@@ -71,7 +79,7 @@ class _StudySearch:
                 self.study.tell(stored.number, state=states.FAIL)
         self._known = set[Plan]()
         self._told = set[Plan]()
-        self._over: list[Plan] = []
+        self._peaks = PeakGuess(space)
         self._repeats = 0
         self._open: deque[optuna.Trial | None] = deque()
         self._asked = 0
@@ -101,8 +109,8 @@ class _StudySearch:
     def _neighbour(self, number: int) -> dict[str, object] | None:
         """Return the best trial's parameters, a few of them drawn anew, for a plan that is not known.
 
-        One that keeps all that a plan over the budget keeps is taken only where there is no other. ``None`` while there
-        is no best one, or where all that were looked at are known, near and far.
+        One that would be over the budget, as the peaks of those that are known let guess, is taken only where there is
+        no other. ``None`` while there is no best one, or where all that were looked at are known, near and far.
         """
         complete = self.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
         fitting = [trial for trial in complete if all(over <= 0 for over in trial.constraints.values())]
@@ -118,7 +126,7 @@ class _StudySearch:
             plan = self._propose(optuna.trial.FixedTrial(near))
             if plan in self._known:
                 continue
-            if not any(_keeps_all_of(plan, over) for over in self._over):
+            if self._peaks.may_fit(plan):
                 return near
             doubtful = doubtful or near
         return doubtful
@@ -137,19 +145,19 @@ class _StudySearch:
         """Tell the cost of the first proposal that nothing was told of, and by how much it was over the budget."""
         trial, repeated = self._open.popleft(), plan in self._told
         self._repeats = self._repeats + 1 if repeated else 0
-        failure = observation.window.failure
-        over = overshoot(observation)
-        # A plan that cannot run at all is as far from being allowed as one that needs twice the budget.
-        broken = failure not in (None, Failure.OVER_BUDGET, Failure.OUT_OF_MEMORY)
-        if over > 0 and not broken and not repeated:
-            self._over.append(plan)
         self._told.add(plan)
+        failure, peak = observation.window.failure, observation.window.peak_bytes
+        if not repeated and failure in (None, Failure.OVER_BUDGET) and peak and observation.memory_budget_bytes:
+            self._peaks.tell(plan, peak / observation.memory_budget_bytes)
         if trial is None:
             return
         if repeated:
             with _writing(self._where):
                 self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
             return
+        over = overshoot(observation)
+        # A plan that cannot run at all is as far from being allowed as one that needs twice the budget.
+        broken = failure not in (None, Failure.OVER_BUDGET, Failure.OUT_OF_MEMORY)
         with _writing(self._where):
             trial.set_user_attr("failure", None if failure is None else str(failure))
             trial.set_constraint("memory", max(over, 1.0) if broken else over)
@@ -161,15 +169,6 @@ class _StudySearch:
             with contextlib.suppress(Exception):
                 self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
         _close(self._storage)
-
-
-def _keeps_all_of(plan: Plan, other: Plan) -> bool:
-    """Tell whether a plan has micro-batches as large as another's, at least, as many bits, and saves no less."""
-    return (
-        plan.accumulation_steps <= other.accumulation_steps
-        and all(not plan.precision_of(name).is_16_bit or bits.is_16_bit for name, bits in other.precision.items())
-        and all(plan.storage_of(name) is Storage.SAVE for name, kept in other.storage.items() if kept is Storage.SAVE)
-    )
 
 
 class OptunaSearch(_StudySearch):
@@ -189,7 +188,7 @@ class OptunaSearch(_StudySearch):
         self, space: PlanSpace, place: Place, seed: int, first: Sequence[Plan] = (), *, ahead: int = 1
     ) -> None:
         self._space = space
-        super().__init__(place, "tune", seed, [self._parameters(plan) for plan in dict.fromkeys(first)], ahead)
+        super().__init__(space, place, "tune", seed, [self._parameters(plan) for plan in dict.fromkeys(first)], ahead)
 
     def _propose(self, trial: optuna.trial.BaseTrial) -> Plan:
         precisions = [str(precision) for precision in self._space.precisions]
@@ -233,7 +232,7 @@ class OptunaPriceSearch(_StudySearch):
         self._priced = priced
         self._choices = space.accumulation_choices
         first: list[dict[str, object]] = [{"k": k, "share": 1.0, "price_16_bit": 0.0} for k in self._choices]
-        super().__init__(place, "prices", seed, first, ahead)
+        super().__init__(space, place, "prices", seed, first, ahead)
 
     def _propose(self, trial: optuna.trial.BaseTrial) -> Plan:
         return self._priced.plan(

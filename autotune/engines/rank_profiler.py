@@ -70,11 +70,10 @@ def profile_on_ranks(
 def _profiled(asked: dict[str, Any], report: Report) -> dict[str, Any]:
     from autotune.catalog import load_job
 
-    ranks = asked["ranks"]
-    ranks = functools.partial(
+    make_engine = functools.partial(
         WatchedRanks,
-        zero_stage=ranks["zero_stage"],
-        config=ranks["config"],
+        zero_stage=asked["ranks"]["zero_stage"],
+        config=asked["ranks"]["config"],
         no_room=asked["no_room"],
         on_try=report.tries,
     )
@@ -85,7 +84,7 @@ def _profiled(asked: dict[str, Any], report: Report) -> dict[str, Any]:
         device=asked["device"],
         options=ProfilerOptions(**asked["options"]),
         on_progress=report.done,
-        make_engine=ranks,
+        make_engine=make_engine,
     )
     return found.to_json()
 

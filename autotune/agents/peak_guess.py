@@ -1,0 +1,59 @@
+"""Guess from the peaks of measured plans whether another one fits: for each k a straight line in the choices."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.plan import Plan, PlanSpace, Storage
+
+# Keeps a choice that few of the measured plans made from explaining their peaks alone.
+_RIDGE = 0.1
+
+# The coefficients at one k, and the standard deviation of what they leave unexplained.
+_Line = tuple[NDArray[np.float64], float]
+
+
+class PeakGuess:
+    """Learn from measured peaks which plans may fit a memory budget.
+
+    What a line leaves unexplained counts for the plan: one that is guessed to be over the budget by less may fit.
+
+    Args:
+        space: names the units.
+    """
+
+    def __init__(self, space: PlanSpace) -> None:
+        self._units = [unit.name for unit in space.units]
+        self._recomputable = space.recomputable
+        self._seen: dict[int, list[tuple[list[float], float]]] = {}
+        self._lines: dict[int, _Line] = {}
+
+    def tell(self, plan: Plan, share: float) -> None:
+        """Take in a plan's peak, as a share of the budget."""
+        k = plan.accumulation_steps
+        self._seen.setdefault(k, []).append((self._row(plan), share))
+        self._lines.pop(k, None)
+
+    def may_fit(self, plan: Plan) -> bool:
+        """Tell whether a plan may fit; of a k that no plan was told of, nothing speaks against it."""
+        k = plan.accumulation_steps
+        if k not in self._seen:
+            return True
+        if k not in self._lines:
+            self._lines[k] = self._line(k)
+        coefficients, deviation = self._lines[k]
+        return float(np.dot(coefficients, self._row(plan))) - deviation <= 1.0
+
+    def _row(self, plan: Plan) -> list[float]:
+        bits = [float(plan.precision_of(name).is_16_bit) for name in self._units]
+        return [1.0, *bits, *(float(plan.storage_of(name) is Storage.RECOMPUTE) for name in self._recomputable)]
+
+    def _line(self, k: int) -> _Line:
+        rows, shares = (np.array(column) for column in zip(*self._seen[k], strict=True))
+        ridge = _RIDGE * np.eye(rows.shape[1])
+        ridge[0, 0] = 0.0
+        coefficients = np.linalg.solve(rows.T @ rows + ridge, rows.T @ shares)
+        return coefficients, math.sqrt(np.mean((rows @ coefficients - shares) ** 2))
