@@ -71,6 +71,12 @@ class Choice:
     totals: list[list[float]] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
 
+    @property
+    def fastest(self) -> int:
+        """Return the number of the fastest timed step."""
+        steps = [total for visit in self.totals for total in visit]
+        return steps.index(min(steps))
+
 
 def without_copies(choices: Mapping[Probe, Choice]) -> dict[Probe, Choice]:
     """Return what was traced without 16-bit borders that make no difference: where units return fp32 by themselves."""
@@ -84,6 +90,34 @@ def is_copy(probe: Probe, choices: Mapping[Probe, Choice]) -> bool:
     pairs = [(seen, replace(seen, passes_16_bit=False)) for seen in choices if seen.passes_16_bit]
     alike = [one for one, other in pairs if other in choices and known(choices[one]) == known(choices[other])]
     return any(one.precision == probe.precision for one in alike)
+
+
+def unlikeness(choices: Mapping[Probe, Choice], recomputable: Collection[str]) -> float:
+    """Return the largest factor between times that should agree, in the fastest step seen of each plan.
+
+    Units run forward as long whether they save or recompute, and recomputing adds that to their backward pass.
+
+    Args:
+        choices: what was seen under every homogeneous plan.
+        recomputable: names of the units whose storage can be chosen.
+    """
+    factors = [1.0]
+    for probe, choice in choices.items():
+        other = choice_name(Precision(probe.precision), Storage.RECOMPUTE)
+        twin = choices.get(replace(probe, choice=other))
+        if probe.choice == other or twin is None or not (choice.seconds and twin.seconds):
+            continue
+        (forward, backward), (again, longer) = (_passes(one, recomputable) for one in (choice, twin))
+        pairs = [(forward, again), (forward + backward, longer)]
+        factors += [max(one / two, two / one) for one, two in pairs if one and two]
+    return max(factors)
+
+
+def _passes(choice: Choice, names: Collection[str]) -> tuple[float, float]:
+    """Return the seconds of some units' forward and backward passes in the fastest step."""
+    seconds = choice.seconds[choice.fastest]
+    own = [2 * number + 1 for number, unit in enumerate(choice.calls) if unit in names]
+    return sum(seconds.get(("forward", i), 0.0) for i in own), sum(seconds.get(("backward", i), 0.0) for i in own)
 
 
 def share_seconds(choices: Mapping[Probe, Choice], space: PlanSpace) -> None:
