@@ -190,7 +190,7 @@ def test_a_password_is_not_written_down() -> None:
 
 def test_two_kinds_of_search_in_one_run_have_studies_of_their_own(tmp_path: Path) -> None:
     for name, told in (("tune", 1), ("prices", 2)):
-        search = _StudySearch(tmp_path, name, 1)
+        search = _StudySearch(SPACE, tmp_path, name, 1)
         for _ in range(told):
             search.study.tell(search.study.ask(), 1.0)
         search.close()
