@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,15 +67,22 @@ def descriptors() -> int:
 
 
 @pytest.fixture(autouse=True)
-def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def mark(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Mark what a test starts, and see that nothing of it is left."""
     name = secrets.token_hex(8)
     monkeypatch.setenv(MARK, name)
+    # A folder of its own for temporary files, with a short name: sockets lie in it.
+    temporary = tmp_path_factory.mktemp("t")
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     open_before, shared = descriptors(), abandoned()
     yield name
     assert not processes(name)
     assert descriptors() <= open_before
     assert abandoned() <= shared
+    gc.collect()
+    # torch keeps what it compiled for the next process.
+    assert not [path for path in temporary.iterdir() if not path.name.startswith("torchinductor")]
 
 
 def test_a_child_trains_as_this_process_would() -> None:
@@ -171,6 +181,9 @@ def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
+    # Nobody is left to remove what the child and it told each other.
+    for left in Path(tempfile.gettempdir()).iterdir():
+        shutil.rmtree(left)
     for _ in range(100):
         if not Path(f"/proc/{child}").exists():
             return

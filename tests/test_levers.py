@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -264,8 +265,9 @@ def test_the_network_is_small() -> None:
 RECIPE = LeverRecipe(decisions=3 * LANES * WINDOWS, batch=80, epochs=2, learning_rate=1e-2, width=16)
 
 
-def test_ppo_trains_the_network_on_the_planners_levers(jobs) -> None:
+def test_ppo_trains_the_network_on_the_planners_levers(jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, float]] = []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     network = train_levers(env_of(jobs), RECIPE, seed=0, on_rollout=lambda *row: seen.append(row))
     assert [decisions for decisions, _ in seen] == [160, 320, 480]
     assert all(np.isfinite(won) for _, won in seen)
@@ -276,6 +278,8 @@ def test_ppo_trains_the_network_on_the_planners_levers(jobs) -> None:
     assert len(won) == 2 * LANES
     figures = summary(won)
     assert figures["p5"] <= figures["median"] <= figures["p95"]
+    # torch keeps what it compiled for the next process.
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")]
 
 
 def test_ppo_finds_a_lever_that_helps(jobs) -> None:

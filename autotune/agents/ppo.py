@@ -22,6 +22,7 @@ from sb3_contrib import MaskablePPO
 from sb3_contrib.common.maskable.policies import MaskableMultiInputActorCriticPolicy
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import VecEnv
@@ -139,10 +140,16 @@ def train(
     if start is not None:
         _clone(features, arrays, env.plan_space.encode(start), recipe.start_confidence)
     counter = _Counter(on_window)
+    model.set_logger(_silent())
     # The budget of real steps is what usually ends training; the network stands as the last update left it.
     with contextlib.suppress(StepsSpentError):
         model.learn(recipe.windows, callback=counter)
     return Trained(features.network.eval(), counter.windows)
+
+
+def _silent() -> Logger:
+    """Return a logger that keeps nothing; stable-baselines3's own leaves a folder among the temporary files."""
+    return Logger(folder=None, output_formats=[])
 
 
 class _Counter(BaseCallback):
@@ -255,6 +262,7 @@ def train_levers(
                 "ortho_init": False,
             },
         )
+    model.set_logger(_silent())
     model.learn(recipe.decisions, callback=_Rollouts(shown, checkpoint, on_rollout))
     features = model.policy.features_extractor
     assert isinstance(features, _LeverFeatures)
@@ -300,6 +308,7 @@ def fine_tune(
     features = model.policy.features_extractor
     assert isinstance(features, _LeverFeatures)
     features.network.load_state_dict(network.state_dict())
+    model.set_logger(_silent())
     model.learn(recipe.windows, callback=_Counter(on_window))
     return features.network.eval()
 

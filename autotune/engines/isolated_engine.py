@@ -273,7 +273,7 @@ class IsolatedEngine:
             listening.bind(str(self._folder / SOCKET))
             listening.listen(1)
             process = subprocess.Popen(
-                [*command("autotune.engines.child", count), str(self._folder)],
+                command("autotune.engines.child", self._folder, count),
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,

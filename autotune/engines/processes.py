@@ -11,6 +11,8 @@ from pathlib import Path
 
 from autotune.measurement import Failure
 
+# The folder of what launches ranks, beside theirs.
+_LAUNCHER = "launcher"
 # How a rank's last line begins.
 RAISED = "autotune: rank"
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -56,10 +58,16 @@ def rank_that_raised(output: Path) -> tuple[Failure, str] | None:
     return None
 
 
-def command(module: str, ranks: int | None = None) -> list[str]:
-    """Return the command that starts a module in a process, or in each of several ranks; arguments follow."""
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"] if ranks else []
-    return [sys.executable, "-m", *launcher, module]
+def command(module: str, folder: Path, ranks: int | None = None) -> list[str]:
+    """Return the command that starts a module in a process, or in each of several ranks.
+
+    Args:
+        module: the module; a folder is its one argument.
+        folder: the folder. The launcher of ranks writes in it, too, and not beside it, where nobody would clean up.
+        ranks: how many; ``None`` for a process without a launcher.
+    """
+    shared = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--log-dir={folder / _LAUNCHER}"]
+    return [sys.executable, "-m", *([*shared, "-m"] if ranks else []), module, str(folder)]
 
 
 def signal_name(number: int) -> str:

@@ -101,7 +101,7 @@ def run_on_ranks(
         output, killed = folder / "output.txt", kills()
         own = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         environment = {**own, **os.environ, "PYTHONPATH": python_path()}
-        code = _run([*command(module, ranks), str(folder)], environment, output, on_progress or (lambda _: None))
+        code = _run(command(module, folder, ranks), environment, output, on_progress or (lambda _: None))
         if (folder / _REFUSED).exists():
             raise InputError.from_json(read_json(folder / _REFUSED))
         if code or not (folder / _FOUND).exists():
