@@ -92,16 +92,22 @@ class _StudySearch:
         # Seeded anew, so that what is proposed depends on what was told alone, and on no interruption.
         self.study.sampler = _sampler((self._seed + number) % 2**32, several=self._ahead > 1)
         with _writing(self._where):
-            if number < len(self._first) and not self._waits():
-                self.study.enqueue_trial(self._first[number])
-            elif self._repeats >= _STALE and (near := self._neighbour(number)) is not None:
-                self.study.enqueue_trial(near)
+            # Killed between the two, a trial waits, and is what is asked for.
+            ahead = None if self._waits() else self._enqueued(number)
+            if ahead is not None:
+                self.study.enqueue_trial(ahead)
             trial = self.study.ask()
             plan = self._propose(trial)
             trial.set_user_attr("plan", plan.to_json())
         self._open.append(trial)
         self._known.add(plan)
         return plan
+
+    def _enqueued(self, number: int) -> dict[str, object] | None:
+        """Return what is proposed without asking the sampler."""
+        if number < len(self._first):
+            return self._first[number]
+        return self._neighbour(number) if self._repeats >= _STALE else None
 
     def _waits(self) -> bool:
         return bool(self.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.WAITING,)))
@@ -147,15 +153,17 @@ class _StudySearch:
         self._repeats = self._repeats + 1 if repeated else 0
         self._told.add(plan)
         failure, peak = observation.window.failure, observation.window.peak_bytes
-        if not repeated and failure in (None, Failure.OVER_BUDGET) and peak and observation.memory_budget_bytes:
-            self._peaks.tell(plan, peak / observation.memory_budget_bytes)
+        over, budget = overshoot(observation), observation.memory_budget_bytes
+        if not repeated and failure is Failure.OUT_OF_MEMORY:
+            self._peaks.tell(plan, 1 + over)
+        elif not repeated and failure in (None, Failure.OVER_BUDGET) and peak and budget:
+            self._peaks.tell(plan, peak / budget)
         if trial is None:
             return
         if repeated:
             with _writing(self._where):
                 self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
             return
-        over = overshoot(observation)
         # A plan that cannot run at all is as far from being allowed as one that needs twice the budget.
         broken = failure not in (None, Failure.OVER_BUDGET, Failure.OUT_OF_MEMORY)
         with _writing(self._where):

@@ -363,13 +363,18 @@ class _Profiler:
 
     def _time_again(self, choices: Mapping[Probe, Choice]) -> None:
         """Time a lean profile's plans once more if times that should agree do not: what else runs here only adds."""
-        if self.engine.decided(unlikeness(choices, self.engine.space.recomputable)) > _ALIKE:
+        if self._unlikeness(choices) > _ALIKE:
             for probe, choice in reversed(list(choices.items())):
                 self._put_under(probe, choice)
                 self._watched_step()
                 choice.totals.append([self._time_step(choice)])
+            if (still := self._unlikeness(choices)) > _ALIKE:
+                self._warnings.append(f"times that should agree differ by a factor of {still:.1f}: profile it again")
         for choice in choices.values():
-            choice.seconds[:] = [choice.seconds[choice.fastest]]
+            choice.keep_fastest()
+
+    def _unlikeness(self, choices: Mapping[Probe, Choice]) -> float:
+        return self.engine.decided(unlikeness(choices, self.engine.space.recomputable))
 
     def _put_under(self, probe: Probe, choice: Choice) -> None:
         self.engine.may_try(str(probe))

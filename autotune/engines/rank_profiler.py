@@ -6,8 +6,9 @@ The first one's profile is kept, raised by what any rank needs beyond it.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from autotune.engines.isolated_engine import RankOptions
@@ -45,7 +46,7 @@ def profile_on_ranks(
         InputError: if DeepSpeed is missing, or its configuration at odds with the job.
         JobError: if a rank does not survive it.
     """
-    no_room: list[str] = []
+    began, no_room = time.perf_counter(), list[str]()
     asked = {
         "job": job,
         "ranks": asdict(ranks),
@@ -64,7 +65,7 @@ def profile_on_ranks(
                 raise JobError(f"profiling it: {error}", where=job) from error
             no_room.append(error.tried)
         else:
-            return Profile.from_json(found, where=job)
+            return replace(Profile.from_json(found, where=job), seconds=time.perf_counter() - began)
 
 
 def _profiled(asked: dict[str, Any], report: Report) -> dict[str, Any]:

@@ -34,7 +34,10 @@ class Probe:
 
 
 def homogeneous_plans(space: PlanSpace, ks: Sequence[int]) -> dict[Probe, Plan]:
-    """Return the plans in which every unit takes the same choice; those of 16 bits with both kinds of borders."""
+    """Return the plans in which every unit takes the same choice; those of 16 bits with both kinds of borders.
+
+    At each k those that save come first: what disturbs some of the steps parts times that should agree.
+    """
     storages = [Storage.SAVE, *([Storage.RECOMPUTE] if space.recomputable else [])]
     return {
         Probe(k, choice_name(precision, storage), passes): space.plan(
@@ -43,9 +46,9 @@ def homogeneous_plans(space: PlanSpace, ks: Sequence[int]) -> dict[Probe, Plan]:
             recomputed=space.recomputable if storage is Storage.RECOMPUTE else (),
         )
         for k in ks
+        for storage in storages
         for precision in space.precisions
         for passes in ((False, True) if precision in (Precision.BF16, Precision.FP16) else (False,))
-        for storage in storages
     }
 
 
@@ -76,6 +79,12 @@ class Choice:
         """Return the number of the fastest timed step."""
         steps = [total for visit in self.totals for total in visit]
         return steps.index(min(steps))
+
+    def keep_fastest(self) -> None:
+        """Forget all timed steps but the fastest."""
+        fastest = self.fastest
+        total = [total for visit in self.totals for total in visit][fastest]
+        self.seconds, self.totals = [self.seconds[fastest]], [[total]]
 
 
 def without_copies(choices: Mapping[Probe, Choice]) -> dict[Probe, Choice]:

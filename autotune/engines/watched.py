@@ -137,6 +137,8 @@ class WatchedRanks(WatchedEngine, DeepSpeedEngine):
         """Tell whether something may be tried, and whoever asked that it is."""
         if what in self._no_room:
             return False
+        # What ends a rank now was in what it tried before.
+        self.united(())
         if self._on_try is not None:
             self._on_try(what)
         return True
