@@ -302,3 +302,24 @@ def test_whoever_predicts_a_peak_too_low_never_acts(bounds: tuple[int, int], mon
     assert re.fullmatch(r"a peak was predicted [\d.]+% too low", status["locks"]["profile"])
     # What was tried before is taken back: the user's own plan runs on.
     assert not any(Storage.RECOMPUTE in step.plan.storage.values() for step in steps[-5:])
+
+
+def test_what_a_loop_comes_to_hold_is_no_wrong_prediction(bounds: tuple[int, int]) -> None:
+    _, high = bounds
+    seeded()
+    trained = model()
+    optimizer = torch.optim.AdamW(trained.parameters(), 1e-2)
+    first = next(trained.parameters())
+    tuner = autotune.attach(trained, optimizer, "exact", memory_budget_bytes=2 * high, limits=RESTLESS, runs_dir=None)
+    for number, batch in enumerate(batches([LONG] * 20)):
+        if 2 <= number < 12:
+            # An average of the weights, a table of what was seen: two percent of the memory more each time.
+            optimizer.state[first][f"held {number}"] = torch.zeros(high // 50, dtype=torch.uint8)
+        for micro in tuner.micro_batches(batch):
+            tuner.backward(gpt_loss(trained, micro))
+            tuner.step()
+    pilot: Any = tuner._pilot
+    assert tuner.status["acting"]
+    assert pilot._profiler.scores
+    assert max(score.short_frac for score in pilot._profiler.scores) <= SAFETY_MARGIN
+    tuner.detach()

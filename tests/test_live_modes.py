@@ -424,6 +424,7 @@ def test_an_adaptive_run_equals_the_same_steps_by_hand() -> None:
         ({"lr_rule": "linear", "mode": "tolerant"}, "lr_rule is 'linear'"),
         ({"lr_rule": "cubic"}, "lr_rule is 'cubic'"),
         ({"batching": "adaptive", "mode": "tolerant", "accumulation_steps": 2}, "accumulates 2 batches by itself"),
+        ({"batching": "adaptive", "mode": "tolerant", "accumulation_steps": "2"}, "accumulation_steps is '2'"),
     ],
 )
 def test_modes_that_cannot_be_had_are_refused_in_one_line(wrong: dict[str, Any], message: str) -> None:

@@ -92,7 +92,7 @@ def bench_deepspeed(
         if on_pair is not None:
             on_pair(len(blocks))
     return {
-        **overhead(load_job(job), blocks),
+        **overhead(load_job(job), blocks, starts=_STARTS),
         "threads": found["threads"],
         "ranks": ranks,
         "zero_stage": zero_stage,

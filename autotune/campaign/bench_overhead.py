@@ -81,16 +81,17 @@ def time_blocks(
     return blocks
 
 
-def overhead(job: Job, blocks: Sequence[tuple[float, float]]) -> dict[str, Any]:
+def overhead(job: Job, blocks: Sequence[tuple[float, float]], *, starts: int = 1) -> dict[str, Any]:
     """Return the ratio of an engine's time to a plain loop's.
 
     Args:
         job: the job that both trained.
-        blocks: what :func:`time_blocks` returned.
+        blocks: what :func:`time_blocks` returned, of one start after the other.
+        starts: how many.
     """
     ratios = [own / plain for own, plain in blocks]
     own_s, plain_s = (sum(times) for times in zip(*blocks, strict=True))
-    low, high = bootstrap_median(ratios)
+    low, high = bootstrap_median(ratios, starts=starts)
     return {
         "version": 1,
         "benchmark": "overhead",
@@ -157,10 +158,21 @@ class PlainLoop:
             self.losses.append(loss.item())
 
 
-def bootstrap_median(values: list[float], *, resamples: int = 5000, seed: int = 0) -> tuple[float, float]:
-    """Return the 95 % percentile-bootstrap interval of a median."""
-    array = np.asarray(values)
+def bootstrap_median(
+    values: Sequence[float], *, starts: int = 1, resamples: int = 5000, seed: int = 0
+) -> tuple[float, float]:
+    """Return the 95 % percentile-bootstrap interval of a median.
+
+    Args:
+        values: as many of each start, one start's after another's.
+        starts: of what was measured; they are drawn again as well, for what differs between them differs by chance.
+        resamples: how many.
+        seed: of what is drawn.
+    """
+    array = np.asarray(values).reshape(starts, -1)
     generator = np.random.default_rng(seed)
-    medians = np.median(generator.choice(array, size=(resamples, len(array))), axis=1)
+    rows = generator.integers(starts, size=(resamples, starts, 1))
+    columns = generator.integers(array.shape[1], size=(resamples, starts, array.shape[1]))
+    medians = np.median(array[rows, columns].reshape(resamples, -1), axis=1)
     low, high = np.quantile(medians, (0.025, 0.975))
     return float(low), float(high)

@@ -80,11 +80,10 @@ class Choice:
         steps = [total for visit in self.totals for total in visit]
         return steps.index(min(steps))
 
-    def keep_fastest(self) -> None:
-        """Forget all timed steps but the fastest."""
-        fastest = self.fastest
-        total = [total for visit in self.totals for total in visit][fastest]
-        self.seconds, self.totals = [self.seconds[fastest]], [[total]]
+    def only(self, number: int) -> Choice:
+        """Return the same with one timed step alone."""
+        total = [total for visit in self.totals for total in visit][number]
+        return replace(self, seconds=[self.seconds[number]], totals=[[total]])
 
 
 def without_copies(choices: Mapping[Probe, Choice]) -> dict[Probe, Choice]:

@@ -16,6 +16,7 @@ from torch import nn
 from autotune.errors import AttachError
 from autotune.live.attached import Attached, Budget, LearningRateRule
 from autotune.live.checks import (
+    accumulated,
     budget_of,
     check,
     choice_of,
@@ -122,11 +123,8 @@ def attach(
     assert model is not None
     assert optimizer is not None
     limits = limits_of(limits, sharded=sharded is not None)
-    adaptive = is_adaptive(batching, lr_rule, chosen_mode, accumulation_steps, parallel=model is not inner)
-    if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
-        raise AttachError(
-            f"accumulation_steps is {accumulation_steps!r}", where="attach", allowed="a whole number >= 1"
-        )
+    batches = accumulated(accumulation_steps)
+    adaptive = is_adaptive(batching, lr_rule, chosen_mode, batches, parallel=model is not inner)
     if mlflow and runs_dir is None:
         raise AttachError("mlflow is set and runs_dir is None", where="attach", allowed="a folder for the run's log")
     budget = budget_of(memory_budget_bytes)
@@ -134,9 +132,7 @@ def attach(
         device = next(inner.parameters()).device
         return _inert(inner, model, optimizer, sharded or _update(device, optimizer, clip_norm))
     found = find_policy(policy)
-    space, locks = _space(
-        inner, units, chosen_mode, accumulation_steps, choices_of_k(accumulation_choices), adaptive=adaptive
-    )
+    space, locks = _space(inner, units, chosen_mode, batches, choices_of_k(accumulation_choices), adaptive=adaptive)
     unfit = _unfit(space, model, inner, sharded)
     if unfit is not None:
         chosen_stage, locks["units"] = Stage.OBSERVE, f"{unfit}: observed only"
@@ -155,14 +151,13 @@ def attach(
         adaptive=adaptive,
         lr_rule=lr_rule,
         bucket_bytes=_bucket_bytes(model) if sharded is None else held_bytes(sharded, inner),
-        accumulation_steps=accumulation_steps,
+        accumulation_steps=batches,
     )
     ranks = Ranks(model, facts.limits.rank_timeout_s)
     folder, log = _log_of(facts, found, None if runs_dir is None or ranks.rank else Path(runs_dir))
-    _attached.add(inner)
     if mlflow and folder is not None:
         follow(folder)
-    return LiveTuner(
+    tuner = LiveTuner(
         facts,
         model,
         sharded or _update(facts.device, optimizer, clip_norm),
@@ -172,6 +167,8 @@ def attach(
         on_detach=lambda: _attached.discard(inner),
         screen=screen_of() if show and ranks.rank == 0 else None,
     )
+    _attached.add(inner)
+    return tuner
 
 
 def _log_of(facts: Attached, policy: object, runs: Path | None) -> tuple[Path | None, DecisionLog]:

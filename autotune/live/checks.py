@@ -98,6 +98,13 @@ def limits_of(limits: Any, *, sharded: bool) -> Limits:
     return replace(found, statistics_every=None) if sharded else found
 
 
+def accumulated(value: object) -> int:
+    """Return how many batches a loop accumulates by itself."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise AttachError(f"accumulation_steps is {value!r}", where="attach", allowed="a whole number >= 1")
+    return value
+
+
 def is_adaptive(batching: str, lr_rule: str, mode: Mode, accumulation_steps: int, *, parallel: bool) -> bool:
     """Tell whether a step consumes k batches."""
     if batching not in ("fixed", "adaptive"):

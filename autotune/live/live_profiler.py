@@ -104,8 +104,8 @@ class LiveProfiler:
         self.latest_peak: int | None = None
         self.autocast: torch.dtype | None = None
         self.scores: list[Score] = []
-        # The plan whose peak is predicted, for batches of at most so many bytes, and that peak.
-        self._expected: tuple[Plan, int, float] | None = None
+        # The plan whose peak is predicted, for batches of at most so many bytes, that peak, and what of it is static.
+        self._expected: tuple[Plan, int, float, int] | None = None
         self._seen: dict[Plan, Seen] = {}
         self._timed: list[Timed] = []
         self._times: Counter[Plan] = Counter()
@@ -372,10 +372,11 @@ class LiveProfiler:
     def _untimed(self, *, lean: bool) -> Plan | None:
         """Return a traced plan of the precision that was timed least, to be timed before anybody plans; mostly none.
 
-        Under adaptive batching k hangs on the time of an update, which its batches share and no trace shows; and
-        policies plan from the first profile. Precisions take turns, so that a busy machine meets all alike.
+        Tracing makes precisions slower by shares of their own, and under adaptive batching k hangs on the time of an
+        update, which its batches share and no trace shows; and policies plan from the first profile. Precisions take
+        turns, so that a busy machine meets all alike.
         """
-        if not self._attached.adaptive:
+        if not self._attached.adaptive and len(self.space.precisions) == 1:
             return None
         plans = [self._plan_of(self._ks[0], precision, lean=lean) for precision in self.space.precisions]
         counts = {
@@ -412,7 +413,7 @@ class LiveProfiler:
         found = placements.fastest(usable(budget_bytes), length)
         if found is None or found in self._seen:
             return None
-        self._expected = found, self._largest, placements.peak_bytes(found, length)
+        self._expected = found, self._largest, placements.peak_bytes(found, length), profile.static_bytes
         return found
 
     def _read_probes(self) -> None:
@@ -473,9 +474,11 @@ class LiveProfiler:
         """Score what was predicted of the step that ran; of larger batches than those nothing was."""
         assert self._expected is not None
         assert self.latest_peak is not None
-        (expected, largest, peak), self._expected = self._expected, None
+        (expected, largest, peak, static), self._expected = self._expected, None
         if plan == expected and max(step.batch_bytes, self._size) <= largest:
-            self.scores.append(Score(predicted_bytes=int(peak), measured_bytes=self.latest_peak))
+            # What the loop has come to hold since then is no plan's doing.
+            measured = self.latest_peak - max(self._static - static, 0)
+            self.scores.append(Score(predicted_bytes=int(peak), measured_bytes=measured))
             # Once may be chance: what was seen corrects the next prediction.
             if sum(score.is_short for score in self.scores) > 1:
                 self._distrust()

@@ -231,7 +231,8 @@ class Pilot:
         self.run_s += step.seconds
         self._take(step, ordinary=not watched)
         # Under adaptive batching a longer step than the baseline's consumes more.
-        self._check.note(step.seconds / max(step.all_bytes, 1))
+        if not self._check.runs_baseline or self.plan == self.baseline:
+            self._check.note(step.seconds / max(step.all_bytes, 1))
         rounds = self.plan.precision != self.baseline.precision
         reason = self._wires.after_step(stepped=step.stepped, rounds=rounds)
         if reason is not None:
