@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_job import make
 
 from autotune.campaign import bench_gpu as bench
 from autotune.campaign.runs import benchmark_folder
@@ -51,6 +52,21 @@ def test_what_has_no_time_left_is_named_and_not_run() -> None:
     document = bench.bench_gpu([job], bench.GpuBenchSettings(device="cpu", seconds=-1.0))
     assert (document["jobs"], document["left_out"]) == ([], ["tiny: no time was left"])
     assert "no time was left" in bench.verdict(document)
+
+
+def test_a_job_that_the_device_cannot_run_is_named_and_the_next_one_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(_model: object, _batch: object) -> torch.Tensor:
+        raise RuntimeError("no kernel image is available for execution on the device\nCompile with ...")
+
+    monkeypatch.setattr(bench, "bench_overhead_attached", lambda *_, **__: lacking(None, None))
+    settings = bench.GpuBenchSettings(device="cpu", rounds=2)
+    document = bench.bench_gpu([make(name="lacking", loss=lacking), load_job(str(JOB))], settings)
+    (left_out,) = document["left_out"]
+    assert left_out.startswith("lacking: ")
+    assert "no kernel image is available" in left_out
+    (job,) = document["jobs"]
+    assert job["plans"]
+    assert job["attached"] == {"failure": "no kernel image is available for execution on the device"}
 
 
 @without_gpu

@@ -304,6 +304,32 @@ def test_whoever_predicts_a_peak_too_low_never_acts(bounds: tuple[int, int], mon
     assert not any(Storage.RECOMPUTE in step.plan.storage.values() for step in steps[-5:])
 
 
+def test_where_the_last_prediction_alone_was_too_low_another_one_decides(
+    bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    low, high = bounds
+    score = live_profiler.LiveProfiler._score
+
+    def scores_of(short: int | None) -> tuple[list[live_profiler.Score], dict[str, Any]]:
+        profilers: list[live_profiler.LiveProfiler] = []
+
+        def noted(self: live_profiler.LiveProfiler, *arguments: Any) -> None:
+            if len(self.scores) == short and self._expected is not None:
+                plan, largest, peak, static = self._expected
+                self._expected = plan, largest, 0.9 * peak, static
+            score(self, *arguments)
+            profilers.append(self)
+
+        monkeypatch.setattr(live_profiler.LiveProfiler, "_score", noted)
+        _, status = metered_run([LONG] * 30, lambda _: (low + high) // 2)
+        return profilers[-1].scores, status
+
+    last = len(scores_of(None)[0]) - 1
+    scores, status = scores_of(last)
+    assert [score.is_short for score in scores[last:]] == [True, False]
+    assert status["acting"]
+
+
 def test_what_a_loop_comes_to_hold_is_no_wrong_prediction(bounds: tuple[int, int]) -> None:
     _, high = bounds
     seeded()

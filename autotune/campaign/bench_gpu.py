@@ -38,6 +38,8 @@ PLANNED_ARMS = ("exact", "ppo")
 _WINDOW_STEPS = 4
 # Plans of a planner that predictions cannot tell apart, of which the first round chooses.
 _FINALISTS = 3
+# What a device cannot run (no room, no kernel) is named; it takes nothing else that was measured with it.
+_CANNOT_RUN = (InputError, RuntimeError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +86,8 @@ def bench_gpu(jobs: Sequence[Job], settings: GpuBenchSettings, *, reporter: Repo
             continue
         try:
             found.append(_bench_job(job, settings, shows))
-        except InputError as error:
-            left_out.append(f"{job.name}: {error}")
+        except _CANNOT_RUN as error:
+            left_out.append(f"{job.name}: {_line(error)}")
         if torch.device(settings.device).type == "cuda":
             torch.cuda.empty_cache()
     return {
@@ -243,9 +245,12 @@ def _arm(
 
 
 def _attached(job: Job, settings: GpuBenchSettings, shows: Reporter) -> dict[str, Any]:
-    return bench_overhead_attached(
-        placed(job, settings.device), steps=settings.attached_steps, seed=settings.seed, reporter=shows
-    )
+    try:
+        return bench_overhead_attached(
+            placed(job, settings.device), steps=settings.attached_steps, seed=settings.seed, reporter=shows
+        )
+    except _CANNOT_RUN as error:
+        return {"failure": _line(error)}
 
 
 def placed(job: Job, device: str) -> Job:
@@ -274,6 +279,10 @@ def verdict(document: Mapping[str, Any]) -> str:
             f"predicted within {max(errors, default=0.0):.1%}"
         )
     return ". ".join([*parts, *document["left_out"]])
+
+
+def _line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _times(speedup: float | None) -> str:

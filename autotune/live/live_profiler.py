@@ -402,8 +402,12 @@ class LiveProfiler:
         return plan if placements.peak_bytes(plan, length) <= room else like
 
     def _fuller(self, budget_bytes: int | None) -> Plan | None:
-        """Return the fastest plan that is known to fit the next batch, while others were not traced often enough."""
-        if sum(plan.storage != self.leanest.storage for plan in self._seen) >= _TRACES - 1:
+        """Return the fastest plan that is known to fit the next batch, while others were not traced often enough.
+
+        Where the last of them needed more than predicted, what was seen of it has to predict one more.
+        """
+        short = bool(self.scores) and self.scores[-1].is_short
+        if sum(plan.storage != self.leanest.storage for plan in self._seen) >= _TRACES - 1 and not short:
             return None
         profile = self.rebuild()
         if profile is None:
@@ -411,7 +415,7 @@ class LiveProfiler:
         length = self._largest / profile.tables[0].batch_bytes
         placements = Placements(profile, budget_bytes, self.growth.beyond)
         found = placements.fastest(usable(budget_bytes), length)
-        if found is None or found in self._seen:
+        if found is None or (found in self._seen and not short):
             return None
         self._expected = found, self._largest, placements.peak_bytes(found, length), profile.static_bytes
         return found
