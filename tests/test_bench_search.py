@@ -19,6 +19,7 @@ from autotune.campaign import bench_search as bench
 from autotune.campaign import search_judging as judging
 from autotune.campaign import tuning
 from autotune.campaign.runs import benchmark_folder
+from autotune.campaign.windows import WINDOW_STEPS, make_engine
 from autotune.cli.main import run
 
 STEPS, REPETITIONS, BUDGET = 50, 2, "80%"
@@ -88,9 +89,9 @@ def test_a_search_keeps_its_budget_and_whoever_plans_from_a_profile_pays_for_it(
     for name, number, curve in courses_of(document):
         found = document["profiles"][number]
         # The references, which everybody pays for first: the baseline, and for a search the leanest plan, which fits.
-        references = tuning.WINDOW_STEPS + 1
+        references = WINDOW_STEPS + 1
         if bench.METHODS[name][0] not in tuning.PLANNERS:
-            references += tuning.WINDOW_STEPS
+            references += WINDOW_STEPS
             assert curve[0]["steps"] == references
             curve = curve[1:]
         if bench.METHODS[name][0] not in tuning.PROFILED:
@@ -125,7 +126,7 @@ def test_a_warm_search_begins_with_the_hand_made_rules_and_a_cold_one_does_not(r
     for name in ("optuna-cold", "optuna-warm"):
         (path,) = ran.runs.glob(f"*/{name}-0/trials.jsonl")
         firsts[name] = json.loads(path.read_text().splitlines()[0])["plan"]
-    space = tuning.make_engine(tiny_job.job(), 0).space
+    space = make_engine(tiny_job.job(), 0).space
     rule = tuning.RULES["uniform-bf16"].plan(space)
     assert Plan.from_json(firsts["optuna-warm"]) == rule
     assert Plan.from_json(firsts["optuna-cold"]) != rule

@@ -307,6 +307,17 @@ def test_a_rank_that_dies_while_it_is_profiled_is_one_line(
     assert not list(tmp_path.glob("profiles/*.json"))
 
 
+@installed
+@pytest.mark.slow
+def test_a_rank_that_hangs_while_it_is_profiled_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(failing_job.FAILURE, "hang")
+    monkeypatch.setenv(failing_job.AT, "5")
+    with pytest.raises(JobError, match="2 ranks have no news for 40 s"):
+        profile_on_ranks(
+            failing_job.__file__, RankOptions(count=2), device_name="these", fingerprint="", patience_s=40.0
+        )
+
+
 # ----------------------------------------------------------------------------------------------------- configurations
 
 

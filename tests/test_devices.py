@@ -6,7 +6,8 @@ import pytest
 import tiny_job
 import torch
 
-from autotune.campaign import comparison, tuning
+from autotune.campaign import comparison
+from autotune.campaign.windows import make_engine
 from autotune.engines import torch_engine
 from autotune.engines.torch_engine import TorchEngine
 from autotune.mechanics.devices import device_kind, device_name
@@ -25,6 +26,6 @@ def test_an_engine_trains_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal of a machine without a GPU tells where it went")
 def test_campaigns_train_on_the_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_engine, "device_kind", lambda: "cuda")
-    for begin in (lambda job: tuning.make_engine(job, 0), lambda job: comparison.pilot(job, 100)):
+    for begin in (lambda job: make_engine(job, 0), lambda job: comparison.pilot(job, 100)):
         with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|NVIDIA"):
             begin(tiny_job.job())

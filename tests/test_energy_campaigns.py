@@ -15,6 +15,7 @@ import autotune
 from autotune import InputError, Measurement, Plan, Precision
 from autotune.campaign import tuning
 from autotune.campaign.protocol import RunRecord
+from autotune.campaign.references import measure_references
 from autotune.campaign.runs import RunDirectory
 from autotune.gym.reward import Objective
 from autotune.mechanics import energy_meter
@@ -44,7 +45,7 @@ class HungryEngine(KnownEngine):
 
 def tuned(objective: Objective, folder: Path) -> tuning.TuningResult:
     engine = HungryEngine()
-    references = tuning.measure_references(engine, None)
+    references = measure_references(engine, None)
     run = RunDirectory.create(folder, "tune", tiny_job.job(), {})
     settings = tuning.TuningSettings(steps=150, seed=1, objective=objective)
     return tuning.tune(tiny_job.job(), "random", engine, references, settings, run=run)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune import EngineOptions, Measurement, Plan, TorchEngine
-from autotune.campaign.tuning import merge_windows
+from autotune.campaign.windows import merge_windows
 from autotune.errors import InputError
 from autotune.gym.observation import Observation
 from autotune.gym.reward import Objective

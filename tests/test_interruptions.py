@@ -17,7 +17,7 @@ import pytest
 import sqlalchemy
 
 from autotune import api
-from autotune.campaign import tuning
+from autotune.campaign import windows
 from autotune.campaign.journal import JOURNAL
 from autotune.campaign.runs import RunDirectory
 from autotune.campaign.tracking import Tracker
@@ -164,7 +164,7 @@ def test_a_campaign_in_which_every_failure_recurs_completes_and_names_each(
     monkeypatch.setenv(failing_job.AT, "27")
     # Steps of microseconds: whoever takes five seconds hangs.
     patience = Patience(opening_s=60, first_s=5, factor=10, grace_s=3)
-    monkeypatch.setattr(tuning, "IsolatedEngine", functools.partial(IsolatedEngine, patience=patience))
+    monkeypatch.setattr(windows, "IsolatedEngine", functools.partial(IsolatedEngine, patience=patience))
     count = len(EXPECTED) * each
     # The finals are spared, too.
     monkeypatch.setenv(failing_job.TIMES, str(count))

@@ -19,6 +19,7 @@ from autotune import EngineError, InputError, Measurement, Plan
 from autotune.budget import MemoryBudget
 from autotune.campaign import tuning
 from autotune.campaign.journal import Journal, JournaledEngine
+from autotune.campaign.references import measure_references
 from autotune.campaign.runs import RunDirectory
 from autotune.cluster import ClusterOptions
 from autotune.engines.pool_engine import PoolEngine
@@ -60,7 +61,7 @@ def pool(count: int, seed: int = 0) -> tuple[PoolEngine, list[KnownWorker]]:
 
 def tuned(engine: Any, method: str, folder: Path, journal: Journal | None = None, **spent: Any) -> tuning.TuningResult:
     wrapped = engine if journal is None else JournaledEngine(engine, journal)
-    references = tuning.measure_references(wrapped, MemoryBudget.parse("40%"))
+    references = measure_references(wrapped, MemoryBudget.parse("40%"))
     run = RunDirectory(folder / "run")
     run.path.mkdir(exist_ok=True)
     settings = tuning.TuningSettings(seed=1, **{"steps": 100, **spent})

@@ -19,7 +19,9 @@ from autotune import BudgetError, InputError, Plan
 from autotune.budget import MemoryBudget
 from autotune.campaign import tuning
 from autotune.campaign.bench_overhead import PlainLoop, bench_overhead, bootstrap_median
+from autotune.campaign.references import measure_references
 from autotune.campaign.runs import RunDirectory
+from autotune.campaign.windows import WINDOW_STEPS
 from autotune.engines.metered_engine import MeteredEngine, StepsSpentError
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.report.explanation import estimate_effects, explain_search
@@ -28,7 +30,7 @@ from autotune.report.explanation import estimate_effects, explain_search
 @pytest.mark.parametrize("method", ["random", "optuna", "ppo-scratch"])
 def test_every_method_keeps_both_budgets_and_beats_the_baseline(method: str, tmp_path: Path) -> None:
     engine = KnownEngine()
-    references = tuning.measure_references(engine, MemoryBudget.parse("40%"))
+    references = measure_references(engine, MemoryBudget.parse("40%"))
     run = RunDirectory.create(tmp_path, "tune", tiny_job.job(), {})
     settings = tuning.TuningSettings(steps=150, seed=1)
     result = tuning.tune(tiny_job.job(), method, engine, references, settings, run=run)
@@ -44,7 +46,7 @@ def test_every_method_keeps_both_budgets_and_beats_the_baseline(method: str, tmp
 @pytest.mark.parametrize("method", ["random", "optuna", "ppo-scratch"])
 def test_a_limit_on_trials_is_kept(method: str, tmp_path: Path) -> None:
     engine = KnownEngine()
-    references = tuning.measure_references(engine, None)
+    references = measure_references(engine, None)
     run = RunDirectory.create(tmp_path, "tune", tiny_job.job(), {})
     settings = tuning.TuningSettings(steps=500, trials=5)
     result = tuning.tune(tiny_job.job(), method, engine, references, settings, run=run)
@@ -53,7 +55,7 @@ def test_a_limit_on_trials_is_kept(method: str, tmp_path: Path) -> None:
 
 def test_optuna_is_told_of_each_plan_once_and_spends_its_steps_on_new_ones(tmp_path: Path) -> None:
     engine = KnownEngine()
-    references = tuning.measure_references(engine, MemoryBudget.parse("40%"))
+    references = measure_references(engine, MemoryBudget.parse("40%"))
     run = RunDirectory.create(tmp_path, "tune", tiny_job.job(), {})
     settings = tuning.TuningSettings(steps=240, seed=2)
     result = tuning.tune(tiny_job.job(), "optuna", engine, references, settings, run=run)
@@ -64,12 +66,12 @@ def test_optuna_is_told_of_each_plan_once_and_spends_its_steps_on_new_ones(tmp_p
     assert len(set(told)) == len(told)
     # What TPE proposes again costs nothing; whatever else is known is passed over, and all steps are spent.
     assert len(told) < len(rows) < 4 * len(told)
-    assert result.tuning_steps > settings.steps - 2 * tuning.WINDOW_STEPS
+    assert result.tuning_steps > settings.steps - 2 * WINDOW_STEPS
 
 
 def test_a_budget_below_the_leanest_plan_is_refused_with_the_smallest_possible_one() -> None:
     with pytest.raises(BudgetError, match="leanest plan needs"):
-        tuning.measure_references(KnownEngine(), MemoryBudget.parse("10B"))
+        measure_references(KnownEngine(), MemoryBudget.parse("10B"))
 
 
 def test_a_known_plan_costs_no_steps_and_a_spent_budget_ends_measuring() -> None:

@@ -26,8 +26,10 @@ from autotune.campaign.journal import Journal, JournaledEngine
 from autotune.campaign.profiling import Ranked, cached_profile, find_profile, profile_elsewhere
 from autotune.campaign.progress import Reporter, Silent
 from autotune.campaign.protocol import Arm, Dips, Protocol
+from autotune.campaign.references import References, measure_references
 from autotune.campaign.runs import PROFILE, RunDirectory, require_writable
 from autotune.campaign.tracking import Tracker, send_pending
+from autotune.campaign.windows import make_engine
 from autotune.catalog import load_job
 from autotune.cluster import ClusterOptions
 from autotune.engines.engine import Engine
@@ -186,7 +188,7 @@ class Session:
 
     def _arms(
         self, engine: Engine, names: Sequence[str], seeds: Sequence[int], verb: str
-    ) -> tuple[RunDirectory, Tracker, dict[str, Arm], tuning.References]:
+    ) -> tuple[RunDirectory, Tracker, dict[str, Arm], References]:
         """Make the run directory, and find the arms that must be searched for."""
         references = self._references(engine)
         own, others = self._by_launch(names)
@@ -208,7 +210,7 @@ class Session:
             arms[method] = self._searched_arm(method, engine, lowest, profile, run, tracker)
         return run, tracker, arms, references
 
-    def _lowest(self, references: tuning.References) -> tuning.References:
+    def _lowest(self, references: References) -> References:
         """Return the references with what a dip leaves of the budget, within which static plans are searched for.
 
         Raises:
@@ -255,7 +257,7 @@ class Session:
         self,
         method: str,
         engine: Engine,
-        references: tuning.References,
+        references: References,
         profile: Profile | None,
         run: RunDirectory,
         tracker: Tracker,
@@ -266,7 +268,7 @@ class Session:
         return static_arm(method, result.plan, tuning_s=result.tuning_s, tuning_steps=result.tuning_steps)
 
     def _launched_arms(
-        self, launch: Launch, names: Sequence[str], plain: tuning.References, run: RunDirectory, tracker: Tracker
+        self, launch: Launch, names: Sequence[str], plain: References, run: RunDirectory, tracker: Tracker
     ) -> dict[str, Arm]:
         """Find the arms that train the job launched differently, within the same budget in bytes.
 
@@ -300,7 +302,7 @@ class Session:
         names: Sequence[str],
         arms: dict[str, Arm],
         seeds: Sequence[int],
-        references: tuning.References,
+        references: References,
         run: RunDirectory,
         tracker: Tracker,
     ) -> dict[str, Any]:
@@ -366,7 +368,7 @@ class Session:
 
     def _engine(self) -> JournaledEngine:
         self.reporter.stage("measure the baseline", 1)
-        made = tuning.make_engine(
+        made = make_engine(
             self.job,
             self.settings.seed,
             isolate=self.isolate,
@@ -376,8 +378,8 @@ class Session:
         )
         return JournaledEngine(made, self.journal)
 
-    def _references(self, engine: Engine, *, with_leanest: bool = True) -> tuning.References:
-        references = tuning.measure_references(engine, self.budget, with_leanest=with_leanest, clock=self.journal.clock)
+    def _references(self, engine: Engine, *, with_leanest: bool = True) -> References:
+        references = measure_references(engine, self.budget, with_leanest=with_leanest, clock=self.journal.clock)
         size = references.memory_budget_bytes
         self.reporter.advance(1, "" if size is None else f"budget {format_bytes(size)}")
         return references
@@ -416,7 +418,7 @@ class Session:
         self,
         method: str,
         engine: Engine,
-        references: tuning.References,
+        references: References,
         profile: Profile | None,
         run: RunDirectory,
         tracker: Tracker,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from autotune.campaign.bench_overhead import bootstrap_median
-from autotune.campaign.tuning import WINDOW_STEPS
+from autotune.campaign.windows import WINDOW_STEPS
 from autotune.cluster import Cluster, ClusterOptions
 from autotune.engines.cluster_pool import workers_on
 from autotune.engines.pool_engine import PoolEngine

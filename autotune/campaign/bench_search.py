@@ -19,6 +19,7 @@ import torch
 from autotune.agents.planner import PLANNERS
 from autotune.budget import MemoryBudget, format_bytes
 from autotune.campaign.progress import Reporter, Silent
+from autotune.campaign.references import References, measure_references
 from autotune.campaign.runs import RunDirectory
 from autotune.campaign.search_judging import (
     CLOSE_FRAC,
@@ -30,16 +31,8 @@ from autotune.campaign.search_judging import (
     judge,
     steadied,
 )
-from autotune.campaign.tuning import (
-    PROFILED,
-    SEARCHES,
-    References,
-    TuningSettings,
-    make_engine,
-    measure_references,
-    merge_windows,
-    tune,
-)
+from autotune.campaign.tuning import PROFILED, SEARCHES, TuningSettings, tune
+from autotune.campaign.windows import make_engine, merge_windows
 from autotune.engines.engine import Engine
 from autotune.engines.profiler import ProfilerOptions, profile
 from autotune.errors import InputError

@@ -7,7 +7,6 @@ medians is chosen.
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,30 +14,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from autotune.agents.optuna_search import OptunaPriceSearch, OptunaSearch
 from autotune.agents.planner import PLANNERS, planned
 from autotune.agents.priced_plans import PricedPlans
 from autotune.agents.rules import RULES
 from autotune.agents.search import RandomSearch, Search
 from autotune.agents.study_store import StudyStore
-from autotune.budget import MemoryBudget, format_bytes
+from autotune.campaign.references import References
 from autotune.campaign.runs import RunDirectory
 from autotune.campaign.tracking import Tracker
-from autotune.cluster import ClusterOptions
-from autotune.engines.cluster_pool import cluster_pool
+from autotune.campaign.trials import Trial, track
+from autotune.campaign.windows import WINDOW_STEPS, merge_windows
 from autotune.engines.engine import Engine
-from autotune.engines.isolated_engine import IsolatedEngine, RankOptions
 from autotune.engines.metered_engine import MeteredEngine, StepsSpentError
-from autotune.engines.torch_engine import EngineOptions, TorchEngine
-from autotune.errors import BudgetError, InputError, JobError
+from autotune.errors import InputError
 from autotune.gym.env import TuningEnv
 from autotune.gym.observation import Observation
 from autotune.gym.reward import Objective
 from autotune.job import Job
 from autotune.launching import suffix
-from autotune.measurement import ABSENT, Measurement
+from autotune.measurement import Measurement
 from autotune.mechanics.randomness import isolated
 from autotune.physics.profile import Profile
 from autotune.physics.solver import Goal
@@ -50,9 +45,6 @@ PROFILED = (*PLANNERS, "optuna-prices")
 METHODS = (*PLANNERS, *SEARCHES)
 # Methods that can propose plans before they know what came of the last one.
 SPREADING = ("random", "optuna", "optuna-prices")
-# A window: the metered step, which is not timed, and two timed ones; one where memory has to settle first.
-WINDOW_STEPS = 3
-_DISCARDED = 1
 FINALISTS = 3
 FINAL_ROUNDS = 2
 _FINAL_STEPS = 4
@@ -63,8 +55,6 @@ _FIRST = ("uniform-bf16", "recompute-all", "paper")
 _EPISODE_WINDOWS = 8
 # Proposals in a row that were measured before, after which a search has seen what it will see.
 _REPEATS = 200
-# Share of the baseline's peak below which a planner's budget is held against the leanest plan before any profile.
-_DOUBTFUL = 0.2
 # Shares of the budget that a planner plans for, one after another, if what it planned does not fit.
 _REPLANS = (1.0, 0.97, 0.92)
 
@@ -99,60 +89,6 @@ class TuningSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class References:
-    """Hold what was measured before any search: the baseline, and for a search the leanest plan.
-
-    Attributes:
-        baseline: the baseline's window, held to no budget.
-        leanest: the leanest plan's window; ``None`` where it was not needed.
-        memory_budget_bytes: the budget in bytes; ``None`` for no budget.
-        steps: real steps that this took.
-        seconds: seconds that this took.
-    """
-
-    baseline: Measurement
-    leanest: Measurement | None
-    memory_budget_bytes: int | None
-    steps: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """Hold one measured plan of a search.
-
-    Attributes:
-        number: from 0, in the order of measuring.
-        plan: the plan.
-        measurement: its window.
-        cost: its cost against the baseline; lower is better.
-        final: whether the window belongs to the finals.
-        tuning_steps: real steps that the method had spent after it, references and profile included.
-        tuning_s: the seconds of the same.
-    """
-
-    number: int
-    plan: Plan
-    measurement: Measurement
-    cost: float
-    final: bool
-    tuning_steps: int
-    tuning_s: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the trial as a JSON object."""
-        return {
-            "number": self.number,
-            "plan": self.plan.to_json(),
-            "measurement": self.measurement.to_json(),
-            "cost": self.cost,
-            "final": self.final,
-            "tuning_steps": self.tuning_steps,
-            "tuning_s": self.tuning_s,
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TuningResult:
     """Hold what a method found.
 
@@ -177,87 +113,6 @@ class TuningResult:
     trials: tuple[Trial, ...]
 
 
-def make_engine(
-    job: Job,
-    seed: int,
-    *,
-    isolate: str | None = None,
-    ranks: RankOptions | None = None,
-    cluster: ClusterOptions | None = None,
-    watts: float | None = None,
-) -> Engine:
-    """Return the engine that tuning measures on.
-
-    Args:
-        job: the job.
-        seed: of weights, batches and everything random.
-        isolate: the job's reference, if it shall train in a process of its own.
-        ranks: how many such processes train it together, through DeepSpeed; ``None`` for one without.
-        cluster: where many such processes measure plans at once; ``None`` for one after another, here.
-        watts: power from which energy is estimated where it cannot be measured; ``None`` makes no estimate.
-    """
-    options = EngineOptions(discard_steps=_DISCARDED, split_to_learn_noise=True, watts=watts)
-    if isolate is not None and cluster is not None:
-        return cluster_pool(cluster, isolate, seed=seed, measuring=options)
-    if isolate is not None:
-        threads = torch.get_num_threads() if ranks is None else None
-        return IsolatedEngine(isolate, seed=seed, options=options, ranks=ranks, threads=threads)
-    return TorchEngine(job, seed=seed, options=options)
-
-
-def measure_references(
-    engine: Engine,
-    budget: MemoryBudget | None,
-    *,
-    with_leanest: bool = True,
-    clock: Callable[[], float] = time.perf_counter,
-) -> References:
-    """Measure the baseline and the leanest plan, and check that a budget can be met.
-
-    Args:
-        engine: where they are measured.
-        budget: the memory budget; ``None`` for none.
-        with_leanest: whether the leanest plan is measured in any case, and a budget below what it needs refused; for a
-            planner, which knows what fits, only a budget that hardly anything can fit is held against it.
-        clock: as for :func:`tune`.
-
-    Raises:
-        JobError: if the baseline cannot run.
-        BudgetError: if the leanest plan needs more than the budget; the message says how much.
-    """
-    began = clock()
-    engine.memory_budget_bytes = None
-    engine.apply(engine.space.baseline())
-    # The engine's first step cannot be metered, so that two are not timed.
-    baseline = engine.run(WINDOW_STEPS + 1)
-    if baseline.failure is not None or baseline.peak_bytes is None:
-        raise JobError(f"the baseline ends with {baseline.failure}: {baseline.failure_detail}", where="job")
-    size = None if budget is None else budget.resolve(baseline.peak_bytes)
-    leanest = None
-    if with_leanest or (size is not None and size < _DOUBTFUL * baseline.peak_bytes):
-        engine.apply(engine.space.leanest())
-        leanest = engine.run(WINDOW_STEPS)
-        # A plan may be leaner than the leanest by name, but not by half.
-        _require_room(size, baseline.peak_bytes, leanest, 1.0 if with_leanest else 0.5)
-    return References(
-        baseline=baseline,
-        leanest=leanest,
-        memory_budget_bytes=size,
-        steps=baseline.steps + (0 if leanest is None else leanest.steps),
-        seconds=clock() - began,
-    )
-
-
-def _require_room(budget_bytes: int | None, baseline_bytes: int, leanest: Measurement, share: float) -> None:
-    least = baseline_bytes if leanest.peak_bytes is None else min(baseline_bytes, leanest.peak_bytes)
-    if budget_bytes is not None and share * least > budget_bytes:
-        raise BudgetError(
-            f"memory budget is {format_bytes(budget_bytes)} but the leanest plan needs {format_bytes(least)}",
-            where="--memory-budget",
-            allowed=f"at least {format_bytes(least)} ({least / baseline_bytes:.1%} of the baseline's peak)",
-        )
-
-
 def tune(
     job: Job,
     method: str,
@@ -277,7 +132,7 @@ def tune(
         job: the job.
         method: one of ``METHODS``.
         engine: where plans are measured; it stays open.
-        references: what :func:`measure_references` returned for the same engine.
+        references: what :func:`autotune.campaign.references.measure_references` returned for the same engine.
         settings: what may be spent.
         run: where trials, the study and the policy are written.
         tracker: where they are logged.
@@ -550,7 +405,7 @@ class _Tuning:
         if trial.number >= self._recorded:
             self._run.append("trials.jsonl", {"method": self._method, **trial.to_json()})
         if self._tracker is not None:
-            _track(self._tracker, self._method + suffix(self._job.launch), trial)
+            track(self._tracker, self._method + suffix(self._job.launch), trial)
         if self._on_progress is not None:
             self._on_progress(self._metered.steps_spent + self._references.steps, self._settings.steps)
 
@@ -572,59 +427,3 @@ def _array(env: TuningEnv, plan: Plan) -> Any:
 
 def _held_to(window: Measurement, budget: int | None) -> Measurement:
     return replace(window, memory_budget_bytes=budget)
-
-
-def merge_windows(windows: Sequence[Measurement]) -> Measurement:
-    """Return several windows of one plan as one: all timed steps together; a failed window stays the answer."""
-    failed = [window for window in windows if window.failure is not None]
-    if failed:
-        return failed[0]
-    steps = [seconds for window in windows for seconds in window.step_s]
-    energies = [window.energy_j for window in windows if window.energy_j is not None]
-    totals = [window.total_energy_j for window in windows if window.total_energy_j is not None]
-    return replace(
-        windows[-1],
-        steps=sum(window.steps for window in windows),
-        samples=sum(window.samples for window in windows),
-        items=sum(window.items for window in windows),
-        total_s=sum(window.total_s for window in windows),
-        step_s=tuple(steps),
-        seconds_per_step=statistics.median(steps) if steps else None,
-        energy_j=sum(energies) if len(energies) == len(windows) else None,
-        total_energy_j=sum(totals) if len(totals) == len(windows) else None,
-        energy_source=windows[-1].energy_source if len(energies) == len(windows) else ABSENT,
-    )
-
-
-def _track(tracker: Tracker, method: str, trial: Trial) -> None:
-    window = trial.measurement
-    name = f"{method} trial {trial.number}"
-    if tracker.knows(name):
-        return
-    key = tracker.begin(name)
-    tracker.params(
-        {
-            "method": method,
-            "accumulation_steps": trial.plan.accumulation_steps,
-            **{f"precision.{unit}": choice for unit, choice in trial.plan.precision.items()},
-            **{f"storage.{unit}": choice for unit, choice in trial.plan.storage.items()},
-        },
-        run=key,
-    )
-    gradient = window.gradient
-    tracker.metrics(
-        {
-            "cost": trial.cost,
-            "seconds_per_step": window.seconds_per_step,
-            "peak_bytes": window.peak_bytes,
-            "loss": window.loss,
-            "gradient_norm": None if gradient is None else gradient.norm,
-            "noise_scale": None if gradient is None else gradient.noise_scale,
-        },
-        step=trial.number,
-        run=key,
-    )
-    if window.failure is not None:
-        tracker.tags({"failure": window.failure}, run=key)
-    tracker.end(key, failed=window.failure is not None)
-    tracker.settle()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +81,7 @@ def run_on_ranks(
     *,
     ranks: int,
     threads: int | None = 1,
+    patience_s: float | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> dict[str, Any]:
     """Run a module as so many ranks on this machine, and return what rank 0 answers.
@@ -89,11 +92,12 @@ def run_on_ranks(
         ranks: how many.
         threads: of each rank, where the environment does not say; one rank alone has one as well, or ranks would not be
             what scales. ``None`` for the launcher's default.
+        patience_s: seconds without news from the ranks after which they are ended; ``None`` waits for ever.
         on_progress: is told of the share that is done.
 
     Raises:
         InputError: if a rank refuses what it was asked.
-        RanksError: if a rank fails; what it raised is quoted.
+        RanksError: if a rank fails; what it raised is quoted; or if there is no news from them for too long.
     """
     with tempfile.TemporaryDirectory(prefix="autotune-ranks-") as name:
         folder = Path(name)
@@ -101,7 +105,11 @@ def run_on_ranks(
         output, killed = folder / "output.txt", kills()
         own = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         environment = {**own, **os.environ, "PYTHONPATH": python_path()}
-        code = _run(command(module, folder, ranks), environment, output, on_progress or (lambda _: None))
+        started = command(module, folder, ranks)
+        code = _run(started, environment, output, on_progress or (lambda _: None), patience_s or math.inf)
+        tried = read_json(folder / _TRIED)["what"] if (folder / _TRIED).exists() else None
+        if code is None:
+            raise RanksError(f"{ranks} ranks have no news for {patience_s:.0f} s", Failure.TIMEOUT, tried)
         if (folder / _REFUSED).exists():
             raise InputError.from_json(read_json(folder / _REFUSED))
         if code or not (folder / _FOUND).exists():
@@ -109,13 +117,18 @@ def run_on_ranks(
             if None not in (killed, kills()) and killed != kills():
                 raised = Failure.OUT_OF_MEMORY, "the system ended one for want of memory"
             how = f"exit code {code}{last_words(output)}" if raised is None else f"{raised[0]}: {raised[1]}"
-            tried = read_json(folder / _TRIED)["what"] if (folder / _TRIED).exists() else None
             raise RanksError(f"{ranks} ranks end with {how}", None if raised is None else raised[0], tried)
         return read_json(folder / _FOUND)
 
 
-def _run(started: list[str], environment: Mapping[str, str], output: Path, on_progress: Callable[[float], None]) -> int:
-    """Run the ranks to their end, and return the launcher's exit code."""
+def _run(
+    started: list[str],
+    environment: Mapping[str, str],
+    output: Path,
+    on_progress: Callable[[float], None],
+    patience_s: float,
+) -> int | None:
+    """Run the ranks to their end, and return the launcher's exit code; ``None`` if they had to be ended."""
     with output.open("wb") as sink:
         process = subprocess.Popen(
             started,
@@ -126,12 +139,17 @@ def _run(started: list[str], environment: Mapping[str, str], output: Path, on_pr
             start_new_session=True,
             env=environment,
         )
+    heard, silent_since = _heard(output), time.monotonic()
     try:
-        while True:
+        while time.monotonic() - silent_since < patience_s:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(_POLL_S)
+            former, heard = heard, _heard(output)
+            if heard != former:
+                silent_since = time.monotonic()
             with contextlib.suppress(OSError, ValueError):
                 on_progress(float(json.loads((output.parent / _DONE).read_text())))
+        return None
     finally:
         # The ranks lead groups of their own, and end with their launcher.
         for end in (signal.SIGTERM, signal.SIGKILL):
@@ -141,6 +159,12 @@ def _run(started: list[str], environment: Mapping[str, str], output: Path, on_pr
                 process.wait(_GRACE_S)
         assert process.stdin is not None
         process.stdin.close()
+
+
+def _heard(output: Path) -> list[int]:
+    """Return what differs once the ranks have told or printed anything."""
+    found = (output, output.parent / _DONE, output.parent / _TRIED)
+    return [path.stat().st_mtime_ns for path in found if path.exists()]
 
 
 def be_rank(work: Callable[[dict[str, Any], Report], Mapping[str, Any]]) -> None:

@@ -20,6 +20,9 @@ from autotune.measurement import Failure
 from autotune.mechanics.devices import device_kind
 from autotune.physics.profile import Profile
 
+# As long as a collective of gloo waits for the other ranks.
+PATIENCE_S = 1800.0
+
 
 def profile_on_ranks(
     job: str,
@@ -28,6 +31,7 @@ def profile_on_ranks(
     device_name: str,
     fingerprint: str,
     options: ProfilerOptions | None = None,
+    patience_s: float = PATIENCE_S,
     on_progress: Callable[[float], None] | None = None,
 ) -> Profile:
     """Profile a job as several ranks train it together, through DeepSpeed.
@@ -40,6 +44,7 @@ def profile_on_ranks(
         device_name: what the device is called in the profile.
         fingerprint: the profile's.
         options: how much it may cost.
+        patience_s: seconds that a step, or what is before the first one, may take; ranks that hang are ended then.
         on_progress: is told of the share that is done.
 
     Raises:
@@ -59,7 +64,9 @@ def profile_on_ranks(
     module = "autotune.engines.rank_profiler"
     while True:
         try:
-            found = run_on_ranks(module, asked, ranks=ranks.count, threads=None, on_progress=on_progress)
+            found = run_on_ranks(
+                module, asked, ranks=ranks.count, threads=None, patience_s=patience_s, on_progress=on_progress
+            )
         except RanksError as error:
             if error.failure is not Failure.OUT_OF_MEMORY or error.tried is None or error.tried in no_room:
                 raise JobError(f"profiling it: {error}", where=job) from error

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from autotune.campaign.tuning import merge_windows
+from autotune.campaign.windows import merge_windows
 from autotune.errors import BudgetError, ProfileError
 from autotune.measurement import Measurement
 from autotune.physics.memory_model import peak_bytes

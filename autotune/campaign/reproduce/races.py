@@ -13,14 +13,16 @@ from typing import Any
 
 from autotune.agents.rules import rule_policy
 from autotune.budget import MemoryBudget
-from autotune.campaign import comparison, tuning
+from autotune.campaign import comparison
 from autotune.campaign.journal import Journal, JournaledEngine
 from autotune.campaign.profiling import cached_profile
 from autotune.campaign.progress import Reporter
 from autotune.campaign.protocol import Arm, Protocol
+from autotune.campaign.references import measure_references
 from autotune.campaign.reproduce.experiments import Experiment
 from autotune.campaign.runs import RunDirectory
 from autotune.campaign.verdicts import samples_to_target
+from autotune.campaign.windows import make_engine
 from autotune.engines.profiler import ProfilerOptions
 from autotune.job import Job
 from autotune.mechanics.devices import device_name
@@ -60,16 +62,14 @@ class Campaign:
 
     def budget(self, job: Job, share: float) -> int:
         """Return a share of the measured FP32 baseline's peak, in bytes."""
-        with closing(JournaledEngine(tuning.make_engine(job, 0), self.journal)) as engine:
-            found = tuning.measure_references(
-                engine, MemoryBudget(share=share), with_leanest=False, clock=self.journal.clock
-            )
+        with closing(JournaledEngine(make_engine(job, 0), self.journal)) as engine:
+            found = measure_references(engine, MemoryBudget(share=share), with_leanest=False, clock=self.journal.clock)
         assert found.memory_budget_bytes is not None
         return found.memory_budget_bytes
 
     def space(self, job: Job) -> PlanSpace:
         """Return the plans that a job allows on this device."""
-        with closing(tuning.make_engine(job, 0)) as engine:
+        with closing(make_engine(job, 0)) as engine:
             return engine.space
 
     def race(
