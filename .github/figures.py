@@ -111,6 +111,14 @@ def reproduced() -> Iterator[str]:
             f"| {job} | {one['time_ratio']:.2f} ({low:.2f} to {high:.2f}) | {papers['ppo'] / papers['baseline']:.2f} | "
             f"{one['memory_ratio']:.0%} | {one['metric_difference']:+.2%} | {one['verdict']}".replace("%", " %")
         )
+    for name, words in (("table2", "are {} times as fast"), ("table2-one-thread", "{} times")):
+        rates = read(f"reproduce-{name}")["flops"]["peak_per_s"]
+        yield words.format(f"{rates['bf16'] / rates['fp32']:.1f}")
+    arms = read("reproduce-table2-one-thread")["comparison"]["against_baseline"]
+    yield f"took {next(one['time_ratio'] for one in arms if one['arm'] == 'ppo'):.2f} of the time"
+    tables = ("table1", "table2", "table3", "table4", "error-analysis")
+    seconds = sum(read(f"reproduce-{table}")["seconds"] for table in tables)
+    yield f"the five tables take {seconds / 60:.0f} minutes on two cores"
     (one, eight) = (
         next(e for e in read("reproduce-table3")["cross_layer"]["against_baseline"] if name in e["arm"])
         for name in ("+compile", "+adamw8bit")
