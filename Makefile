@@ -7,7 +7,7 @@ DEV    := $(VENV)/.installed-dev
 
 .PHONY: demo test test-slow check bench clean help
 help:
-	@echo "make demo   tune and compare a real training job (about a quarter of an hour)"
+	@echo "make demo   tune and compare a real training job (ten to fifteen minutes)"
 	@echo "make test   the test suite (a few minutes)"
 	@echo "make check  formatting, lint, types"
 	@echo "make bench  the benchmarks, hours of them; results as JSON in runs/benchmarks/<device>/"

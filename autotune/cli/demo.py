@@ -1,4 +1,4 @@
-"""``autotune demo``: the whole story on one real job, in about a quarter of an hour."""
+"""``autotune demo``: the whole story on one real job, in ten to fifteen minutes."""
 
 from __future__ import annotations
 
