@@ -308,6 +308,7 @@ def test_where_the_last_prediction_alone_was_too_low_another_one_decides(
     bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     low, high = bounds
+    monkeypatch.setattr(live_profiler, "_TRACES", 3)
     score = live_profiler.LiveProfiler._score
 
     def scores_of(short: int | None) -> tuple[list[live_profiler.Score], dict[str, Any]]:
@@ -324,10 +325,14 @@ def test_where_the_last_prediction_alone_was_too_low_another_one_decides(
         _, status = metered_run([LONG] * 30, lambda _: (low + high) // 2)
         return profilers[-1].scores, status
 
-    last = len(scores_of(None)[0]) - 1
-    scores, status = scores_of(last)
-    assert [score.is_short for score in scores[last:]] == [True, False]
-    assert status["acting"]
+    wrong = 0
+    # How many there are depends on times, too.
+    for short in range(len(scores_of(None)[0])):
+        scores, status = scores_of(short)
+        wrong += sum(score.is_short for score in scores)
+        assert not scores[-1].is_short
+        assert status["acting"]
+    assert wrong
 
 
 def test_what_a_loop_comes_to_hold_is_no_wrong_prediction(bounds: tuple[int, int]) -> None:
