@@ -49,7 +49,7 @@ def measure_references(
         budget: the memory budget; ``None`` for none.
         with_leanest: whether the leanest plan is measured in any case, and a budget below what it needs refused; for a
             planner, which knows what fits, only a budget that hardly anything can fit is held against it.
-        clock: as for :func:`tune`.
+        clock: as for :func:`autotune.campaign.tuning.tune`.
 
     Raises:
         JobError: if the baseline cannot run.
