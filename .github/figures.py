@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from autotune.budget import format_bytes
 from autotune.campaign.verdicts import interval
 
 BENCHMARKS = Path(__file__).parent.parent / "runs" / "benchmarks"
@@ -43,6 +44,29 @@ def read(name: str) -> dict[str, Any]:
 def ratio(value: float, ends: list[float]) -> str:
     """Return a ratio with its interval."""
     return f"{value:.3f} ({ends[0]:.3f} to {ends[1]:.3f})"
+
+
+def demo() -> Iterator[str]:
+    """Yield what the demo came to."""
+    found = read("demo")
+    entries = {entry["arm"]: entry for entry in found["against_baseline"]}
+    whole = max(run["peak_bytes"] for run in found["arms"][0]["runs"])
+    yield f"`make demo` on two CPU cores ({found['minutes']} minutes"
+    for arm in found["arms"]:
+        runs, mark = arm["runs"], "**" if arm["name"] in ("planner", "ppo") else ""
+        peak = max(run["peak_bytes"] for run in runs)
+        cells = [f"{mark}{statistics.fmean(run['time_to_target_s'] for run in runs):.1f} s{mark}"]
+        if arm["name"] in entries:
+            low, high = (1 / end for end in reversed(entries[arm["name"]]["time_ratio_ci95"]))
+            cells.append(f"{mark}{1 / entries[arm['name']]['time_ratio']:.2f}x{mark} ({low:.2f} to {high:.2f})")
+        else:
+            cells.append("")
+        cells += [
+            f"{format_bytes(peak)} ({peak / whole:.0%})",
+            f"{statistics.fmean(r['final_metric'] for r in runs):.3f}",
+        ]
+        cells.append(f"{arm['tuning_s']:.0f} s, {arm['tuning_steps']} steps" if arm["tuning_steps"] else "")
+        yield f"| {' | '.join(cells)} |"
 
 
 def attached() -> Iterator[str]:
@@ -198,6 +222,7 @@ def search() -> Iterator[str]:
 def figures() -> list[str]:
     """Return everything that the README must say, word for word but for line breaks."""
     return [
+        *demo(),
         *attached(),
         *policy(),
         *dips(),

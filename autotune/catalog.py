@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from autotune.errors import JobError
+from autotune.errors import JobError, one_line
 from autotune.job import Job
 from autotune.launching import launched, split
 
@@ -80,7 +80,7 @@ def _take(module: ModuleType, attribute: str, reference: str) -> Job:
         try:
             found = found()
         except Exception as error:
-            raise JobError(f"{attribute}() raised {_line(error)}", where=reference) from error
+            raise JobError(f"{attribute}() raised {one_line(error)[:300]}", where=reference) from error
     if not isinstance(found, Job):
         raise JobError(
             f"{attribute!r} is no autotune.Job",
@@ -106,7 +106,7 @@ def _load_file(path: Path, reference: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise JobError(f"raised {_line(error)} when it was loaded", where=reference) from error
+        raise JobError(f"raised {one_line(error)[:300]} when it was loaded", where=reference) from error
     return module
 
 
@@ -114,8 +114,4 @@ def _import(name: str, reference: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        raise JobError(f"importing {name!r} raised {_line(error)}", where=reference) from error
-
-
-def _line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise JobError(f"importing {name!r} raised {one_line(error)[:300]}", where=reference) from error

@@ -88,3 +88,13 @@ class EngineError(AutotuneError, RuntimeError):
 
 class WorkerLostError(AutotuneError):
     """A worker on another machine is gone, and what it was doing with it."""
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception's class and message, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an exception says; the name of its class where it says nothing."""
+    return str(error).partition("\n")[0] or type(error).__name__

@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -129,6 +131,44 @@ def test_what_becomes_of_the_child_is_a_value_and_the_next_window_runs(
             assert after.loss == plain.run(3).loss
     finally:
         engine.close()
+
+
+@pytest.mark.slow
+def test_nothing_piles_up_over_200_trials(mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def held() -> dict[str, int]:
+        gc.collect()
+        return {
+            "descriptors": descriptors(),
+            "threads": threading.active_count(),
+            "processes": len(processes(mark)),
+            "shared": len(abandoned()),
+            "files": len(list(Path(tempfile.gettempdir()).rglob("*"))),
+        }
+
+    threads = threading.active_count()
+    turns = tmp_path / "turns"
+    turns.write_text(f"{0:<9}")
+    engine = IsolatedEngine(JOB, options=OPTIONS, patience=SHORT, threads=1)
+    try:
+        engine.run(3)
+        engine.restore(engine.snapshot())
+        before = held()
+        monkeypatch.setenv(failing_job.TURNS, str(turns))
+        monkeypatch.setenv(failing_job.TIMES, "10000")
+        monkeypatch.setenv(failing_job.AT, "20")
+        child = engine._child
+        assert child is not None
+        # The next one finds in its environment how it fails.
+        os.kill(child.process.pid, signal.SIGKILL)
+        met = Counter(engine.run(3).failure for _ in range(200))
+        assert met[None] > 100
+        assert all(met[failure] >= 2 for failure, _ in EXPECTED.values())
+        assert engine.children > 10
+        after = held()
+        assert after == before
+    finally:
+        engine.close()
+    assert threading.active_count() <= threads
 
 
 def test_a_new_child_goes_on_from_the_last_snapshot() -> None:

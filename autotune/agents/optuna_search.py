@@ -19,7 +19,7 @@ from autotune.agents.peak_guess import PeakGuess
 from autotune.agents.priced_plans import PRICES, SHARES, PricedPlans
 from autotune.agents.recipe_space import Choice, Range, Space
 from autotune.agents.study_store import StudyStore
-from autotune.errors import RunDirectoryError
+from autotune.errors import RunDirectoryError, first_line
 from autotune.gym.observation import Observation
 from autotune.gym.reward import overshoot
 from autotune.measurement import Failure
@@ -395,7 +395,7 @@ def _writing(where: str) -> Iterator[None]:
         yield
     except (sqlalchemy.exc.OperationalError, optuna.exceptions.StorageInternalError) as error:
         cause = error.__cause__ or error
-        reason = str(getattr(cause, "orig", None) or cause).splitlines()[0]
+        reason = first_line(getattr(cause, "orig", None) or cause)
         raise RunDirectoryError(
             f"cannot be written ({reason}); what is there is kept, and autotune resume takes it up",
             where=where,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import InputError
+from autotune.errors import InputError, first_line
 
 STORAGE_FILE = "optuna.db"
 # Seconds in which a database must answer.
@@ -77,7 +77,7 @@ def checked(url: str, where: str = "--storage") -> str:
     except ModuleNotFoundError as error:
         raise InputError(f"the driver is missing ({error.name})", where=where, allowed=_INSTALL) from error
     except (sqlalchemy.exc.SQLAlchemyError, ValueError) as error:
-        reason = str(getattr(error, "orig", None) or error).splitlines()[0]
+        reason = first_line(getattr(error, "orig", None) or error)
         shown = without_password(url)
         raise InputError(f"{shown} does not answer ({reason})", where=where, allowed="a database that does") from error
     return found

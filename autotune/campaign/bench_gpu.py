@@ -21,7 +21,7 @@ from autotune.campaign.bench_attach import bench_overhead_attached
 from autotune.campaign.progress import Reporter, Silent
 from autotune.engines.profiler import ProfilerOptions, profile
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
-from autotune.errors import BudgetError, InputError
+from autotune.errors import BudgetError, InputError, first_line
 from autotune.job import Job
 from autotune.measurement import Measurement
 from autotune.mechanics.devices import device_name
@@ -87,7 +87,7 @@ def bench_gpu(jobs: Sequence[Job], settings: GpuBenchSettings, *, reporter: Repo
         try:
             found.append(_bench_job(job, settings, shows))
         except _CANNOT_RUN as error:
-            left_out.append(f"{job.name}: {_line(error)}")
+            left_out.append(f"{job.name}: {first_line(error)}")
         if torch.device(settings.device).type == "cuda":
             torch.cuda.empty_cache()
     return {
@@ -250,7 +250,7 @@ def _attached(job: Job, settings: GpuBenchSettings, shows: Reporter) -> dict[str
             placed(job, settings.device), steps=settings.attached_steps, seed=settings.seed, reporter=shows
         )
     except _CANNOT_RUN as error:
-        return {"failure": _line(error)}
+        return {"failure": first_line(error)}
 
 
 def placed(job: Job, device: str) -> Job:
@@ -279,10 +279,6 @@ def verdict(document: Mapping[str, Any]) -> str:
             f"predicted within {max(errors, default=0.0):.1%}"
         )
     return ". ".join([*parts, *document["left_out"]])
-
-
-def _line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _times(speedup: float | None) -> str:

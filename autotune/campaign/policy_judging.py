@@ -16,7 +16,7 @@ from safetensors.torch import load as load_tensors
 from autotune.agents.bundle import MANIFEST, WEIGHTS, load_policy
 from autotune.agents.lever_network import LeverNetwork
 from autotune.agents.planner_policy import PlannerPolicy, Ranges
-from autotune.errors import PolicyFileError, RunDirectoryError
+from autotune.errors import PolicyFileError, RunDirectoryError, first_line
 from autotune.files import read_json
 from autotune.gym.levers import (
     NEUTRAL,
@@ -139,9 +139,8 @@ def _network(path: Path) -> LeverNetwork:
         network = LeverNetwork(tensors["value.weight"].shape[1])
         network.load_state_dict(tensors)
     except (OSError, SafetensorError, KeyError, RuntimeError, ValueError) as error:
-        first = str(error).partition("\n")[0]
         raise PolicyFileError(
-            f"is not a network's weights ({first})", where=str(path), allowed="safetensors"
+            f"is not a network's weights ({first_line(error)})", where=str(path), allowed="safetensors"
         ) from error
     return network
 

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from autotune.errors import one_line
 from autotune.files import append_json_line, write_json
 
 logger = logging.getLogger(__name__)
@@ -225,7 +226,7 @@ class _Sender:
                 self._connect()
             self._dispatch(record)
         except Exception as error:  # noqa: BLE001 - whatever a tracking server does must not reach training
-            self.broken = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            self.broken = one_line(error)[:200]
             self.finish()
             return
         self.sent += 1

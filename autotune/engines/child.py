@@ -19,7 +19,7 @@ from typing import Any
 
 from autotune.engines.processes import RAISED, die_with_parent, leave
 from autotune.engines.wire import Wire
-from autotune.errors import InputError
+from autotune.errors import InputError, one_line
 
 # In the folder: what to open, and where the parent listens.
 OPENING, SOCKET = "opening.json", "socket"
@@ -76,8 +76,7 @@ def follow(opening: dict[str, Any], rank: int) -> None:
             request = told.next()
             answers[request.pop("call")](**request)
     except Exception as error:  # noqa: BLE001 - whatever the job raises, the parent classifies
-        line = " ".join(f"{type(error).__name__}: {error}".split())
-        print(f"{RAISED} {rank}: {_class_of(error)}: {line}", file=sys.stderr)  # noqa: T201 - the parent reads it
+        print(f"{RAISED} {rank}: {_class_of(error)}: {one_line(error)}", file=sys.stderr)  # noqa: T201 - the parent reads it
         leave(1)
 
 

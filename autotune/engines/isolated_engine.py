@@ -264,7 +264,9 @@ class IsolatedEngine:
     def _open(self) -> dict[str, Any]:
         """Start a child and have it build its model."""
         self.children += 1
-        output = self._folder / f"output-{self.children}.txt"
+        output = self._folder / "output.txt"
+        # What the child before had to say was read; a campaign may have thousands of them.
+        output.unlink(missing_ok=True)
         count = None if self._ranks is None else self._ranks.count
         (self._folder / OPENING).write_text(json.dumps(self._opening))
         # A socket's path may have a hundred characters; the folder's own is short.

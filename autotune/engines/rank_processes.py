@@ -27,7 +27,7 @@ from autotune.engines.processes import (
     python_path,
     rank_that_raised,
 )
-from autotune.errors import EngineError, InputError
+from autotune.errors import EngineError, InputError, one_line
 from autotune.files import read_json, write_json
 from autotune.measurement import Failure
 
@@ -81,7 +81,7 @@ def run_on_ranks(
     *,
     ranks: int,
     threads: int | None = 1,
-    patience_s: float | None = None,
+    patience_s: float = math.inf,
     on_progress: Callable[[float], None] | None = None,
 ) -> dict[str, Any]:
     """Run a module as so many ranks on this machine, and return what rank 0 answers.
@@ -92,7 +92,7 @@ def run_on_ranks(
         ranks: how many.
         threads: of each rank, where the environment does not say; one rank alone has one as well, or ranks would not be
             what scales. ``None`` for the launcher's default.
-        patience_s: seconds without news from the ranks after which they are ended; ``None`` waits for ever.
+        patience_s: seconds without news from the ranks after which they are ended.
         on_progress: is told of the share that is done.
 
     Raises:
@@ -106,7 +106,7 @@ def run_on_ranks(
         own = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         environment = {**own, **os.environ, "PYTHONPATH": python_path()}
         started = command(module, folder, ranks)
-        code = _run(started, environment, output, on_progress or (lambda _: None), patience_s or math.inf)
+        code = _run(started, environment, output, on_progress or (lambda _: None), patience_s)
         tried = read_json(folder / _TRIED)["what"] if (folder / _TRIED).exists() else None
         if code is None:
             raise RanksError(f"{ranks} ranks have no news for {patience_s:.0f} s", Failure.TIMEOUT, tried)
@@ -201,5 +201,4 @@ def _end_with_asker() -> None:
 def _say(rank: int, error: Exception) -> None:
     from autotune.engines.inspection import classify
 
-    line = " ".join(f"{type(error).__name__}: {error}".split())
-    print(f"{RAISED} {rank}: {classify(error)}: {line}", file=sys.stderr)  # noqa: T201 - whoever asked reads it
+    print(f"{RAISED} {rank}: {classify(error)}: {one_line(error)}", file=sys.stderr)  # noqa: T201 - whoever asked reads it

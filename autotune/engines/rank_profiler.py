@@ -21,7 +21,7 @@ from autotune.mechanics.devices import device_kind
 from autotune.physics.profile import Profile
 
 # As long as a collective of gloo waits for the other ranks.
-PATIENCE_S = 1800.0
+_PATIENCE_S = 1800.0
 
 
 def profile_on_ranks(
@@ -31,7 +31,7 @@ def profile_on_ranks(
     device_name: str,
     fingerprint: str,
     options: ProfilerOptions | None = None,
-    patience_s: float = PATIENCE_S,
+    patience_s: float = _PATIENCE_S,
     on_progress: Callable[[float], None] | None = None,
 ) -> Profile:
     """Profile a job as several ranks train it together, through DeepSpeed.
