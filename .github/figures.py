@@ -227,6 +227,7 @@ def figures() -> list[str]:
         *policy(),
         *dips(),
         *reproduced(),
+        *many_seeds("reproduce-table1-40-seeds"),
         *many_seeds("reproduce-table1-40-seeds-one-thread"),
         *batching(),
         *cluster(),
