@@ -33,7 +33,7 @@ test: $(DEV)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow"
 
 test-slow: $(DEV)
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow
 
 check: $(DEV)
 	$(BIN)/ruff format --check .

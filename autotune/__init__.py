@@ -1,6 +1,6 @@
 """Tune gradient accumulation, per-layer precision and activation checkpoints of a real PyTorch training job.
 
-Importing this package is fast: torch, mlflow, optuna and stable-baselines3 are loaded where they are used.
+Importing this package is fast: nothing of it, and no library, is loaded before it is used.
 """
 
 from __future__ import annotations
@@ -8,33 +8,33 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from autotune.catalog import load_job
-from autotune.errors import (
-    AttachError,
-    AutotuneError,
-    BudgetError,
-    EngineError,
-    InputError,
-    JobError,
-    PlanError,
-    PolicyFileError,
-    RunDirectoryError,
-)
-from autotune.gym.registration import register_environments
-from autotune.job import DataSource, Job, WarmupCosine
-from autotune.measurement import Failure, GradientStatistics, Measurement, UnitGradient
-from autotune.plan import Launch, Plan, PlanSpace, Precision, Storage
-from autotune.units import Unit, find_units, name_units
+from autotune.gym.registration import register_with_gymnasium
 
 if TYPE_CHECKING:
     from autotune.api import compare, reproduce, resume, tune
+    from autotune.catalog import load_job
     from autotune.cluster import ClusterOptions
     from autotune.engines.deepspeed_engine import DeepSpeedEngine
     from autotune.engines.isolated_engine import IsolatedEngine, RankOptions
     from autotune.engines.torch_engine import EngineOptions, TorchEngine
+    from autotune.errors import (
+        AttachError,
+        AutotuneError,
+        BudgetError,
+        EngineError,
+        InputError,
+        JobError,
+        PlanError,
+        PolicyFileError,
+        RunDirectoryError,
+    )
+    from autotune.job import DataSource, Job, WarmupCosine
     from autotune.live.attach import attach
     from autotune.live.limits import Limits
     from autotune.live.tuner import LiveTuner
+    from autotune.measurement import Failure, GradientStatistics, Measurement, UnitGradient
+    from autotune.plan import Launch, Plan, PlanSpace, Precision, Storage
+    from autotune.units import Unit, find_units, name_units
 
 __version__ = "0.1.0"
 
@@ -80,23 +80,38 @@ __all__ = [
     "tune",
 ]
 
-register_environments()
+register_with_gymnasium()
 
-# Names that need torch: loaded when first used.
+# Where a name comes from when it is first used.
 _LAZY = {
-    "Limits": "autotune.live.limits",
-    "LiveTuner": "autotune.live.tuner",
-    "attach": "autotune.live.attach",
-    "DeepSpeedEngine": "autotune.engines.deepspeed_engine",
-    "IsolatedEngine": "autotune.engines.isolated_engine",
-    "RankOptions": "autotune.engines.isolated_engine",
-    "ClusterOptions": "autotune.cluster",
-    "EngineOptions": "autotune.engines.torch_engine",
-    "TorchEngine": "autotune.engines.torch_engine",
-    "compare": "autotune.api",
-    "reproduce": "autotune.api",
-    "resume": "autotune.api",
-    "tune": "autotune.api",
+    name: module
+    for module, names in {
+        "autotune.api": ("compare", "reproduce", "resume", "tune"),
+        "autotune.catalog": ("load_job",),
+        "autotune.cluster": ("ClusterOptions",),
+        "autotune.engines.deepspeed_engine": ("DeepSpeedEngine",),
+        "autotune.engines.isolated_engine": ("IsolatedEngine", "RankOptions"),
+        "autotune.engines.torch_engine": ("EngineOptions", "TorchEngine"),
+        "autotune.errors": (
+            "AttachError",
+            "AutotuneError",
+            "BudgetError",
+            "EngineError",
+            "InputError",
+            "JobError",
+            "PlanError",
+            "PolicyFileError",
+            "RunDirectoryError",
+        ),
+        "autotune.job": ("DataSource", "Job", "WarmupCosine"),
+        "autotune.live.attach": ("attach",),
+        "autotune.live.limits": ("Limits",),
+        "autotune.live.tuner": ("LiveTuner",),
+        "autotune.measurement": ("Failure", "GradientStatistics", "Measurement", "UnitGradient"),
+        "autotune.plan": ("Launch", "Plan", "PlanSpace", "Precision", "Storage"),
+        "autotune.units": ("Unit", "find_units", "name_units"),
+    }.items()
+    for name in names
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -18,17 +19,22 @@ _UNITS = {
     "GB": 10**9,
     "TB": 10**12,
 }
-_ALLOWED = "a size such as 20GiB or 900MiB, or a share of the baseline's peak such as 75%"
-_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+|%)")
+# No device has more, and sums of such sizes stay exact in JSON.
+_LARGEST_TIB, _LARGEST_PERCENT = 1024, 10_000
+_ALLOWED = (
+    "a size such as 20GiB or 900MiB, or a share of the baseline's peak such as 75%, up to "
+    f"{_LARGEST_TIB}TiB or {_LARGEST_PERCENT}%"
+)
+_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+|%)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
-    """Hold a budget: either a size in bytes or a share of the baseline's peak.
+    """A memory budget: either a size in bytes or a share of the baseline's peak.
 
     Attributes:
-        size_bytes: the size; ``None`` if the budget is a share.
-        share: the share, above 0; ``None`` if the budget is a size.
+        size_bytes: the size, at most 1024 TiB; ``None`` if the budget is a share.
+        share: the share, above 0 and at most 100; ``None`` if the budget is a size.
     """
 
     size_bytes: int | None = None
@@ -36,7 +42,8 @@ class MemoryBudget:
 
     def __post_init__(self) -> None:
         value = self.size_bytes if self.share is None else self.share
-        if (self.size_bytes is None) == (self.share is None) or value is None or value <= 0:
+        largest = _LARGEST_TIB * _UNITS["TiB"] if self.share is None else _LARGEST_PERCENT / 100
+        if (self.size_bytes is None) == (self.share is None) or value is None or not 0 < value <= largest:
             raise BudgetError(f"memory budget is {value!r}", allowed=_ALLOWED)
 
     @classmethod
@@ -52,7 +59,10 @@ class MemoryBudget:
         number = float(match[1])
         if match[2] == "%":
             return cls(share=number / 100)
-        return cls(size_bytes=int(number * _UNITS[match[2]]))
+        size = number * _UNITS[match[2]]
+        if not math.isfinite(size):
+            raise BudgetError(f"memory budget is {text!r}", where="--memory-budget", allowed=_ALLOWED)
+        return cls(size_bytes=int(size))
 
     def resolve(self, baseline_peak_bytes: int) -> int:
         """Return the budget in bytes."""

@@ -1,7 +1,7 @@
 """Find a job by its name: in the catalog, in an importable module, or in a file.
 
 A reference is code by nature, so it may come from the command line or from the user's own call, never from a
-data file.
+data file; :func:`is_catalog_reference` tells the names that a data file may have.
 """
 
 from __future__ import annotations
@@ -9,17 +9,24 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import os
+import stat
 import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 from autotune.errors import JobError, one_line
 from autotune.job import Job
-from autotune.launching import launched, split
+from autotune.launching import launched, plain, split
 
 _PACKAGE = Path(__file__).resolve().parent
 # What modules that are loaded from a job's file are called.
 _FILE_MODULE = "autotune_job_"
+# Characters of a reference: no path is longer.
+_LONGEST = 4096
+_SHOWN, _SAID = 200, 300
 
 
 def content_folder(name: str) -> Path:
@@ -34,8 +41,24 @@ def catalog() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.py")) if not path.stem.startswith("_")}
 
 
+def is_catalog_reference(reference: object) -> bool:
+    """Tell whether a reference names a job of the catalog and can name nothing else.
+
+    Such a reference may come from a run's own documents: it loads a file of this package, and of that file a job or a
+    function that is declared to return one. It may carry what the job is launched with (``charlm+lion``), which
+    :func:`load_job` checks. Nothing is imported or looked for outside of the package.
+    """
+    if not isinstance(reference, str):
+        return False
+    location, colon, attribute = plain(reference).partition(":")
+    return location in catalog() and (not colon or attribute.isidentifier())
+
+
 def load_job(reference: str | Job) -> Job:
     """Return the job that a reference names.
+
+    What lies beside a job is found by the job's own modules alone, at whatever time they import it: in the working
+    directory, and beside the job's file. It comes after all that is installed, and libraries never see it.
 
     Args:
         reference: a catalog name (``charlm``), alone or with another job of that file (``charlm:adaptive``),
@@ -44,26 +67,30 @@ def load_job(reference: str | Job) -> Job:
             returns one. Behind a name may stand what the job is launched with (``charlm+lion+compile``).
 
     Raises:
-        JobError: if nothing has that name, or what has it is no job.
+        JobError: if nothing has that name, or what has it is no job, or ends the program instead of returning one.
         InputError: if it cannot be launched so.
     """
     if isinstance(reference, Job):
         return reference
-    plain, launch = split(reference, where="job")
-    return launched(_found(plain), launch)
+    if len(reference) > _LONGEST:
+        raise JobError(f"a name of {len(reference)} characters", where="job", allowed=f"at most {_LONGEST}")
+    name, launch = split(reference, where="job")
+    return launched(_found(name), launch)
 
 
 def _found(reference: str) -> Job:
     jobs = catalog()
     location, _, attribute = reference.partition(":")
     if location in jobs:
-        return _take(_load_file(jobs[location], reference), attribute or "job", reference)
+        module = _load_file(jobs[location], reference)
+        return _take(module, attribute or "job", reference, declared=True)
     if location.endswith(".py"):
-        return _take(_load_file(Path(location), reference), attribute or "job", reference)
-    if attribute:
+        module = _load_file(Path(location), reference, neighbours=True)
+        return _take(module, attribute or "job", reference)
+    if attribute and all(part.isidentifier() for part in location.split(".")):
         return _take(_import(location, reference), attribute, reference)
     raise JobError(
-        f"no job has the name {reference!r}",
+        f"no job has the name {_shown(reference)!r}",
         where="job",
         allowed=[*jobs, "package.module:attribute", "path/to/file.py:attribute"],
     )
@@ -74,44 +101,169 @@ def is_job_file(module_name: str) -> bool:
     return module_name.startswith(_FILE_MODULE)
 
 
-def _take(module: ModuleType, attribute: str, reference: str) -> Job:
-    found = getattr(module, attribute, None)
-    if not isinstance(found, Job) and callable(found):
-        try:
+def _take(module: ModuleType, attribute: str, reference: str, *, declared: bool = False) -> Job:
+    """Return a module's job.
+
+    Args:
+        module: the module.
+        attribute: a job in it, or a function that returns one.
+        reference: what named both.
+        declared: whether only functions that are declared to return a job are called.
+    """
+    try:
+        found = getattr(module, attribute, None)
+        if not isinstance(found, Job) and callable(found) and (not declared or _returns_a_job(found)):
             found = found()
-        except Exception as error:
-            raise JobError(f"{attribute}() raised {one_line(error)[:300]}", where=reference) from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a job may end the program, which must not look like an answer
+        raise JobError(f"{_shown(attribute)}() raised {_said(error)}", where=_shown(reference)) from error
     if not isinstance(found, Job):
         raise JobError(
-            f"{attribute!r} is no autotune.Job",
-            where=reference,
+            f"{_shown(attribute)!r} is no autotune.Job",
+            where=_shown(reference),
             allowed="a Job, or a function that returns one",
         )
     return found
 
 
-def _load_file(path: Path, reference: str) -> ModuleType:
-    if not path.is_file():
-        raise JobError(f"no file {path}", where=reference, allowed="an existing .py file")
-    resolved = path.resolve()
-    name = f"{_FILE_MODULE}{resolved.stem}_{hashlib.sha256(str(resolved).encode()).hexdigest()[:8]}"
+def _returns_a_job(function: object) -> bool:
+    return getattr(function, "__annotations__", {}).get("return") is Job
+
+
+def _load_file(path: Path, reference: str, *, neighbours: bool = False) -> ModuleType:
+    """Return the module that a file is, run once.
+
+    Args:
+        path: the file.
+        reference: what named it.
+        neighbours: whether it finds what lies beside it and in the working directory.
+    """
+    where = _shown(reference)
+    try:
+        mode = path.stat().st_mode
+        resolved = path.resolve()
+    except (OSError, ValueError) as error:
+        raise JobError(f"no file {_shown(str(path))}", where=where, allowed="an existing .py file") from error
+    if not stat.S_ISREG(mode):
+        raise JobError(f"{_shown(str(path))} is no regular file", where=where, allowed="an existing .py file")
+    name = f"{_FILE_MODULE}{resolved.stem}_{hashlib.sha256(os.fsencode(resolved)).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, resolved)
     if spec is None or spec.loader is None:
-        raise JobError(f"{path} cannot be loaded", where=reference, allowed="a Python file")
+        raise JobError(f"{_shown(str(path))} cannot be loaded", where=where, allowed="a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    if neighbours:
+        folders = [*_working_directory(), str(resolved.parent)]
+        if other := _neighbours.namesake(folders):
+            raise JobError(
+                f"beside it lies {_shown(other)!r}, and another job has its own neighbour of that name",
+                where=where,
+                allowed="jobs that name their neighbours apart, or that are run one by one",
+            )
+        _neighbours.serve(name, folders)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise JobError(f"raised {one_line(error)[:300]} when it was loaded", where=reference) from error
+    except BaseException as error:
+        sys.modules.pop(name, None)
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise JobError(f"raised {_said(error)} when it was loaded", where=where) from error
     return module
 
 
 def _import(name: str, reference: str) -> ModuleType:
+    # The first to ask is this module.
+    _neighbours.serve(__name__, _working_directory())
     try:
         return importlib.import_module(name)
-    except Exception as error:
-        raise JobError(f"importing {name!r} raised {one_line(error)[:300]}", where=reference) from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # as above
+        raise JobError(f"importing {_shown(name)!r} raised {_said(error)}", where=_shown(reference)) from error
+
+
+class _Neighbours:
+    """Find what lies beside jobs, for their own modules alone; Python asks this finder after all others.
+
+    A folder on ``sys.path`` would be searched for every library as well: those that are not installed, and that
+    somebody asks for to see whether they are, would be whatever file of that name lies in the working directory.
+    """
+
+    def __init__(self) -> None:
+        self._folders: dict[str, Sequence[str]] = {}
+        self._found: dict[str, tuple[str | None, tuple[str, ...]]] = {}
+
+    def serve(self, module: str, folders: Sequence[str]) -> None:
+        """Let a module, and what it finds so, search folders."""
+        self._folders[module] = folders
+        if self not in sys.meta_path:
+            sys.meta_path.append(self)
+
+    def namesake(self, folders: Sequence[str]) -> str | None:
+        """Return the name of what lies in folders where another job has found something else by that name.
+
+        Python keeps one module of each name: the second job would get the first one's, and nobody would notice.
+        """
+        for name in self._found:
+            spec = PathFinder.find_spec(name, folders)
+            if spec is not None and _place(spec) != self._found[name]:
+                return name
+        return None
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return what lies beside the job whose module asks; parts of packages are found by the package."""
+        if path is not None:
+            return None
+        asking = _asking_module()
+        folders = self._folders.get(asking, self._folders.get(asking.partition(".")[0], ()))
+        spec = PathFinder.find_spec(name, folders, target)
+        if spec is not None:
+            self._folders[name] = folders
+            self._found[name] = _place(spec)
+        return spec
+
+
+def _place(spec: ModuleSpec) -> tuple[str | None, tuple[str, ...]]:
+    """Return the file that a module comes from, and the folders of a package."""
+    return spec.origin, tuple(spec.submodule_search_locations or ())
+
+
+_neighbours = _Neighbours()
+
+
+def _asking_module() -> str:
+    """Return the name of the module whose code asks a finder for another one."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and _module_of(frame).partition(".")[0] == "importlib":
+        frame = frame.f_back
+    return _module_of(frame)
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
+
+
+def _working_directory() -> list[str]:
+    try:
+        return [os.getcwd()]  # noqa: PTH109 - a string is what finders take
+    except OSError:
+        # It was deleted: nothing lies there.
+        return []
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return _shown(one_line(error), _SAID)
+    except Exception:  # noqa: BLE001 - what an exception of a job's says is code of the job's
+        return type(error).__name__
+
+
+def _shown(text: str, longest: int = _SHOWN) -> str:
+    """Return text as one short line that a terminal shows as it is."""
+    shown = text if text.isprintable() else ascii(text)[1:-1]
+    return shown if len(shown) <= longest else f"{shown[:longest]}..."

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
-import sys
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from autotune.errors import InputError, WorkerLostError
+from autotune.scratch import ScratchFolder
 
-_ALLOWED = "auto, local:N, ray://HOST:PORT or HOST:PORT"
+# Workers on one machine, cores of one worker, and ports.
+_MOST, _LAST_PORT = 1024, 65_535
+_ALLOWED = f"auto, local:N up to {_MOST}, ray://HOST:PORT or HOST:PORT"
+# A name or an address: whatever else is written there, such as a password, would be looked up in the network.
+_HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 _INSTALL = "pip install 'autotune-rl[ray]'"
 # Seconds that a cluster may take to answer.
 _CONNECT_S = 20.0
@@ -22,6 +29,10 @@ _CONNECT_S = 20.0
 _STORE_BYTES = 100 * 2**20
 # Characters of what Ray says that are passed on.
 _QUOTED = 200
+# Has Ray use the loopback interface alone, as it does where it knows no clusters; by default it listens on all.
+_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+# Characters of a folder in which Ray's sockets, whose paths may have a hundred, still have room.
+_SHORT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +51,12 @@ class ClusterOptions:
 
     def __post_init__(self) -> None:
         kind, _, rest = self.address.partition(":")
-        fine = self.address == "auto" or (kind == "local" and rest.isdigit() and int(rest) >= 1)
+        fine = self.address == "auto" or (kind == "local" and _is_whole(rest, _MOST))
         host, _, port = self.address.removeprefix("ray://").rpartition(":")
-        if not fine and (kind == "local" or not host or not port.isdigit()):
+        if not fine and (kind == "local" or _HOST.fullmatch(host) is None or not _is_whole(port, _LAST_PORT)):
             raise InputError(f"cluster is {self.address!r}", where="--cluster", allowed=_ALLOWED)
-        if self.cores < 1:
-            raise InputError(f"cores is {self.cores}", where="--worker-cores", allowed="at least 1")
+        if not 1 <= self.cores <= _MOST:
+            raise InputError(f"cores is {self.cores}", where="--worker-cores", allowed=f"1 to {_MOST}")
 
     @property
     def local(self) -> int | None:
@@ -77,7 +88,12 @@ class Cluster:
 
     def __init__(self, options: ClusterOptions) -> None:
         self._ray = _imported()
-        _connect(self._ray, options)
+        self._folder = None if options.local is None else ScratchFolder(_short_folder())
+        try:
+            _connect(self._ray, options, self._folder)
+        except BaseException:
+            self.close()
+            raise
         self.places = places(self._ray.nodes(), options)
         if not self.places:
             self.close()
@@ -103,6 +119,8 @@ class Cluster:
     def close(self) -> None:
         """Leave the cluster; what was started there ends."""
         self._ray.shutdown()
+        if self._folder is not None:
+            self._folder.close()
 
     def __enter__(self) -> Cluster:
         return self
@@ -185,6 +203,11 @@ def places(nodes: Sequence[Mapping[str, Any]], options: ClusterOptions) -> list[
     return found
 
 
+def _is_whole(text: str, most: int) -> bool:
+    """Tell whether text is a number from 1 on, in plain digits."""
+    return text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most
+
+
 def _imported() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
@@ -194,13 +217,18 @@ def _imported() -> Any:
     return ray
 
 
-def _connect(ray: Any, options: ClusterOptions) -> None:
+def _connect(ray: Any, options: ClusterOptions, folder: ScratchFolder | None) -> None:
+    """Connect to a cluster; to one of this machine's own, for which there is a folder."""
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    if options.local is not None:
-        search = {"env_vars": {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}}
+    if not options.address.startswith("ray://"):
+        # By default Ray's workers look for libraries in this process's working directory first. They need this package.
+        package = str(Path(__file__).resolve().parents[1])
+        common["job_config"] = ray.job_config.JobConfig(_py_driver_sys_path=[package], _client_job=True)
+    if options.local is not None and folder is not None:
         cores = options.local * options.cores
-        common |= {"include_dashboard": False, "object_store_memory": _STORE_BYTES}
-        ray.init(address="local", num_cpus=cores, runtime_env=search, **common)
+        common |= {"include_dashboard": False, "object_store_memory": _STORE_BYTES, "_temp_dir": str(folder.path)}
+        with _loopback_alone():
+            ray.init(address="local", num_cpus=cores, **common)
         return
     try:
         if options.address != "auto":
@@ -215,3 +243,26 @@ def _connect(ray: Any, options: ClusterOptions) -> None:
             where=f"cluster {options.address}",
             allowed="a running one's (ray start --head; RAY_AUTH_MODE=token if it asks for a token), or local:N",
         ) from error
+
+
+@contextlib.contextmanager
+def _loopback_alone() -> Iterator[None]:
+    """Have what Ray starts meanwhile listen on the loopback interface alone."""
+    from ray._private import ray_constants
+
+    # It reads the variable when it is imported, which may be long ago.
+    before, ray_constants.ENABLE_RAY_CLUSTER = (os.environ.get(_CLUSTERS), ray_constants.ENABLE_RAY_CLUSTER), False
+    os.environ[_CLUSTERS] = "0"
+    try:
+        yield
+    finally:
+        variable, ray_constants.ENABLE_RAY_CLUSTER = before
+        os.environ.pop(_CLUSTERS)
+        if variable is not None:
+            os.environ[_CLUSTERS] = variable
+
+
+def _short_folder() -> Path:
+    """Return a folder for temporary files whose path is short."""
+    usual = Path(tempfile.gettempdir())
+    return usual if len(str(usual)) <= _SHORT else Path("/tmp")  # noqa: S108 - as Ray itself does

@@ -1,23 +1,29 @@
 """Find a public data set in the folder that the user points at, in whichever of its formats it lies there.
 
-Nothing is ever downloaded, and what a file holds is the business of whoever reads it.
+Nothing is ever downloaded. Only regular files are opened, and no more is read of one than a published one may hold;
+what it says is the business of whoever reads it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+import stat
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.errors import JobError
+from autotune.errors import InputError, JobError
+from autotune.files import read_bytes
 from autotune.job import DataSource
 
 # The folder crosses process borders in the environment, as jobs do by name.
 DATA_VARIABLE = "AUTOTUNE_DATA"
 _NAMED_AT_MOST = 8
+_SHOWN = 200
+# The largest published file of those that are looked for has 31 MB.
+_LIMIT_BYTES = 2**26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +73,8 @@ def data_folder() -> Path:
     allowed = "a folder, by --data or in the environment"
     if not named:
         raise JobError("no folder of data sets is named", where=DATA_VARIABLE, allowed=allowed)
-    if not Path(named).is_dir():
-        raise JobError(f"{named!r} is no folder", where=DATA_VARIABLE, allowed=allowed)
+    if not _is(stat.S_ISDIR, Path(named)):
+        raise JobError(f"{named!r:.{_SHOWN}} is no folder", where=DATA_VARIABLE, allowed=allowed)
     return Path(named)
 
 
@@ -85,8 +91,9 @@ def pointed_at(folder: str | Path | None) -> Iterator[None]:
     if folder is None:
         yield
         return
-    if not Path(folder).is_dir():
-        raise JobError(f"{str(folder)!r} is no folder", where="--data", allowed="a folder with CIFAR-10 or WikiText-2")
+    if not _is(stat.S_ISDIR, Path(folder)):
+        allowed = "a folder with CIFAR-10 or WikiText-2"
+        raise JobError(f"{str(folder)!r:.{_SHOWN}} is no folder", where="--data", allowed=allowed)
     former = os.environ.get(DATA_VARIABLE)
     os.environ[DATA_VARIABLE] = str(Path(folder).absolute())
     try:
@@ -110,32 +117,63 @@ def locate(folder: Path, layouts: Sequence[Layout]) -> Located:
     """
     for layout in layouts:
         for place in (folder / layout.folder, folder):
-            if all((place / name).is_file() for name in layout.files):
+            if all(is_file(place / name) for name in layout.files):
                 return Located(layout=layout, folder=place)
     expected = [f"{layout.folder}/{{{','.join(layout.files)}}}" for layout in layouts]
     raise JobError(_missing(folder, layouts), where=str(folder), allowed=" or ".join(expected))
 
 
+def is_file(path: Path) -> bool:
+    """Tell whether a path leads to a regular file."""
+    return _is(stat.S_ISREG, path)
+
+
+def read_file(path: Path, *, limit_bytes: int = _LIMIT_BYTES) -> bytes:
+    """Return a data file's bytes.
+
+    Raises:
+        JobError: if it cannot be read, is no regular file, or holds more.
+    """
+    try:
+        return read_bytes(path, limit_bytes=limit_bytes)
+    except InputError as error:
+        raise JobError(error.problem, where=str(path), allowed="a file as it is published") from error
+
+
 def source_of(path: Path, name: str) -> DataSource:
-    """Return name, size in bytes and SHA-256 of one file."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return DataSource(name=name, size_bytes=path.stat().st_size, sha256=digest)
+    """Return name, size in bytes and SHA-256 of one file.
+
+    Raises:
+        JobError: as :func:`read_file` does.
+    """
+    content = read_file(path)
+    return DataSource(name=name, size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
 
 
 def _missing(folder: Path, layouts: Sequence[Layout]) -> str:
     """Say what keeps a folder from being any layout: the first file that lacks, where a part is there."""
     for layout in layouts:
         for place in (folder / layout.folder, folder):
-            there = [name for name in layout.files if (place / name).is_file()]
+            there = [name for name in layout.files if is_file(place / name)]
             if there:
                 lacking = next(name for name in layout.files if name not in there)
                 return f"{place} lacks {lacking}, and has {_listed(there)}"
-    if not folder.is_dir():
-        return "is no folder"
-    return f"holds {_listed(sorted(path.name for path in folder.iterdir())) or 'nothing'}"
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        return f"cannot be listed ({error.strerror})"
+    return f"holds {_listed(names) or 'nothing'}"
+
+
+def _is(kind: Callable[[int], bool], path: Path) -> bool:
+    """Tell whether what a path leads to is of a kind; what cannot be reached is of none."""
+    try:
+        return kind(path.stat().st_mode)
+    except (OSError, ValueError):
+        return False
 
 
 def _listed(names: Sequence[str]) -> str:
     more = len(names) - _NAMED_AT_MOST
-    return ", ".join(names[:_NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")
+    shown = (name if name.isprintable() else repr(name) for name in names[:_NAMED_AT_MOST])
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")

@@ -9,6 +9,7 @@
     │   ├── PolicyFileError     a policy folder: missing, foreign schema, wrong hash or shapes
     │   ├── AttachError         what was attached to, or a call out of its order
     │   └── RunDirectoryError   a run directory: cannot be written, or holds no such document
+    │       └── RunLockedError  a run directory that another process writes in
     ├── EngineError             an engine was used in a way its protocol forbids
     └── WorkerLostError         a worker on another machine is gone
 
@@ -18,7 +19,15 @@ What a window *meets* (out of memory, a loss that is not finite, a crash) is not
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+
+# Characters of a line that people read.
+_LONGEST = 4000
+# What stands between the user and the host of a URL, whose slashes a path may have joined; bounded, since the search
+# for the end begins anew at every colon.
+_OF_USER = re.compile(r"(:/+[^\s/@:]{0,200}:)\S{0,1000}@")
+_OF_QUERY = re.compile(r"((?:password|passwd|token|secret)=)[^\s&;,)]+", re.IGNORECASE)
 
 
 class AutotuneError(Exception):
@@ -40,7 +49,7 @@ class InputError(AutotuneError, ValueError):
         self.allowed = allowed if isinstance(allowed, str) else ", ".join(str(item) for item in allowed)
         prefix = f"{where}: " if where else ""
         suffix = f" (allowed: {self.allowed})" if self.allowed else ""
-        super().__init__(" ".join(f"{prefix}{problem}{suffix}".split()))
+        super().__init__(printable(f"{prefix}{problem}{suffix}"))
 
     def to_json(self) -> dict[str, str]:
         """Return the error as a JSON object, to be raised anew in another process."""
@@ -82,12 +91,35 @@ class RunDirectoryError(InputError):
     """A run directory that cannot be written, or that does not hold what was asked for."""
 
 
+class RunLockedError(RunDirectoryError):
+    """A run directory that another process, or another call in this one, writes in."""
+
+
 class EngineError(AutotuneError, RuntimeError):
     """An engine used against its protocol, for example closed and then run."""
 
 
 class WorkerLostError(AutotuneError):
     """A worker on another machine is gone, and what it was doing with it."""
+
+
+def printable(text: str) -> str:
+    """Return text as one line that a terminal shows and does not act on.
+
+    Whatever is not printable, such as an escape sequence, a mark that turns the direction of writing or half of a
+    surrogate pair, is written as a Python escape. Passwords in it are left out, and very long text loses its middle.
+    """
+    line = _OF_QUERY.sub(r"\1***", _OF_USER.sub(r"\1***@", " ".join(text.split())))
+    if len(line) > _LONGEST:
+        line = f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 4 :]}"
+    return escaped(line)
+
+
+def escaped(text: str) -> str:
+    """Return text with Python escapes in place of what is neither printable nor the end of a line."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def one_line(error: BaseException) -> str:

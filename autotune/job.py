@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 Batching = Literal["fixed", "adaptive"]
 LearningRateRule = Literal["linear", "sqrt", "none"]
 
+_LONGEST_NAME = 1_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
@@ -125,8 +127,9 @@ class Job:
     launch: Launch = field(default_factory=Launch)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise JobError(f"name is {self.name!r}", where="job", allowed="text")
+        if not isinstance(self.name, str) or not 0 < len(self.name) <= _LONGEST_NAME:
+            name = repr(self.name)[:80]
+            raise JobError(f"name is {name}", where="job", allowed=f"text of at most {_LONGEST_NAME} characters")
         for name in ("model", "batches", "loss", "optimizer", "evaluate"):
             self._require(callable(getattr(self, name)), name, "a function")
         for name in ("count", "data_sources"):

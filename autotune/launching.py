@@ -15,9 +15,11 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autotune import optimizers
 from autotune.errors import InputError
 from autotune.job import Job
 from autotune.plan import Launch
@@ -28,7 +30,14 @@ if TYPE_CHECKING:
 
 COMPILE = "compile"
 _VERSIONS = 256
-_SUFFIX = re.compile(r"(?:\+[A-Za-z]\w*(?:=[^+/\\]*)?)+$")
+_CHOICE = re.compile(r"[A-Za-z]\w*(=[^+/\\]*)?")
+
+
+def plain(name: str) -> str:
+    """Return a name without the choices that stand behind it, whatever they are; nothing is looked up."""
+    parts = name.split("+")
+    behind = sum(1 for _ in takewhile(_CHOICE.fullmatch, reversed(parts[1:])))
+    return "+".join(parts[: len(parts) - behind]) or name
 
 
 def split(name: str, *, where: str) -> tuple[str, Launch]:
@@ -41,13 +50,13 @@ def split(name: str, *, where: str) -> tuple[str, Launch]:
     Raises:
         InputError: if one of the choices is unknown or stands twice, or a learning rate is none.
     """
-    found = _SUFFIX.search(name)
-    if found is None or found.start() == 0 or _is_there(name):
+    found = plain(name)
+    if found == name or _is_there(name):
         return name, Launch()
     launch = Launch()
-    for choice in found.group()[1:].split("+"):
+    for choice in name[len(found) + 1 :].split("+"):
         launch = _chosen(launch, choice, where)
-    return name[: found.start()], launch
+    return found, launch
 
 
 def suffix(launch: Launch) -> str:
@@ -73,8 +82,6 @@ def launched(job: Job, launch: Launch) -> Job:
     Raises:
         InputError: if an optimizer is unknown or its library missing.
     """
-    from autotune import optimizers
-
     if not (launch.optimizer or launch.compile):
         return job
     own, model, name = job.optimizer, job.model, launch.optimizer
@@ -115,13 +122,11 @@ def _is_there(name: str) -> bool:
     """Tell whether a name is the path of a file or a folder as it stands, such as a policy's."""
     try:
         return os.sep in name and Path(name).exists()
-    except OSError:
+    except (OSError, ValueError):
         return False
 
 
 def _chosen(launch: Launch, choice: str, where: str) -> Launch:
-    from autotune import optimizers
-
     name, _, rate = choice.partition("=")
     if name == COMPILE and not rate and not launch.compile:
         return replace(launch, compile=True)

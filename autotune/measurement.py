@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any
 
+from autotune.documents import STRICT, validated
 from autotune.errors import InputError
-from autotune.files import refuse_unknown_keys
 
 MEASUREMENT_VERSION = 1
 ABSENT = "absent"
@@ -39,6 +39,8 @@ class UnitGradient:
             from a fixed strided sample of the entries).
     """
 
+    __pydantic_config__ = STRICT
+
     rms: float
     signal_to_noise: float | None
     underflow_frac: float
@@ -64,6 +66,8 @@ class GradientStatistics:
 
     Source: noise scale, McCandlish et al. 2018 (arXiv:1812.06162), appendix A.
     """
+
+    __pydantic_config__ = STRICT
 
     norm: float
     noise_scale: float | None = None
@@ -105,6 +109,8 @@ class Measurement:
         failure: what ended the window early, or ``None``.
         failure_detail: one line about it.
     """
+
+    __pydantic_config__ = STRICT
 
     steps: int
     samples: int
@@ -204,59 +210,7 @@ class Measurement:
         Raises:
             InputError: naming the first key or value that is not allowed.
         """
-        if not isinstance(document, Mapping):
-            raise InputError(f"is {document!r}", where=where, allowed="a measurement as a JSON object")
-        values = dict(document)
-        version = values.pop("version", None)
-        if type(version) is not int or version != MEASUREMENT_VERSION:
-            raise InputError(f"version is {version!r}", where=where, allowed=[MEASUREMENT_VERSION])
-        steps = values.get("step_s", ())
-        if not isinstance(steps, list | tuple) or not all(_is_number(value) for value in steps):
-            raise InputError(f"step_s is {steps!r}", where=where, allowed="a list of seconds")
-        values["step_s"] = tuple(steps)
-        sizes = values.get("batch_bytes")
-        if sizes is not None and not isinstance(sizes, list | tuple):
-            raise InputError(f"batch_bytes is {sizes!r}", where=where, allowed="the mean and the largest, or null")
-        values["batch_bytes"] = None if sizes is None else tuple(sizes)
-        failure = values.get("failure")
-        if failure is not None and failure not in list(Failure):
-            raise InputError(f"failure is {failure!r}", where=where, allowed=list(Failure))
-        values["failure"] = None if failure is None else Failure(failure)
-        if values.get("gradient") is not None:
-            values["gradient"] = _gradient_from_json(values["gradient"], where)
-        return _build(cls, values, where)
-
-
-def _gradient_from_json(document: object, where: str) -> GradientStatistics:
-    values = dict(_object(document, "gradient", where))
-    units = _object(values.get("per_unit", {}), "gradient.per_unit", where)
-    values["per_unit"] = {
-        name: _build(UnitGradient, _object(entry, f"gradient.per_unit.{name}", where), where)
-        for name, entry in units.items()
-    }
-    return _build(GradientStatistics, values, where)
-
-
-_Record = TypeVar("_Record", Measurement, GradientStatistics, UnitGradient)
-
-
-def _build(kind: type[_Record], values: Mapping[str, Any], where: str) -> _Record:
-    """Return a record of a JSON object's values, naming the first key that is unknown, missing or wrong."""
-    known = {item.name: item for item in fields(kind)}
-    refuse_unknown_keys(values, frozenset(known), where=where)
-    for name, item in known.items():
-        if name not in values and item.default is MISSING and item.default_factory is MISSING:
-            raise InputError(f"{name} is missing", where=where, allowed="a value")
-    try:
-        return kind(**values)
-    except InputError as error:
-        raise InputError(error.problem, where=where, allowed=error.allowed) from error
-
-
-def _object(value: object, name: str, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise InputError(f"{name} is {value!r}", where=where, allowed="an object")
-    return value
+        return validated(cls, document, where=where, version=MEASUREMENT_VERSION)
 
 
 def _is_number(value: object) -> bool:

@@ -11,11 +11,13 @@ import importlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from autotune.errors import InputError
+
+if TYPE_CHECKING:
+    # Plans name these optimizers, and are read where torch is not needed.
+    import torch
 
 _INSTALL = 'pip install "autotune-rl[optimizers]"'
 

@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import chain
-from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from autotune.documents import STRICT, validated
 from autotune.errors import PlanError
-from autotune.files import refuse_unknown_keys
+from autotune.optimizers import KINDS
 from autotune.units import Unit
 
 if TYPE_CHECKING:
     import numpy as np
 
 PLAN_VERSION = 1
-_PLAN_KEYS = frozenset({"version", "accumulation_steps", "precision", "storage", "launch"})
+_RATES = "a number above 0"
 
 
 class Precision(StrEnum):
@@ -57,10 +58,12 @@ class Launch:
 
     Attributes:
         zero_stage: DeepSpeed ZeRO stage, 0 to 3.
-        optimizer: name of the optimizer.
+        optimizer: one of :data:`autotune.optimizers.KINDS`.
         learning_rate: of that optimizer; ``None`` follows a rule of thumb.
         compile: whether blocks are compiled one by one.
     """
+
+    __pydantic_config__ = STRICT
 
     zero_stage: int | None = None
     optimizer: str | None = None
@@ -70,12 +73,11 @@ class Launch:
     def __post_init__(self) -> None:
         if self.zero_stage is not None and not (type(self.zero_stage) is int and 0 <= self.zero_stage <= 3):
             raise PlanError(f"launch.zero_stage is {self.zero_stage!r}", where="plan", allowed="0, 1, 2, 3")
-        if self.optimizer is not None and not (isinstance(self.optimizer, str) and self.optimizer):
-            raise PlanError(f"launch.optimizer is {self.optimizer!r}", where="plan", allowed="a name")
-        rate = self.learning_rate
-        if rate is not None and not (isinstance(rate, int | float) and not isinstance(rate, bool) and 0 < rate < inf):
-            raise PlanError(f"launch.learning_rate is {rate!r}", where="plan", allowed="a number above 0")
-        if rate is not None and self.optimizer is None:
+        if self.optimizer is not None and not (isinstance(self.optimizer, str) and self.optimizer in KINDS):
+            raise PlanError(f"launch.optimizer is {self.optimizer!r:.80}", where="plan", allowed=KINDS)
+        if self.learning_rate is not None and not _is_rate(self.learning_rate):
+            raise PlanError(f"launch.learning_rate is {self.learning_rate!r:.80}", where="plan", allowed=_RATES)
+        if self.learning_rate is not None and self.optimizer is None:
             raise PlanError("launch.learning_rate is of no optimizer", where="plan", allowed="launch.optimizer")
         if self.compile is not None and not isinstance(self.compile, bool):
             raise PlanError(f"launch.compile is {self.compile!r}", where="plan", allowed="true, false")
@@ -97,6 +99,8 @@ class Plan:
         storage: storage per unit name. A unit that is not named saves.
         launch: what cannot change during a run.
     """
+
+    __pydantic_config__ = STRICT
 
     accumulation_steps: int = 1
     precision: Mapping[str, Precision] = field(default_factory=dict)
@@ -164,27 +168,10 @@ class Plan:
         Raises:
             PlanError: naming the first key or value that is not allowed, and what is.
         """
-        try:
-            document = _mapping(document, "the plan", where)
-            refuse_unknown_keys(document, _PLAN_KEYS, where=where)
-            version = document.get("version")
-            if isinstance(version, bool) or version != PLAN_VERSION:
-                raise PlanError(f"version is {version!r}", where=where, allowed=str(PLAN_VERSION))
-            if "accumulation_steps" not in document:
-                raise PlanError("accumulation_steps is missing", where=where, allowed="a whole number >= 1")
-            launch = _mapping(document.get("launch", {}), "launch", where)
-            refuse_unknown_keys(launch, frozenset(item.name for item in fields(Launch)), where="launch")
-            return cls(
-                accumulation_steps=document["accumulation_steps"],
-                precision=_mapping(document.get("precision", {}), "precision", where),
-                storage=_mapping(document.get("storage", {}), "storage", where),
-                launch=Launch(**launch),
-            )
-        except PlanError as error:
-            raise PlanError(error.problem, where=where, allowed=error.allowed) from error
-        except ValueError as error:
-            problem = getattr(error, "problem", str(error))
-            raise PlanError(problem, where=where, allowed=getattr(error, "allowed", "")) from error
+        found = validated(cls, document, where=where, version=PLAN_VERSION, error=PlanError)
+        if "accumulation_steps" not in document:
+            raise PlanError("accumulation_steps is missing", where=where, allowed="a whole number >= 1")
+        return found
 
     def _canonical(self) -> str:
         if not self._text:
@@ -348,6 +335,11 @@ class PlanSpace:
         return self.decode(generator.integers(self.sizes).tolist())
 
 
+def _is_rate(value: object) -> bool:
+    """Tell whether a value is a number that a float can hold; JSON's whole numbers may be larger."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+
+
 _Choice = TypeVar("_Choice", Precision, Storage)
 
 
@@ -361,12 +353,6 @@ def _choices(given: Mapping[str, Any], kind: type[_Choice], key: str) -> Mapping
         except ValueError as error:
             raise PlanError(f"{key} of {name!r} is {value!r}", where="plan", allowed=list(kind)) from error
     return MappingProxyType(chosen)
-
-
-def _mapping(value: object, key: str, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise PlanError(f"{key} is {value!r}", where=where, allowed="an object")
-    return value
 
 
 def _tally(precisions: Iterable[Precision]) -> str:

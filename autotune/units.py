@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from autotune.documents import STRICT
 from autotune.errors import JobError
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class Unit:
             share is counted at the first of them only.
         num_parameters: how many numbers those parameters hold.
     """
+
+    __pydantic_config__ = STRICT
 
     name: str
     kind: str

@@ -6,11 +6,10 @@ The same file runs on GPUs, one rank on each.
 """
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 
-from autotune import Job, Plan, load_job
+from autotune import Job, load_job
 
 
 def job() -> Job:
@@ -24,11 +23,12 @@ def main() -> None:
     parser.add_argument("--plan", type=Path, help="a plan file, as autotune tune writes it")
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()
+    from autotune.campaign.runs import read_plan
     from autotune.engines.deepspeed_engine import DeepSpeedEngine
 
     engine = DeepSpeedEngine(job(), zero_stage=arguments.zero_stage)
     if arguments.plan is not None:
-        engine.apply(Plan.from_json(json.loads(arguments.plan.read_text()), where=str(arguments.plan)))
+        engine.apply(read_plan(arguments.plan))
     window = engine.run(arguments.steps)
     metric = engine.evaluate()
     if engine.rank == 0:

@@ -8,6 +8,7 @@ in every run say which. The paper names no length of sequences; at 256 its 12.43
 
 import dataclasses
 import functools
+import io
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autotune import DataSource, Job, JobError, WarmupCosine
-from autotune.data import Layout, Located, data_folder, locate, source_of
+from autotune.data import Layout, Located, data_folder, is_file, locate, read_file, source_of
 
 LAYERS, WIDTH, HEADS, DROPOUT = 12, 768, 12, 0.1
 BATCH, LENGTH, CONTEXT = 32, 256, 1024
@@ -34,6 +35,8 @@ _PARQUET = ("train-00000-of-00001.parquet", "validation-00000-of-00001.parquet")
 HUB_RAW = Layout(name="WikiText-2 raw parquet", folder="wikitext-2-raw-v1", files=_PARQUET)
 HUB_CUT = Layout(name="WikiText-2 tokens parquet", folder="wikitext-2-v1", files=_PARQUET)
 VOCABULARY = ("vocab.json", "merges.txt")
+# The published text has 11 MB, the larger file of the vocabulary 1 MB.
+MOST_TEXT_BYTES, _VOCABULARY_BYTES, _ROWS_AT_ONCE = 2**26, 2**24, 64
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +136,7 @@ def vocabulary() -> tuple[Path, Path] | None:
     """Return GPT-2's vocabulary and merges where the folder has them and the tokenizer is installed."""
     for place in (data_folder() / "gpt2", data_folder()):
         words, merges = (place / name for name in VOCABULARY)
-        if words.is_file() and merges.is_file():
+        if is_file(words) and is_file(merges):
             if find_spec("tokenizers") is None:
                 logger.warning("%s is not used, since tokenizers is not installed: training on bytes", words)
                 return None
@@ -145,18 +148,33 @@ def text(path: Path) -> str:
     """Return a file's text."""
     if path.suffix != ".parquet":
         try:
-            return path.read_text(encoding="utf-8")
+            # Ends of lines are one character, on whatever system a file was unpacked.
+            return io.StringIO(read_file(path).decode(), newline=None).read()
         except UnicodeDecodeError as error:
             raise JobError("is not UTF-8 text", where=str(path), allowed="WikiText-2 as it is published") from error
+    if find_spec("pyarrow") is None:
+        raise JobError("is parquet, and pyarrow is missing", where=str(path), allowed="pip install pyarrow")
+    content = read_file(path)
     try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise JobError("is parquet, and pyarrow is missing", where=str(path), allowed="pip install pyarrow") from error
-    try:
-        rows = parquet.read_table(path, columns=["text"])["text"].to_pylist()
-        return "".join(rows)
+        return "".join(_rows(content))
     except Exception as error:
         raise JobError(f"cannot be read ({error})", where=str(path), allowed="parquet with a column 'text'") from error
+
+
+def _rows(content: bytes) -> Iterator[str]:
+    """Yield the texts of a parquet file, which may unpack to a multiple of its size."""
+    import pyarrow
+    from pyarrow import parquet
+
+    source, unpacked = parquet.ParquetFile(pyarrow.BufferReader(content)), 0
+    groups = [source.metadata.row_group(number) for number in range(source.metadata.num_row_groups)]
+    if sum(group.total_byte_size for group in groups) > MOST_TEXT_BYTES:
+        raise ValueError(f"it unpacks to more than {MOST_TEXT_BYTES} bytes")
+    for rows in source.iter_batches(batch_size=_ROWS_AT_ONCE, columns=["text"]):
+        unpacked += rows.nbytes
+        if unpacked > MOST_TEXT_BYTES:
+            raise ValueError(f"it unpacks to more than {MOST_TEXT_BYTES} bytes")
+        yield from rows.column(0).to_pylist()
 
 
 @functools.cache
@@ -170,14 +188,23 @@ def tokens(found: Located, words: tuple[Path, Path] | None) -> tuple[torch.Tenso
 
 
 def _cut(content: str, words: tuple[Path, Path] | None) -> torch.Tensor:
+    if not content:
+        return torch.empty(0, dtype=torch.long)
     if words is None:
         return torch.frombuffer(bytearray(content.encode()), dtype=torch.uint8).long()
     from tokenizers import ByteLevelBPETokenizer
 
+    allowed = "GPT-2's own vocabulary"
+    for path in words:
+        # The library reads them itself, however large they are.
+        read_file(path, limit_bytes=_VOCABULARY_BYTES)
     try:
-        return torch.tensor(ByteLevelBPETokenizer(*map(str, words)).encode(content).ids, dtype=torch.long)
+        found = torch.tensor(ByteLevelBPETokenizer(*map(str, words)).encode(content).ids, dtype=torch.long)
     except Exception as error:
-        raise JobError(f"cannot be read ({error})", where=str(words[0]), allowed="GPT-2's own vocabulary") from error
+        raise JobError(f"cannot be read ({error})", where=str(words[0]), allowed=allowed) from error
+    if len(found) and int(found.max()) >= TOKENS:
+        raise JobError(f"has a token {found.max()}", where=str(words[0]), allowed=allowed)
+    return found
 
 
 def model() -> nn.Module:

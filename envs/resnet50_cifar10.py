@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autotune import DataSource, Job, JobError, WarmupCosine
-from autotune.data import Layout, Located, data_folder, locate
+from autotune.data import Layout, Located, data_folder, locate, read_file
 from autotune.plain_pickle import load_plain_pickle
 
 BATCH, CLASSES, PIXELS, BLOCKS = 128, 10, 3 * 32 * 32, (3, 4, 6, 3)
@@ -85,7 +85,8 @@ def pickled(path: Path) -> tuple[np.ndarray, np.ndarray]:
     batch = load_plain_pickle(path, limit_bytes=_LIMIT_BYTES)
     pixels, labels = batch.get("data"), batch.get("labels")
     if not isinstance(pixels, np.ndarray) or not isinstance(labels, list):
-        raise JobError(f"has the keys {', '.join(batch)}", where=str(path), allowed="an array 'data', a list 'labels'")
+        keys = f"{list(batch)[:8]!r:.200}"
+        raise JobError(f"has the keys {keys}", where=str(path), allowed="an array 'data', a list 'labels'")
     if not all(type(label) is int and 0 <= label < CLASSES for label in labels):
         raise JobError("has labels that are none", where=str(path), allowed="0 to 9")
     return pixels, np.array(labels, dtype=np.uint8)
@@ -93,7 +94,7 @@ def pickled(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 def binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Return images (n, 3072) and labels (n,) of one file of the binary version: a label byte before each image."""
-    content = np.fromfile(path, dtype=np.uint8)
+    content = np.frombuffer(read_file(path, limit_bytes=_LIMIT_BYTES), dtype=np.uint8)
     if not len(content) or len(content) % (1 + PIXELS):
         raise JobError(f"has {len(content)} bytes", where=str(path), allowed=f"a multiple of {1 + PIXELS}")
     records = content.reshape(-1, 1 + PIXELS)

@@ -86,6 +86,7 @@ def env() -> MovingEnv:
     return MovingEnv(jobs, STRENGTHS, 16, windows=12, settings=RECIPE.planner, seed=3)
 
 
+@pytest.mark.slow
 def test_the_document_has_the_documented_keys(document: dict) -> None:
     assert {key: document[key] for key in ("version", "benchmark", "jobs", "seed")} == {
         "version": 1,
@@ -138,6 +139,7 @@ def test_the_document_has_the_documented_keys(document: dict) -> None:
     assert document["decision"]["needs_stable_baselines3"] is False
 
 
+@pytest.mark.slow
 def test_the_exact_solver_has_no_regret_and_nobody_less(document: dict) -> None:
     assert document["methods"]["exact"]["regret_p95"] == 0.0
     for name, entry in document["methods"].items():
@@ -146,12 +148,14 @@ def test_the_exact_solver_has_no_regret_and_nobody_less(document: dict) -> None:
     assert document["static"]["misjudged"]["exact"]["regret_p95"] > 0
 
 
+@pytest.mark.slow
 def test_where_nothing_moves_nothing_can_be_won(document: dict) -> None:
     world = document["dynamic"]["none"]
     assert world["headroom_percent"] == pytest.approx(0.0, abs=1e-6)
     assert world["methods"]["ppo"]["captured"] is None
 
 
+@pytest.mark.slow
 def test_an_untrained_policy_is_the_planner_everywhere(document: dict) -> None:
     untimed = lambda entry: {key: value for key, value in entry.items() if not key.endswith("_s")}  # noqa: E731
     for table in (document["methods"], *document["static"].values()):
@@ -170,6 +174,7 @@ def test_an_untrained_policy_is_the_planner_everywhere(document: dict) -> None:
     assert all(entry["won_percent"] == 0.0 for entry in document["ablation"].values())
 
 
+@pytest.mark.slow
 def test_the_clairvoyant_is_ahead_of_every_method(document: dict) -> None:
     world = document["dynamic"]["all"]
     assert world["headroom_percent"] > 0

@@ -14,6 +14,7 @@ from autotune.cli.main import run
 JOB = Path(__file__).parent / "tiny_job.py"
 
 
+@pytest.mark.slow
 def test_a_lean_profile_takes_a_fraction_of_the_steps_and_predicts_memory_as_well(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,6 +54,7 @@ def courses_of(document: dict) -> list[tuple[str, int, list[dict]]]:
     ]
 
 
+@pytest.mark.slow
 def test_the_document_has_the_documented_keys(document: dict) -> None:
     assert {key: document[key] for key in ("version", "benchmark", "job", "steps", "seeds")} == {
         "version": 1,
@@ -73,6 +74,7 @@ def test_the_document_has_the_documented_keys(document: dict) -> None:
     assert "1/10 of cold Optuna's steps" in judging.verdict(document)
 
 
+@pytest.mark.slow
 def test_curves_rise_in_what_was_spent_and_fall_in_what_was_measured(document: dict) -> None:
     for name, _, curve in courses_of(document):
         for before, after in itertools.pairwise(curve):
@@ -85,6 +87,7 @@ def test_curves_rise_in_what_was_spent_and_fall_in_what_was_measured(document: d
         assert curve[-1]["chosen"]
 
 
+@pytest.mark.slow
 def test_a_search_keeps_its_budget_and_whoever_plans_from_a_profile_pays_for_it(document: dict) -> None:
     for name, number, curve in courses_of(document):
         found = document["profiles"][number]
@@ -106,6 +109,7 @@ def test_a_search_keeps_its_budget_and_whoever_plans_from_a_profile_pays_for_it(
             assert document["methods"][name]["steps"]["limits"][number] == STEPS + found["steps"]
 
 
+@pytest.mark.slow
 def test_nothing_over_the_budget_arrives_and_the_best_plan_is_the_minimum(document: dict) -> None:
     plans = document["plans"]
     fitting = [plan["seconds_per_sample"] for plan in plans if plan["fits"]]
@@ -121,6 +125,7 @@ def test_nothing_over_the_budget_arrives_and_the_best_plan_is_the_minimum(docume
         assert document["methods"][name]["steps"]["values"][number] == (arrived[0] if arrived else None)
 
 
+@pytest.mark.slow
 def test_a_warm_search_begins_with_the_hand_made_rules_and_a_cold_one_does_not(ran: Bench) -> None:
     firsts = {}
     for name in ("optuna-cold", "optuna-warm"):
@@ -275,6 +280,7 @@ def test_the_command_has_json_and_help(capsys: pytest.CaptureFixture[str]) -> No
     assert "--json" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_shows_a_table_and_writes_a_figure(ran: Bench) -> None:
     assert all(name in ran.shown for name in bench.METHODS)
     assert "fewer than warm" in ran.shown

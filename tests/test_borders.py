@@ -81,6 +81,7 @@ def wide_convolution(**changes: object) -> Job:
     return job
 
 
+@pytest.mark.slow
 def test_uniform_plans_have_costs_of_their_own_and_are_predicted_exactly() -> None:
     job = wide_convolution()
     found = profile(job, device_name="here", options=QUICK)

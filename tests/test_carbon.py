@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -167,6 +168,39 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=f"--carbon-intensity: .*{message}"):
             Intensity.parse(text)
+
+
+@pytest.mark.parametrize("year", ["0000", "0001", "1969", "2200", "9999", "10000", "-001", "-1"])
+def test_years_that_no_clock_shows_are_refused(year: str, tmp_path: Path) -> None:
+    path = written(tmp_path, f"{year}-01-01T00:00:00+00:00,100", f"{year}-01-01T01:00:00+00:00,90")
+    with pytest.raises(InputError, match=r"line 1: time .*allowed: (an ISO time|years from 1970 to 2199)"):
+        Intensity.read(path)
+
+
+@given(st.datetimes(datetime(1970, 1, 2), datetime(2199, 12, 30)), st.integers(-23, 23))
+def test_a_time_that_is_read_can_be_shown(time: datetime, hours: int) -> None:
+    zone = f"{hours:+03d}:00"
+    read = parse_time(f"{time.isoformat()}{zone}", where="here")
+    assert parse_time(iso(read), where="here") == math.floor(read)
+
+
+def test_a_field_longer_than_csv_allows_is_one_line(tmp_path: Path) -> None:
+    path = written(tmp_path, "2025-03-01T00:00Z,100", f"2025-03-01T01:00Z,{'9' * 200_000}")
+    with pytest.raises(InputError, match=r"line 2: is not CSV .field larger than field limit"):
+        Intensity.read(path)
+
+
+def test_a_series_is_not_read_from_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="pipe: is a pipe"):
+        Intensity.parse(str(tmp_path / "pipe"))
+
+
+def test_a_series_is_counted_while_it_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(2**34)
+    with pytest.raises(InputError, match=r"huge: the file is larger than 67108864 bytes"):
+        Intensity.read(tmp_path / "huge")
 
 
 def test_lengths_and_times_are_read_or_refused() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from autotune import Job, JobError, load_job
-from autotune.catalog import catalog, content_folder
+from autotune import InputError, Job, JobError, load_job
+from autotune.catalog import catalog, content_folder, is_catalog_reference
+from autotune.launching import plain, split
 
 JOB_FILE = """
 from autotune import Job
@@ -128,8 +133,178 @@ def test_a_file_that_cannot_be_run_is_refused_in_one_line_each_time(tmp_path: Pa
         assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("reference", ["a_module_that_nobody_has:job", ".relative:job", ":job", "a b:job"])
-def test_a_module_that_cannot_be_imported_is_refused_in_one_line(reference):
-    with pytest.raises(JobError, match=r"importing .* raised") as raised:
-        load_job(reference)
+def test_a_module_that_cannot_be_imported_is_refused_in_one_line():
+    with pytest.raises(JobError, match=r"importing 'a_module_that_nobody_has' raised ModuleNotFound") as raised:
+        load_job("a_module_that_nobody_has:job")
     assert "\n" not in str(raised.value)
+
+
+# -------------------------------------------------------------------------------------------- what is no job, what ends
+
+
+HOSTILE = [
+    ".relative:job",
+    "..x:job",
+    "os.:job",
+    "os..path:job",
+    ":job",
+    "a b:job",
+    "a/b:job",
+    "a-b:job",
+    "os:abort\0",
+    "\0:job",
+    "x\0.py",
+    "\ud800:job",
+    "\ud800.py",
+    "job\ud800.py:job",
+    "a" * 5000 + ".py",
+    "a" * 3000 + ".py",
+    "a." * 2000 + "b:job",
+    "/" * 4000 + "x.py",
+    "charlm" + "+a" * 2000 + "/",
+    "charlm:",
+    "charlm:main",
+    "charlm_zero:main",
+    "charlm_zero:load_job",
+    "charlm:Job",
+    "charlm:replace",
+    "charlm:__class__",
+    "charlm:__dir__",
+    "charlm+lion\n",
+    "/dev/zero",
+    "/dev/null:job",
+    "\x1b[31mred:job",
+]
+PIECES = st.sampled_from(
+    ["charlm", "string", ".", "..", ":", "/", "+", "=", "lion", "Formatter", ".py", "~", " ", "*", "a" * 99]
+)
+REFERENCES = st.one_of(
+    st.sampled_from(HOSTILE),
+    st.text(st.characters(codec=None), max_size=30),
+    st.lists(PIECES | st.text(st.characters(codec=None), max_size=4), max_size=8).map("".join),
+)
+
+
+@pytest.mark.timeout(60)
+@given(reference=REFERENCES)
+def test_whatever_a_reference_says_the_answer_is_a_job_or_one_plain_line(reference):
+    sys.modules.pop("os.", None)
+    try:
+        assert isinstance(load_job(reference), Job)
+    except InputError as error:
+        line = str(error)
+        assert "\n" not in line
+        assert len(line) < 2000
+        line.replace("\ud800", "").encode(errors="backslashreplace")
+
+
+@pytest.mark.parametrize("reference", [name for name in HOSTILE if name != "charlm:"])
+def test_what_names_no_job_is_refused_in_a_line_that_a_terminal_shows_as_it_is(reference):
+    with pytest.raises(JobError) as raised:
+        load_job(reference)
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.timeout(60)
+def test_what_stands_behind_a_long_name_is_found_in_one_pass():
+    name = "charlm" + "+a" * 60_000 + "/"
+    assert plain(name) == name
+    assert plain(name + "+lion") == name
+    assert plain(name + "+lion=x\n+y" * 1000) == name
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: os.mkfifo(path), "is no regular file"),
+        (lambda path: path.mkdir(), "is no regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "is no regular file"),
+        (lambda path: path.symlink_to(path), "no file"),
+        (lambda path: path.symlink_to("nowhere"), "no file"),
+    ],
+    ids=["pipe", "folder", "device", "loop", "nowhere"],
+)
+def test_a_job_file_that_is_no_file_is_refused(tmp_path: Path, make, message):
+    make(tmp_path / "x.py")
+    with pytest.raises(JobError, match=message):
+        load_job(str(tmp_path / "x.py"))
+
+
+ENDS = [
+    ("import sys; sys.exit()", "SystemExit"),
+    ("import sys; sys.exit(0)", "SystemExit: 0"),
+    ("raise SystemExit('over')", "SystemExit: over"),
+    ("raise GeneratorExit", "GeneratorExit"),
+    ("class Mine(BaseException): pass\n{indent}raise Mine('it is')", "Mine: it is"),
+    ("class Odd(Exception):\n{indent}    def __str__(self): raise ValueError\n{indent}raise Odd", "Odd"),
+]
+
+
+@pytest.mark.parametrize(("source", "message"), ENDS)
+@pytest.mark.parametrize("at", ["import", "factory", "attribute"])
+def test_a_job_that_ends_the_program_is_one_line_each_time(tmp_path: Path, source, message, at):
+    path = tmp_path / f"ends_{at}.py"
+    body = source.replace("{indent}", "" if at == "import" else "    ")
+    path.write_text(
+        {"import": "", "factory": "def job():\n    ", "attribute": "def __getattr__(name):\n    "}[at] + body
+    )
+    for _ in range(2):
+        with pytest.raises(JobError, match=message) as raised:
+            load_job(str(path))
+        assert str(raised.value).startswith(str(path)[:100])
+        assert "\n" not in str(raised.value)
+
+
+def test_an_interruption_is_no_answer_of_the_job(tmp_path: Path):
+    path = tmp_path / "interrupted.py"
+    path.write_text("raise KeyboardInterrupt")
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            load_job(str(path))
+
+
+# --------------------------------------------------------------------------------------------- names that data may have
+
+
+@pytest.mark.parametrize(
+    "reference",
+    ["charlm", "charlm:adaptive", "digits+compile", "charlm+lion=3e-4+compile", "charlm+nothing", "charlm:x"],
+)
+def test_a_name_of_the_catalog_is_one_whatever_stands_behind_it(reference):
+    assert is_catalog_reference(reference)
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        *(name for name in HOSTILE if not name.startswith("charlm")),
+        *("os:abort", "charlm.py", "./charlm", "charlm/../x.py:job", "envs/charlm.py", "charlm:", "charlm: job"),
+        *("charlm:a.b", "charlm:os:abort", "+charlm", "", "charlm+", "charlm+/x", "Charlm", " charlm", "charlm\n"),
+        *(None, 3, ["charlm"], {"charlm": 1}, b"charlm", True),
+    ],
+)
+def test_anything_else_is_none(reference):
+    assert not is_catalog_reference(reference)
+
+
+@given(reference=REFERENCES)
+def test_a_name_of_the_catalog_loads_a_file_of_the_catalog_or_nothing(reference):
+    if is_catalog_reference(reference):
+        try:
+            assert split(reference, where="job")[0].partition(":")[0] in catalog()
+        except InputError:
+            return
+
+
+def test_of_the_catalogs_files_only_jobs_are_called(monkeypatch: pytest.MonkeyPatch):
+    load_job("charlm_zero")
+    (module,) = (module for name, module in sys.modules.items() if name.startswith("autotune_job_charlm_zero_"))
+    called = []
+    monkeypatch.setattr(module, "main", lambda: called.append("main"))
+    with pytest.raises(JobError, match=r"charlm_zero:main: 'main' is no autotune.Job"):
+        load_job("charlm_zero:main")
+    assert not called
+    for name in catalog():
+        assert isinstance(load_job(name), Job)
+    assert load_job("resnet50_cifar10:random").name == "resnet50_random"

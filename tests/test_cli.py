@@ -1,7 +1,9 @@
 """The command line's surface, and how it refuses: one line, exit code 2, nothing written."""
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -112,7 +114,7 @@ BAD: dict[str, Callable[[Path], tuple[list[str], str]]] = {
         "1, 2, 4",
     ),
     "k of zero": lambda f: (["compare", str(JOB), "--arms", plan_file(f, accumulation_steps=0)], ">= 1"),
-    "plan that is no JSON": lambda f: (["explain", "--job", str(JOB), str(JOB.with_suffix(".json"))], "JSON"),
+    "plan that is not there": lambda f: (["explain", "--job", str(JOB), f"{f}/no.json"], "cannot be read"),
     "k larger than the batch": lambda f: (["tune", f"{JOB}:k_larger_than_batch"], "at most batch_size"),
     "loss that is no scalar": lambda f: (["tune", f"{JOB}:loss_not_scalar"], "scalar tensor"),
     "loss that raises": lambda f: (["tune", f"{JOB}:loss_raises"], "no such luck"),
@@ -152,10 +154,144 @@ BAD: dict[str, Callable[[Path], tuple[list[str], str]]] = {
         ["export", plan_file(f, precision={"tail": "bf16"}), "--job", str(JOB), "--to", "transformers"],
         "unknown unit 'tail'",
     ),
+    "budget beyond every device": lambda f: (["tune", str(JOB), "--memory-budget", "9" * 30 + "GiB"], "1024TiB"),
+    "budget of more digits than a number has": lambda f: (
+        ["tune", str(JOB), "--memory-budget", "9" * 400 + "GiB"],
+        "1024TiB",
+    ),
+    "share beyond sense": lambda f: (["tune", str(JOB), "--memory-budget", "1000000%"], "10000%"),
+    "budget in full-width digits": lambda f: (
+        ["tune", str(JOB), "--memory-budget", "\N{FULLWIDTH DIGIT TWO}GiB"],
+        "20GiB",
+    ),
+    "seeds without end": lambda f: (["compare", str(JOB), "--seeds", str(10**30)], "at most 1000"),
+    "dips of a distance without end": lambda f: (
+        ["compare", str(JOB), "--memory-budget", "9GiB", "--dips", f"{10**30}:70%"],
+        "1000000",
+    ),
+    "seed that no generator takes": lambda f: (["tune", str(JOB), "--seed", str(2**64)], "2147483647"),
+    "steps without end": lambda f: (["tune", str(JOB), "--steps", str(10**30)], "1000000"),
+    "trials without end": lambda f: (["tune", str(JOB), "--trials", str(10**30)], "100000"),
+    "windows without end": lambda f: (["train", str(JOB), "--windows", str(10**30)], "1000000"),
+    "processes without end": lambda f: (["train", "--processes", str(10**30)], "256"),
+    "ranks without end": lambda f: (["tune", str(JOB), "--engine", "deepspeed", "--ranks", str(10**30)], "256"),
+    "cores without end": lambda f: (["tune", str(JOB), "--cluster", "local:1", "--worker-cores", "99999"], "1024"),
+    "workers without end": lambda f: (["tune", str(JOB), "--cluster", "local:" + "9" * 30], "1024"),
+    "workers in a digit that is no number": lambda f: (
+        ["tune", str(JOB), "--cluster", "local:\N{SUPERSCRIPT TWO}"],
+        "local:N",
+    ),
+    "cluster with a password": lambda f: (["tune", str(JOB), "--cluster", "ray://me:secret@127.0.0.1:1"], "HOST:PORT"),
+    "watts of a power station": lambda f: (["tune", str(JOB), "--watts", "1e308"], "1000000"),
+    "watts that are no number": lambda f: (["tune", str(JOB), "--watts", "nan"], "--watts"),
+    "seconds that are no number": lambda f: (["profile", str(JOB), "--seconds", "nan"], "--seconds"),
+    "length beyond every calendar": lambda f: (
+        ["schedule", "--length", "1000000000h", "--carbon-intensity", series_file(f)],
+        "up to 3660d",
+    ),
+    "time before every calendar": lambda f: (
+        ["schedule", "--length", "1h", "--carbon-intensity", series_file(f), "--earliest", "0001-01-01T00:00:00+14:00"],
+        "years from 1970 to 2199",
+    ),
+    "NUL": lambda f: (["resume", "a\0b"], "argument 2: is 'a\\x00b'"),
+    "half of a surrogate pair": lambda f: (["resume", "\ud800"], "UTF-8 text"),
+    "name that is too long": lambda f: (["resume", "n" * 300], "File name too long"),
+    "name of a runs folder that is too long": lambda f: (
+        ["tune", str(JOB), "--runs-dir", "n" * 300],
+        "writable folder",
+    ),
+    "escape sequence": lambda f: (["resume", "\x1b[31mred"], "\\x1b[31mred: is no run"),
+    "several lines": lambda f: (["resume", "a\nautotune: all is well"], "a autotune: all is well: is no run"),
+    "device that torch does not know": lambda f: (["bench", "gpu", "--device", "abacus"], "cuda, cuda:N, cpu"),
     "unknown verb": lambda f: (["frobnicate"], "frobnicate"),
     "unknown option": lambda f: (["tune", str(JOB), "--frobnicate"], "frobnicate"),
     "number that is none": lambda f: (["tune", str(JOB), "--seed", "x"], "seed"),
 }
+
+
+def made(folder: Path, kind: str) -> str:
+    """Make something that is no regular file, and return its path."""
+    path = folder / kind
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(folder):
+            server.bind(kind)
+    elif kind == "dangling link":
+        path.symlink_to(folder / "nowhere" / "below")
+    elif kind == "loop of links":
+        path.symlink_to(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "file":
+        path.write_text("")
+    return str(path)
+
+
+RUN = ["report", str(JOB.parent)]
+SERIES = ["schedule", "--length", "1h"]
+READ = [
+    ["resume", "{path}"],
+    ["report", "{path}"],
+    ["replay", "{path}"],
+    ["explain", "{path}", "--job", str(JOB)],
+    ["export", "{path}", "--job", str(JOB)],
+    [*RUN, "--profile", "{path}"],
+    [*RUN, "--carbon-intensity", "{path}"],
+    [*SERIES, "--carbon-intensity", "{path}"],
+    ["train", "--recipe", "{path}"],
+    ["train", "--resume", "{path}"],
+    ["train", str(JOB), "--from", "{path}"],
+    ["tune", str(JOB), "--engine", "deepspeed", "--ds-config", "{path}"],
+    ["reproduce", "table1", "--data", "{path}"],
+    ["bench", "policy", "--policy", "{path}"],
+    ["bench", "policy", "--train-run", "{path}"],
+]
+WRITTEN_FOLDERS = [
+    ["tune", str(JOB), "--runs-dir", "{path}"],
+    ["train", "--runs-dir", "{path}"],
+    ["bench", "solver", "--runs-dir", "{path}"],
+    [*RUN, "--figures", "{path}"],
+    [*RUN, "--csv", "{path}"],
+    [*RUN, "--parquet", "{path}"],
+]
+WRITTEN_FILES = [
+    [*RUN, "--csv", "tables", "--out", "{path}"],
+    ["plan", str(JOB), "--device", "h200", "--output", "{path}"],
+]
+SPECIAL = ["pipe", "socket", "dangling link", "loop of links"]
+REFUSED = [
+    *((line, kind) for line in READ for kind in ("pipe", "socket", "loop of links")),
+    *((line, kind) for line in WRITTEN_FOLDERS for kind in (*SPECIAL, "file")),
+    *((line, kind) for line in WRITTEN_FILES for kind in (*SPECIAL, "folder")),
+    *(
+        (["export", "{plan}", "--job", str(JOB), "--to", "json", "--out", "{path}"], kind)
+        for kind in (*SPECIAL, "file")
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "kind"), REFUSED, ids=lambda part: part if isinstance(part, str) else " ".join(part))
+def test_what_is_neither_a_file_nor_a_folder_is_refused_in_one_line(
+    line: list[str],
+    kind: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    path = made(tmp_path, kind)
+    filled = [word.format(path=path, plan=plan_file(tmp_path)) for word in line]
+    was = os.lstat(path)
+    assert run(filled) == 2
+    captured = capsys.readouterr()
+    (message,) = [row for row in captured.err.split("\n") if row.startswith("autotune: ")]
+    assert path in message
+    assert (os.lstat(path).st_ino, os.lstat(path).st_mode) == (was.st_ino, was.st_mode)
+    assert list(work.iterdir()) == []
+    assert {entry.name for entry in tmp_path.iterdir()} == {kind, "plan.json", "work"}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -179,6 +315,7 @@ def test_wrong_input_is_one_line_exit_2_and_nothing_written(
     assert list(work.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_json_is_one_document_on_stdout_and_everything_else_on_stderr(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "autotune.cli.main", "tune", str(JOB), "--method", "random", "--json"]
     answer = subprocess.run(
@@ -191,6 +328,7 @@ def test_json_is_one_document_on_stdout_and_everything_else_on_stderr(tmp_path: 
     assert "Traceback" not in answer.stderr
 
 
+@pytest.mark.slow
 def test_what_a_job_or_c_code_prints_does_not_reach_the_documents_stream(tmp_path: Path) -> None:
     loud = tmp_path / "loud_job.py"
     loud.write_text(JOB.read_text() + '\nimport os\nprint("a job prints")\nos.write(1, b"C code prints\\n")\n')
@@ -215,6 +353,7 @@ def test_explain_gives_a_reason_for_every_unit(capsys: pytest.CaptureFixture[str
     assert all(row["reason"] for row in document["rows"])
 
 
+@pytest.mark.slow
 def test_the_working_directory_is_where_modules_are_looked_for(tmp_path: Path) -> None:
     (tmp_path / "my_jobs.py").write_text(JOB.read_text())
     command = [str(Path(sys.executable).parent / "autotune"), "explain", "sqrt", "--job", "my_jobs:job", "--json"]

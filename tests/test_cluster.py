@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import failing_job
+import leftovers
 import pytest
 from known_problem import distinct_plans
 from test_train import LONG, recipe_file
@@ -130,6 +131,47 @@ def test_a_job_that_no_worker_can_load_is_one_line(nodes: Any, tmp_path: Path) -
         cluster_pool(ClusterOptions(address=nodes.address), str(tmp_path / "nowhere.py"), seed=0, measuring=OPTIONS)
 
 
+OWN = """
+import os, signal, sys
+import leftovers
+from autotune import ClusterOptions
+from autotune.engines.cluster_pool import cluster_pool
+from autotune.engines.torch_engine import EngineOptions
+
+engine = cluster_pool(ClusterOptions(address="local:1"), sys.argv[1], seed=0, measuring=EngineOptions(discard_steps=1))
+assert engine.run(3).failure is None
+here = os.getpid()
+print(sorted(leftovers.listening({here, *leftovers.descendants(here)})), flush=True)
+if sys.argv[2] == "kill":
+    os.kill(here, signal.SIGKILL)
+engine.close()
+"""
+
+
+@pytest.mark.parametrize("end", ["close", "kill"])
+def test_a_cluster_of_our_own_is_reached_from_this_machine_alone_and_leaves_nothing(end: str, tmp_path: Path) -> None:
+    before = {path.name for path in Path("/tmp").glob("autotune-scratch-*")}
+    # What lies in the working directory is no library for its workers.
+    for name in ("csv", "json", "numpy", "torch", "pydantic", "gymnasium"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\n")
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", OWN, TINY, end],
+        env={**ENVIRONMENT, leftovers.MARK: str(tmp_path), "TMPDIR": "/tmp"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == (0 if end == "close" else -signal.SIGKILL), done.stderr
+    assert done.stdout == "['127.0.0.1']\n"
+    assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
+    leftovers.wait_until(
+        lambda: {path.name for path in Path("/tmp").glob("autotune-scratch-*")} <= before, "a folder is left"
+    )
+    # Ray's own agents take a minute to see that the rest of it is gone.
+    leftovers.wait_until(lambda: not leftovers.processes(str(tmp_path)), "a process lives on", timeout_s=150)
+
+
 def test_a_cluster_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
     command = ["tune", TINY, "--method", "random", "--runs-dir", str(tmp_path), "--cluster"]
     for address in ("127.0.0.1:1", "ray://127.0.0.1:1", "auto"):
@@ -156,7 +198,11 @@ def test_a_tuning_on_workers_is_killed_and_taken_up(method: str, tmp_path: Path)
         begun.send_signal(signal.SIGKILL)
     (folder,) = (path.parent for path in journals)
     done = subprocess.run(
-        [*PROGRAM, "resume", str(folder), "--json"], env=ENVIRONMENT, capture_output=True, text=True, check=False
+        [*PROGRAM, "resume", str(folder), "--job", TINY, "--cluster", "local:2", "--json"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
@@ -185,9 +231,9 @@ def test_seeds_that_train_on_a_cluster_become_what_they_become_here(
     def lose_a_node() -> None:
         """Take a machine away once both seeds are under way."""
         until = time.monotonic() + 600
-        while time.monotonic() < until and len(list((tmp_path / "there").glob("*/seed-*.pt"))) < 2:
+        while time.monotonic() < until and len(list((tmp_path / "there").glob("*/seed-*.checkpoint"))) < 2:
             time.sleep(0.05)
-        found["under_way"] = len(list((tmp_path / "there").glob("*/seed-*.pt")))
+        found["under_way"] = len(list((tmp_path / "there").glob("*/seed-*.checkpoint")))
         nodes.remove_node(second, allow_graceful=False)
 
     losing = threading.Thread(target=lose_a_node)

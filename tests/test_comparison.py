@@ -110,6 +110,7 @@ def test_a_goal_of_max_turns_the_sign_of_quality_only() -> None:
     assert not judge(ARM, runs, base, PROTOCOL, "min")["non_inferior"]
 
 
+@pytest.mark.slow
 def test_an_arm_against_itself_is_rarely_called_different_and_a_planted_effect_is_found() -> None:
     generator = np.random.default_rng(0)
 
@@ -200,6 +201,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict:
     )
 
 
+@pytest.mark.slow
 def test_the_comparison_is_the_documented_one_and_is_on_the_disk(document: dict) -> None:
     run = Path(document["run"])
     assert json.loads((run / "comparison.json").read_text()) == document
@@ -290,3 +292,20 @@ def test_an_arm_whose_network_stood_back_says_in_how_many_windows_and_why() -> N
     )
     assert len(lines) == 1
     assert lines[0].startswith("ppo: the planner decided alone in 5 windows a run, most often for once")
+
+
+@pytest.mark.parametrize("broken", ["a failure after the target", "no metric"])
+def test_a_baseline_without_a_final_metric_is_no_reference_and_the_document_is_whole(broken: str) -> None:
+    runs, baseline = [record(i, 1.0) for i in range(3)], [record(i, 2.0) for i in range(3)]
+    baseline[1].final_metric = None
+    baseline[1].failure = "out_of_memory" if broken.startswith("a failure") else None
+    entry = judge(ARM, runs, baseline, PROTOCOL, "min")
+    assert entry["verdict"] == "not comparable"
+    json.dumps(entry, allow_nan=False)
+
+
+def test_a_metric_that_is_better_than_0_is_all_of_it_better() -> None:
+    found = judged([1.0, 1.1, 1.05], [2.0, 2.1, 2.0], own=[-0.1] * 3, other=[0.0] * 3)
+    assert (found["metric_difference"], found["non_inferior"], found["verdict"]) == (-1.0, True, "faster")
+    worse = judged([1.0, 1.1, 1.05], [2.0, 2.1, 2.0], own=[0.1] * 3, other=[0.0] * 3)
+    assert worse["non_inferior"] is False

@@ -169,5 +169,5 @@ def test_documents_round_trip_and_wrong_ones_are_named():
     assert Convergence.from_json(MODEL.to_json()) == MODEL
     with pytest.raises(ProfileError, match="version is 7"):
         Convergence.from_json({**MODEL.to_json(), "version": 7})
-    with pytest.raises(ProfileError, match="is damaged"):
+    with pytest.raises(ProfileError, match=r"loss\.asymptote is missing"):
         Convergence.from_json({**MODEL.to_json(), "loss": {}})

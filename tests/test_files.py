@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import stat
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,18 +17,33 @@ from hypothesis import strategies as st
 from autotune import InputError
 from autotune.files import (
     append_json_line,
+    inside,
     parse_json,
     read_json,
+    read_json_lines,
+    read_text,
     refuse_unknown_keys,
+    require_plain,
     write_atomic,
     write_json,
 )
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False).filter(lambda x: x == 0 or abs(x) >= 1e-290)
+    | st.text(),
     lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(), children, max_size=3),
     max_leaves=8,
 )
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    # A socket's path may have a hundred characters.
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
 
 
 @given(st.dictionaries(st.text(), values, max_size=4))
@@ -38,11 +57,19 @@ def test_a_document_survives_being_written_and_read(tmp_path: Path):
     assert read_json(tmp_path / "a.json") == document
 
 
-def test_a_written_file_can_be_read_by_others_and_nothing_else_is_left(tmp_path: Path):
-    write_atomic(tmp_path / "a", "text")
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_a_written_file_has_the_mode_that_the_umask_leaves_and_nothing_else_is_left(
+    tmp_path: Path, umask: int, mode: int
+):
+    before = os.umask(umask)
+    try:
+        write_atomic(tmp_path / "a", "text")
+        append_json_line(tmp_path / "b", {})
+    finally:
+        os.umask(before)
     assert (tmp_path / "a").read_text() == "text"
-    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o644
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in "ab"} == {mode}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
 def test_bytes_are_written_as_they_are(tmp_path: Path):
@@ -62,11 +89,128 @@ def test_a_reader_that_holds_the_old_file_keeps_the_old_content(tmp_path: Path):
 def test_a_write_that_fails_leaves_the_old_file_and_no_temporary(tmp_path: Path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "kept").write_text("x")
-    # A file cannot replace a folder: the last act of writing fails.
-    with pytest.raises(OSError, match="folder"):
+    with pytest.raises(InputError, match="is a folder"):
         write_atomic(tmp_path / "folder", "text")
+    with pytest.raises(OSError, match="File name too long"):
+        write_atomic(tmp_path / ("x" * 300), "text")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
     assert (tmp_path / "folder" / "kept").read_text() == "x"
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _link(path: Path) -> None:
+    (path.parent / "elsewhere").write_text("kept")
+    path.symlink_to(path.parent / "elsewhere")
+
+
+def _dangling(path: Path) -> None:
+    path.symlink_to(path.parent / "nowhere")
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+def _device(path: Path) -> None:
+    try:
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 5))
+    except PermissionError:
+        pytest.skip("only root can make a device")
+
+
+SPECIAL = {
+    "pipe": _pipe,
+    "link": _link,
+    "dangling": _dangling,
+    "socket": _socket,
+    "device": _device,
+    "folder": Path.mkdir,
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_nothing_but_a_regular_file_is_ever_replaced_or_appended_to(short_path: Path, kind: str):
+    path = short_path / "target"
+    SPECIAL[kind](path)
+    before = os.lstat(path)
+    for write in (write_atomic, write_json, append_json_line):
+        with pytest.raises(InputError, match=r"target: is a \w+ \(allowed: a new file, or a regular one"):
+            write(path, "{}" if write is write_atomic else {})
+    assert os.lstat(path) == before
+    assert {entry.name for entry in short_path.iterdir()} <= {"target", "elsewhere"}
+    if kind == "link":
+        assert path.read_text() == "kept"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SPECIAL if kind != "link"])
+def test_nothing_but_a_regular_file_is_read_and_nobody_waits_for_a_writer(short_path: Path, kind: str):
+    path = short_path / "source"
+    SPECIAL[kind](path)
+    for read in (read_json, read_json_lines, read_text):
+        with pytest.raises(InputError, match=r"source: (is a \w+|cannot be read)"):
+            read(path)
+
+
+def test_a_link_is_read_unless_it_might_lead_out_of_a_folder(tmp_path: Path):
+    (tmp_path / "a.json").write_text("{}")
+    (tmp_path / "link").symlink_to(tmp_path / "a.json")
+    assert read_json(tmp_path / "link") == {}
+    with pytest.raises(InputError, match=r"link: is a link"):
+        read_json(tmp_path / "link", follow=False)
+
+
+def test_bytes_are_counted_while_they_are_read(tmp_path: Path):
+    # Its size is said to be 0.
+    endless = Path("/proc/self/maps")
+    if endless.is_file():
+        with pytest.raises(InputError, match="the file is larger than 10 bytes"):
+            read_text(endless, limit_bytes=10)
+    (tmp_path / "a").write_bytes(b"x" * 11)
+    with pytest.raises(InputError, match="the file is larger than 10 bytes"):
+        read_text(tmp_path / "a", limit_bytes=10)
+    assert read_text(tmp_path / "a", limit_bytes=11) == "x" * 11
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 5000, "missing/file", "a/b"])
+def test_a_path_that_cannot_be_is_an_input_error_when_read(tmp_path: Path, name: str):
+    (tmp_path / "a").write_text("")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_text(tmp_path / name)
+
+
+def test_a_torn_last_line_is_dropped_and_a_damaged_one_is_named(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": "\\u2028"}\n{"a": 3')
+    assert read_json_lines(path) == [{"a": 1}, {"a": "\u2028"}]
+    path.write_bytes(b'{"a": 1}\n{"a": \xff}\n')
+    with pytest.raises(InputError, match=r"a.jsonl line 2: is not UTF-8 text at byte 6"):
+        read_json_lines(path)
+
+
+@pytest.mark.parametrize("name", ["..", "../x", "/etc/hosts", "a/../../x", "", ".", "a\0b", "\0"])
+def test_a_path_out_of_a_folder_is_refused(tmp_path: Path, name: str):
+    with pytest.raises(InputError, match="lies outside"):
+        inside(tmp_path, name)
+
+
+def test_a_path_within_a_folder_is_found_relative_and_absolute(tmp_path: Path):
+    assert inside(tmp_path, "a/b") == tmp_path / "a" / "b"
+    assert inside(tmp_path, str(tmp_path / "a")) == tmp_path / "a"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SPECIAL if kind != "folder"])
+def test_a_folder_with_anything_but_files_and_folders_is_not_plain(short_path: Path, kind: str):
+    folder = short_path / "run"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep" / "a").write_text("x")
+    require_plain(folder)
+    SPECIAL[kind](folder / "deep" / "odd")
+    with pytest.raises(InputError, match=r"odd: is a (pipe|link|socket|device)"):
+        require_plain(folder)
 
 
 def test_writing_into_a_missing_folder_is_an_os_error(tmp_path: Path):
@@ -115,7 +259,10 @@ def test_a_line_that_was_cut_off_makes_room_for_the_next_record(tmp_path: Path, 
         ('{"a": 1} {}', r"is not JSON"),
         ("{'a': 1}", r"is not JSON"),
         ("[" * 100_000, r"is not JSON"),
-        ('{"a": ' + "1" * 5000 + "}", r"is not JSON|digits"),
+        ('{"a": ' + "1" * 5000 + "}", r"the number 1+ needs more than 64 bits"),
+        ('{"a": ' + str(2**63) + "}", r"the number 9223372036854775808 needs more than 64 bits"),
+        ('{"a": "\\ud800"}', r"holds half of a surrogate pair"),
+        ('{"\\udFFf": 1}', r"holds half of a surrogate pair"),
         ("\ufeff{}", r"is not JSON"),
     ],
 )
@@ -131,7 +278,7 @@ def test_a_file_that_is_missing_a_folder_not_text_or_too_large_is_refused_by_nam
     (tmp_path / "large.json").write_text('{"a": "' + "x" * 100 + '"}')
     for name, message in (
         ("missing.json", r"cannot be read \(No such file or directory\)"),
-        (".", r"cannot be read \(Is a directory\)"),
+        (".", r"is a folder"),
         ("bytes.json", "is not UTF-8 text"),
         ("large.json", "the file is larger than 50 bytes"),
     ):

@@ -81,10 +81,18 @@ def test_physics_knows_no_torch() -> None:
         assert not any(name.split(".")[0] == "torch" for name in imports_of(path)), path
 
 
-def test_importing_the_package_loads_nothing_heavy() -> None:
-    code = (
-        "import sys, autotune; "
-        "print([m for m in ('torch', 'mlflow', 'optuna', 'stable_baselines3', 'matplotlib') if m in sys.modules])"
-    )
+HEAVY_AT_START = ("torch", "mlflow", "optuna", "stable_baselines3", "matplotlib", "numpy", "gymnasium", "pydantic")
+
+
+@pytest.mark.parametrize(("module", "more"), [("autotune", ()), ("autotune.cli.main", ("rich.table", "rich.console"))])
+def test_what_answers_help_loads_nothing_heavy(module: str, more: tuple[str, ...]) -> None:
+    code = f"import sys, {module}; print([m for m in {HEAVY_AT_START + more!r} if m in sys.modules])"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("order", ["autotune, gymnasium", "gymnasium, autotune"])
+def test_gymnasium_knows_our_environments_whichever_is_imported_first(order: str) -> None:
+    code = f"import {order}; print(len([name for name in gymnasium.registry if name.startswith('autotune/')]) >= 3)"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (answer.stdout.strip(), answer.stderr) == ("True", "")

@@ -181,6 +181,7 @@ def assert_identical(one: Run, two: Run) -> None:
     assert schedules[0] == schedules[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize(
@@ -254,6 +255,7 @@ def test_evaluating_and_saving_while_training_changes_no_bit(tmp_path: Path) -> 
     assert_identical(plain, tuned)
 
 
+@pytest.mark.slow
 def test_a_resumed_training_is_bit_identical_and_the_checkpoint_loads_without_this_package(tmp_path: Path) -> None:
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 16}
     plain = train(tmp_path, attached=False, **options)
@@ -291,6 +293,7 @@ def test_a_model_copied_or_pickled_while_it_trains_is_a_plain_one(tmp_path: Path
         assert model(**padded(texts(2))).loss.isfinite()
 
 
+@pytest.mark.slow
 def test_an_exception_of_the_users_passes_and_another_training_begins_anew(tmp_path: Path) -> None:
     class Fails(TrainerCallback):
         def __init__(self) -> None:
@@ -372,6 +375,7 @@ def test_the_variable_that_kills_leaves_training_alone(tmp_path: Path, monkeypat
     assert_identical(plain, tuned)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize(
     ("model", "collate"), [pytest.param(llama, padded, id="llama"), pytest.param(bert, labelled, id="bert")]

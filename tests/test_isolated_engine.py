@@ -5,19 +5,18 @@ from __future__ import annotations
 import gc
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import failing_job
 import pytest
+from leftovers import MARK, abandoned, descendants, processes, wait_until
 
 from autotune import EngineOptions, TorchEngine, load_job
 from autotune.engines.isolated_engine import IsolatedEngine, Patience
@@ -41,29 +40,6 @@ EXPECTED = {
 }
 
 
-# What the processes of one test have in their environment: other tests run at the same time.
-MARK = "AUTOTUNE_TEST_MARK"
-
-
-def processes(mark: str) -> set[int]:
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            marked = f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0")
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if marked and state != "Z":
-            found.add(int(folder.name))
-    return found
-
-
-def abandoned() -> set[Path]:
-    """Return shared memory of torch's whose process is gone."""
-    shared = Path("/dev/shm").glob("torch_*")
-    return {path for path in shared if not (Path("/proc") / path.name.split("_")[1]).exists()}
-
-
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
@@ -73,7 +49,6 @@ def mark(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFacto
     """Mark what a test starts, and see that nothing of it is left."""
     name = secrets.token_hex(8)
     monkeypatch.setenv(MARK, name)
-    # A folder of its own for temporary files, with a short name: sockets lie in it.
     temporary = tmp_path_factory.mktemp("t")
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr(tempfile, "tempdir", None)
@@ -87,6 +62,14 @@ def mark(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFacto
     assert not [path for path in temporary.iterdir() if not path.name.startswith("torchinductor")]
 
 
+def trainer(engine: IsolatedEngine) -> int:
+    """Return the process that trains."""
+    assert engine._child is not None
+    (found,) = descendants(engine._child.process.pid)
+    return found
+
+
+@pytest.mark.slow
 def test_a_child_trains_as_this_process_would() -> None:
     here = TorchEngine(load_job("digits"), seed=3, options=OPTIONS)
     there = IsolatedEngine("digits", seed=3, options=OPTIONS, threads=1)
@@ -105,6 +88,7 @@ def test_a_child_trains_as_this_process_would() -> None:
         there.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", failing_job.KINDS)
 def test_what_becomes_of_the_child_is_a_value_and_the_next_window_runs(
     kind: str, monkeypatch: pytest.MonkeyPatch
@@ -156,10 +140,8 @@ def test_nothing_piles_up_over_200_trials(mark: str, tmp_path: Path, monkeypatch
         monkeypatch.setenv(failing_job.TURNS, str(turns))
         monkeypatch.setenv(failing_job.TIMES, "10000")
         monkeypatch.setenv(failing_job.AT, "20")
-        child = engine._child
-        assert child is not None
         # The next one finds in its environment how it fails.
-        os.kill(child.process.pid, signal.SIGKILL)
+        os.kill(trainer(engine), signal.SIGKILL)
         met = Counter(engine.run(3).failure for _ in range(200))
         assert met[None] > 100
         assert all(met[failure] >= 2 for failure, _ in EXPECTED.values())
@@ -171,15 +153,14 @@ def test_nothing_piles_up_over_200_trials(mark: str, tmp_path: Path, monkeypatch
     assert threading.active_count() <= threads
 
 
+@pytest.mark.slow
 def test_a_new_child_goes_on_from_the_last_snapshot() -> None:
     engine = IsolatedEngine("digits", options=OPTIONS, threads=1)
     try:
         engine.run(4)
         kept = engine.snapshot()
         expected = [engine.run(2).loss for _ in range(2)]
-        child = engine._child
-        assert child is not None
-        os.kill(child.process.pid, signal.SIGKILL)
+        os.kill(trainer(engine), signal.SIGKILL)
         assert engine.run(2).failure is Failure.CRASHED
         assert [engine.run(2).loss for _ in range(2)] == expected
         engine.restore(kept)
@@ -190,46 +171,58 @@ def test_a_new_child_goes_on_from_the_last_snapshot() -> None:
         engine.run(1)
 
 
-def test_what_the_job_started_ends_with_the_child(tmp_path: Path) -> None:
-    job = tmp_path / "starts.py"
-    job.write_text(
-        f"import subprocess, sys\nsys.path.insert(0, {str(Path(JOB).parent)!r})\nfrom failing_job import job\n"
-        f"started = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(started.pid))\n"
-    )
-    engine = IsolatedEngine(str(job), options=OPTIONS)
+STARTS = """
+import os, subprocess, sys
+sys.path.append(%r)
+from failing_job import job
+
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+started = subprocess.Popen(sleep)
+# In a session of its own, and nobody's child.
+if not (middle := os.fork()):
+    subprocess.Popen(sleep, start_new_session=True)
+    os._exit(0)
+os.waitpid(middle, 0)
+open(f"/dev/shm/torch_{os.getpid()}_{os.environ['%s']}", "w").close()
+"""
+
+
+def starting_job(folder: Path) -> str:
+    """Return a job that starts processes of its own, and leaves a file in shared memory if it is killed."""
+    job = folder / "starts.py"
+    job.write_text(STARTS % (str(Path(JOB).parent), MARK))
+    return str(job)
+
+
+def test_what_the_job_started_ends_with_the_child_whatever_its_session(mark: str, tmp_path: Path) -> None:
+    engine = IsolatedEngine(starting_job(tmp_path), options=OPTIONS)
     assert engine.run(1).failure is None
-    started = int((tmp_path / "pid").read_text())
-    os.kill(started, 0)
+    # This process is not marked: the supervisor, the trainer, and what the job started.
+    assert len(processes(mark)) == 4
+    assert len(list(Path("/dev/shm").glob(f"torch_*_{mark}"))) == 1
     engine.close()
-    for _ in range(50):
-        if not Path(f"/proc/{started}").exists() or "Z" in Path(f"/proc/{started}/stat").read_text().split()[2]:
-            break
-        time.sleep(0.1)
-    else:
-        pytest.fail("a process that the job started lives on")
+    wait_until(lambda: not processes(mark), "a process that the job started lives on")
+    assert not list(Path("/dev/shm").glob(f"torch_*_{mark}"))
 
 
-def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_of_a_child_is_left_once_its_parent_was_ended(how: signal.Signals, mark: str, tmp_path: Path) -> None:
     script = (
-        "import os, sys, time\nfrom autotune.engines.isolated_engine import IsolatedEngine\n"
-        f"engine = IsolatedEngine({JOB!r})\nprint(engine._child.process.pid, flush=True)\ntime.sleep(600)\n"
+        "import time\nfrom autotune.engines.isolated_engine import IsolatedEngine\n"
+        f"engine = IsolatedEngine({starting_job(tmp_path)!r})\nengine.run(2)\nkept = engine.snapshot()\n"
+        "print('ready', flush=True)\ntime.sleep(600)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     assert parent.stdout is not None
-    child = int(parent.stdout.readline())
-    parent.kill()
+    assert parent.stdout.readline() == "ready\n"
+    assert len(processes(mark)) == 5
+    parent.send_signal(how)
     parent.wait()
     parent.stdout.close()
-    for _ in range(100):
-        if not Path(f"/proc/{child}").exists():
-            break
-        time.sleep(0.1)
-    else:
-        pytest.fail("the child lives on")
-    # Nobody is left to remove what the two told each other.
-    for left in Path(tempfile.gettempdir()).iterdir():
-        shutil.rmtree(left, ignore_errors=True)
+    wait_until(lambda: not processes(mark), "a process lives on")
+    assert not list(Path("/dev/shm").glob(f"torch_*_{mark}"))
+    assert not [path for path in Path(tempfile.gettempdir()).iterdir() if "torchinductor" not in path.name]
 
 
 def test_a_job_that_cannot_be_built_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -283,5 +276,19 @@ def test_the_wire_tells_documents_from_everything_else() -> None:
         one.receive(0.05)
     two.send({"answer": [1, None, float("inf")]})
     assert one.receive(5.0) == {"answer": [1, None, float("inf")]}
-    one.close()
+    assert not one.ready(0.01)
+    two.send({})
+    assert one.ready(5.0)
+    assert one.receive(5.0) == {}
+    with tempfile.TemporaryFile() as kept:
+        two.send_file(kept.fileno())
+        with os.fdopen(one.receive_file(), "r+b") as same:
+            same.write(b"kept")
+        assert os.pread(kept.fileno(), 9, 0) == b"kept"
+    two.send({"no": "file"})
+    with pytest.raises(GarbledError, match="no file"):
+        one.receive_file()
     two.close()
+    # The end is something to receive, too.
+    assert one.ready(5.0)
+    one.close()

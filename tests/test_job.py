@@ -29,8 +29,8 @@ def job(**changes: object) -> Job:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("name", "", r"name is '' \(allowed: text\)"),
-        ("name", 3, r"name is 3 \(allowed: text\)"),
+        ("name", "", r"name is '' \(allowed: text of at most 1000 characters\)"),
+        ("name", 3, r"name is 3 \(allowed: text of at most 1000 characters\)"),
         ("model", None, r"model is None \(allowed: a function\)"),
         ("batches", [1, 2], r"batches is \[1, 2\] \(allowed: a function\)"),
         ("loss", "mse", r"loss is 'mse' \(allowed: a function\)"),

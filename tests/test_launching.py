@@ -183,6 +183,7 @@ def test_states_of_8_bits_take_less_memory_and_a_profile_knows_it() -> None:
 
 
 # What the compiler warns of is its own.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_units_train_as_the_others_do_under_every_kind_of_plan() -> None:
     plain = TorchEngine(tiny_job.make(model=undropped()))
@@ -228,6 +229,7 @@ def test_a_copy_of_a_compiled_model_runs_its_own_weights_and_can_be_pickled() ->
     assert torch.allclose(model(tokens), before, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_found_says_what_it_is_launched_with_and_is_an_arm_that_trains_so(tmp_path: Path) -> None:
     found = autotune.tune(f"{JOB}:job+lion=1e-3", "random", memory_budget="90%", steps=60, runs_dir=tmp_path)
     assert found["plan"]["launch"] == {"optimizer": "lion", "learning_rate": 1e-3}
@@ -250,6 +252,7 @@ def test_a_plan_that_is_found_says_what_it_is_launched_with_and_is_an_arm_that_t
     assert build_optimizer(load_job(f"{JOB}:job+lion"), tiny_job.Network()).__class__.__name__ == "Lion"
 
 
+@pytest.mark.slow
 def test_arms_are_searched_for_as_they_are_launched_and_a_campaign_is_taken_up(tmp_path: Path) -> None:
     arms = ["exact", "exact+lion=2e-3", "random+lion=2e-3"]
     document = autotune.compare(str(JOB), arms, memory_budget="60%", seeds=2, steps=60, runs_dir=tmp_path)
@@ -260,7 +263,7 @@ def test_arms_are_searched_for_as_they_are_launched_and_a_campaign_is_taken_up(t
     assert by_name["exact+lion=0.002"]["tuning_steps"] > 0
     folder = Path(document["run"])
     (folder / "comparison.json").unlink()
-    again = autotune.resume(folder)
+    again = autotune.resume(folder, job=str(JOB))
     assert [arm["runs"] for arm in again["arms"]] == [arm["runs"] for arm in document["arms"]]
     assert [arm["plan"] for arm in again["arms"]] == [arm["plan"] for arm in document["arms"]]
     assert (folder / "report.html").is_file()

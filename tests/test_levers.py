@@ -14,6 +14,7 @@ from autotune.agents.lever_network import LeverNetwork
 from autotune.agents.levers import evaluate, summary
 from autotune.agents.ppo import train_levers
 from autotune.agents.recipe import LeverRecipe
+from autotune.agents.saved_training import SavedTraining
 from autotune.gym.levers import (
     LIMIT,
     NEUTRAL,
@@ -299,10 +300,8 @@ class Interrupted(Exception):
 
 
 @pytest.mark.parametrize(("rollouts", "clones"), [(1, 1), (2, 4), (3, 1)])
-def test_a_training_that_was_interrupted_ends_as_one_that_was_not(
-    jobs, tmp_path: Path, rollouts: int, clones: int
-) -> None:
-    def weights(checkpoint: Path | None, stop_after: int | None = None) -> dict[str, torch.Tensor]:
+def test_a_training_that_was_interrupted_ends_as_one_that_was_not(jobs, rollouts: int, clones: int) -> None:
+    def weights(saved: SavedTraining | None, stop_after: int | None = None) -> dict[str, torch.Tensor]:
         done: list[int] = []
 
         def on_rollout(decisions: int, _won: float) -> None:
@@ -311,42 +310,68 @@ def test_a_training_that_was_interrupted_ends_as_one_that_was_not(
                 raise Interrupted
 
         env = env_of(jobs, clones=clones)
-        return train_levers(env, RECIPE, seed=0, checkpoint=checkpoint, on_rollout=on_rollout).state_dict()
+        trained = train_levers(env, RECIPE, seed=0, saved=saved, on_save=saves.append, on_rollout=on_rollout)
+        return trained.state_dict()
 
+    saves = Saves()
     whole = weights(None)
-    checkpoint = tmp_path / "seed.pt"
+    assert saves.decisions == [0, 160, 320]
     with pytest.raises(Interrupted):
-        weights(checkpoint, stop_after=rollouts)
-    assert checkpoint.is_file()
+        weights(None, stop_after=rollouts)
     # Whatever else draws numbers meanwhile has no part in it.
     torch.rand(7)
     np.random.rand(7)  # noqa: NPY002
-    taken_up = weights(checkpoint)
+    taken_up = weights(saves.last())
     assert whole.keys() == taken_up.keys()
     assert all(torch.equal(whole[name], taken_up[name]) for name in whole)
 
 
-def test_a_training_may_be_interrupted_over_and_over(jobs, tmp_path: Path) -> None:
+def test_a_training_may_be_interrupted_over_and_over(jobs) -> None:
     whole = train_levers(env_of(jobs), RECIPE, seed=1).state_dict()
-    checkpoint, decisions = tmp_path / "seed.pt", []
+    saves, decisions = Saves(), []
 
     def on_rollout(done: int, _won: float) -> None:
         decisions.append(done)
         if len(decisions) % 2 == 0:
             raise Interrupted
 
-    for _ in range(2):
+    for saved in (None, saves):
         with pytest.raises(Interrupted):
-            train_levers(env_of(jobs), RECIPE, seed=1, checkpoint=checkpoint, on_rollout=on_rollout)
-    taken_up = train_levers(env_of(jobs), RECIPE, seed=1, checkpoint=checkpoint).state_dict()
+            train_levers(
+                env_of(jobs),
+                RECIPE,
+                seed=1,
+                saved=saved and saved.last(),
+                on_save=saves.append,
+                on_rollout=on_rollout,
+            )
+    taken_up = train_levers(env_of(jobs), RECIPE, seed=1, saved=saves.last()).state_dict()
     assert decisions == [160, 320, 320, 480]
     assert all(torch.equal(whole[name], taken_up[name]) for name in whole)
-    assert list(tmp_path.iterdir()) == [checkpoint]
 
 
-def test_what_is_saved_of_a_training_holds_no_code(jobs, tmp_path: Path) -> None:
-    checkpoint = tmp_path / "seed.pt"
-    train_levers(env_of(jobs), RECIPE, seed=0, checkpoint=checkpoint)
-    saved = torch.load(checkpoint, weights_only=True)
-    assert saved["decisions"] == 320
-    assert set(saved) == {"policy", "optimizer", "decisions", "courses", "torch", "numpy", "numpy_keys"}
+def test_a_training_that_is_taken_up_saves_first_what_it_took_up(jobs) -> None:
+    saves = Saves()
+    train_levers(env_of(jobs), RECIPE, seed=0, on_save=saves.append)
+    again = Saves()
+    train_levers(env_of(jobs), RECIPE, seed=0, saved=saves.read(1), on_save=again.append)
+    assert again.contents == saves.contents[1:]
+
+
+class Saves:
+    """Keep what was saved of a training, as bytes."""
+
+    def __init__(self) -> None:
+        self.contents: list[bytes] = []
+        self.decisions: list[int] = []
+
+    def append(self, saved: SavedTraining) -> None:
+        self.contents.append(saved.to_bytes("this one"))
+        self.decisions.append(saved.decisions)
+
+    def read(self, index: int) -> SavedTraining:
+        content = self.contents[index]
+        return SavedTraining.from_bytes(content, identity="this one", recipe=RECIPE, rollout=LANES * WINDOWS)
+
+    def last(self) -> SavedTraining:
+        return self.read(-1)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import io
 import json
 import pickle
 import random
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -207,6 +209,7 @@ def test_a_thousand_steps_attached_are_bit_identical(model: Any, batches: Any, l
     assert_identical(plain, tuned)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["exact", "greedy", "planner", "ppo"])
 def test_every_named_policy_follows_a_budget_that_moves_and_changes_no_bit(policy: str) -> None:
     plain = train(deep_gpt, token_batches, gpt_loss, 60)
@@ -339,6 +342,10 @@ def test_attaching_and_detaching_leaves_no_trace() -> None:
     tuner.detach()
     assert shape_of(model) == before
     assert all(not parameter._backward_hooks for parameter in model.parameters())
+    alive = weakref.ref(model)
+    del model, optimizer, tuner, micro, batch
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_model_saved_while_attached_loads_where_this_package_is_not(tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ def test_a_model_that_is_compiled_as_a_whole_is_observed_only(way: str) -> None:
     assert_identical(plain, tuned)
 
 
+@pytest.mark.slow
 def test_a_block_that_is_compiled_in_place_is_left_alone_with_the_remedy() -> None:
     model: Any = plain_gpt()
     for block in model.blocks:

@@ -161,6 +161,8 @@ def test_what_the_users_code_raises_comes_through_and_the_run_goes_on(place: str
 
 SCRIPT = """
 import sys, os, signal
+# A shell that starts something in the background has it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import torch
 import autotune
 from test_live import RESTLESS, Wanders, deep_gpt, gpt_loss, token_batches

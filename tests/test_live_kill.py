@@ -145,6 +145,7 @@ def kill(count: int, seed: int, folder: Path, patch: pytest.MonkeyPatch) -> list
     return runs
 
 
+@pytest.mark.slow
 def test_a_switch_that_is_pulled_anywhere_in_a_step_leaves_the_run_that_was_never_attached_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -304,6 +304,7 @@ def test_whoever_predicts_a_peak_too_low_never_acts(bounds: tuple[int, int], mon
     assert not any(Storage.RECOMPUTE in step.plan.storage.values() for step in steps[-5:])
 
 
+@pytest.mark.slow
 def test_where_the_last_prediction_alone_was_too_low_another_one_decides(
     bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

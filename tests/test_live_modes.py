@@ -434,6 +434,7 @@ def test_modes_that_cannot_be_had_are_refused_in_one_line(wrong: dict[str, Any],
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batching", ["fixed", "adaptive"])
 @pytest.mark.parametrize("policy", ["exact", "greedy", "planner", "ppo"])
 def test_every_named_policy_plans_k_and_precision_within_a_budget(policy: str, batching: str) -> None:

@@ -39,6 +39,7 @@ def test_two_ranks_hold_the_same_plan_at_every_step_and_change_no_bit(
     assert_same_run(plain, tuned)
 
 
+@pytest.mark.slow
 def test_ranks_with_budgets_of_their_own_follow_the_tightest_together(tmp_path: Path) -> None:
     plain = run_ranks(tmp_path, "plain", 40, 2)
     tuned = run_ranks(tmp_path, "following", 40, 2)
@@ -48,6 +49,7 @@ def test_ranks_with_budgets_of_their_own_follow_the_tightest_together(tmp_path: 
     assert_same_run(plain, tuned)
 
 
+@pytest.mark.slow
 def test_ranks_whose_k_roams_learn_the_same_up_to_rounding(tmp_path: Path) -> None:
     plain = run_ranks(tmp_path, "plain-rounding", 40, 2)
     tuned = run_ranks(tmp_path, "rounding", 40, 2)

@@ -198,6 +198,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sleeps", "detaches"), [(False, False), (False, True), (True, True)])
 def test_a_policy_that_never_answers_does_not_abort_the_process_at_its_end(*, sleeps: bool, detaches: bool) -> None:
     code = LATE.format(tests=str(Path(__file__).parent), sleeps=sleeps, detaches=detaches)

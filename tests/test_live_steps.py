@@ -43,6 +43,7 @@ def test_the_peak_of_a_loop_that_accumulates_is_predicted_with_its_gradients(bud
     tuner.detach()
 
 
+@pytest.mark.slow
 def test_steps_of_several_ragged_batches_never_need_more_than_was_predicted() -> None:
     model = deep_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -79,6 +80,7 @@ def test_steps_of_several_ragged_batches_never_need_more_than_was_predicted() ->
     assert len(set(ratios)) > 10
 
 
+@pytest.mark.slow
 def test_a_loop_that_accumulates_is_bit_identical_when_attached() -> None:
     def run(attached: bool) -> tuple[list[torch.Tensor], int]:
         seeded()

@@ -132,7 +132,7 @@ GOOD_GRADIENT = {
         ),
         ({"step_s": 3}, "step_s is 3"),
         ({"gradient": 3}, "gradient is 3"),
-        ({"gradient": {**GOOD_GRADIENT, "size": 1}}, r"unknown key 'size' \(allowed: .*norm"),
+        ({"gradient": {**GOOD_GRADIENT, "size": 1}}, r"unknown key 'gradient.size' \(allowed: .*norm"),
         ({"gradient": {}}, "norm"),
         (
             {
@@ -150,9 +150,18 @@ GOOD_GRADIENT = {
                     "per_unit": {"a": {"rms": 1.0, "signal_to_noise": None, "underflow_frac": 2}},
                 }
             },
-            r"underflow_frac is 2 \(allowed: 0 to 1\)",
+            r"underflow_frac is 2.0 \(allowed: 0 to 1\)",
         ),
-        ({"gradient": {**GOOD_GRADIENT, "per_unit": {"a": {"size": 1}}}}, r"unknown key 'size' \(allowed: .*rms"),
+        ({"gradient": {**GOOD_GRADIENT, "per_unit": {"a": {"size": 1}}}}, r"gradient.per_unit.a.rms is missing"),
+        (
+            {
+                "gradient": {
+                    **GOOD_GRADIENT,
+                    "per_unit": {"a": {"rms": 1, "signal_to_noise": 1, "underflow_frac": 0, "x": 1}},
+                }
+            },
+            r"unknown key 'gradient.per_unit.a.x' \(allowed: .*rms",
+        ),
     ],
 )
 def test_a_wrong_measurement_is_refused_in_one_line_that_names_key_value_and_what_is_allowed(change, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from autotune import JobError, load_job
-from autotune.data import Layout, data_folder, locate
+from autotune.data import Layout, data_folder, locate, pointed_at
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.plain_pickle import load_plain_pickle
 from autotune.units import find_units
@@ -114,12 +115,6 @@ def test_a_hostile_or_damaged_pickle_is_refused_in_one_line(tmp_path: Path, cont
         load_plain_pickle(path, limit_bytes=2**20)
     assert "\n" not in str(raised.value)
     assert str(path) in str(raised.value)
-
-
-def test_a_pickle_larger_than_any_published_one_is_not_opened(tmp_path: Path):
-    (tmp_path / "batch").write_bytes(bytes(2000))
-    with pytest.raises(JobError, match="is larger than 1000 bytes"):
-        load_plain_pickle(tmp_path / "batch", limit_bytes=1000)
 
 
 def test_no_folder_a_wrong_one_and_an_empty_one_are_said_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -231,6 +226,118 @@ def test_a_text_that_is_too_short_or_no_text_is_refused(folder: Path):
         next(load_job(WIKITEXT).batches(seed=0))
     valid.write_bytes(b"\xff\xfe" * 400)
     with pytest.raises(JobError, match="is not UTF-8 text"):
+        next(load_job(WIKITEXT).batches(seed=0))
+
+
+BINARY_BATCH, TEXT = "cifar-10-batches-bin/data_batch_4.bin", "wikitext-2-raw/wiki.valid.raw"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("name", "file"), [(CIFAR, BINARY_BATCH), (WIKITEXT, TEXT)])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (os.mkfifo, "lacks"),
+        (os.mkdir, "lacks"),
+        (lambda path: path.symlink_to("/dev/zero"), "lacks"),
+        (lambda path: path.symlink_to(path), "lacks"),
+        (lambda path: (path.touch(), os.truncate(path, 2**40)), "is larger than 67108864 bytes"),
+    ],
+    ids=["pipe", "folder", "device", "loop", "huge"],
+)
+def test_a_data_file_that_is_none_or_too_large_is_one_line_at_once(
+    folder: Path, name: str, file: str, make, message: str
+):
+    public_folders.cifar_binary(folder)
+    public_folders.wikitext(folder)
+    (folder / file).unlink()
+    make(folder / file)
+    for use in (lambda job: next(job.batches(seed=0)), lambda job: job.data_sources()):
+        with pytest.raises(JobError, match=message) as raised:
+            use(load_job(name))
+        assert "\n" not in str(raised.value)
+
+
+def test_data_that_lies_behind_a_link_is_read(folder: Path, tmp_path_factory: pytest.TempPathFactory):
+    public_folders.wikitext(folder)
+    path = folder / TEXT
+    path.rename(tmp_path_factory.mktemp("store") / "blob")
+    path.symlink_to(next(tmp_path_factory.getbasetemp().glob("store*/blob")))
+    assert next(load_job(WIKITEXT).batches(seed=0)).shape == (32, 257)
+
+
+@pytest.mark.parametrize("named", ["x" * 5000, "/dev/zero", "x\x1b[31m", "/proc/self/fd/999/x"])
+def test_a_folder_that_cannot_be_one_is_one_line(named: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("AUTOTUNE_DATA", named)
+    for name in (CIFAR, WIKITEXT):
+        with pytest.raises(JobError, match="is no folder") as raised:
+            load_job(name).data_sources()
+        assert str(raised.value).isprintable()
+        assert len(str(raised.value)) < 500
+    with pytest.raises(JobError, match="is no folder"), pointed_at(named):
+        pass
+
+
+def test_names_in_a_folder_are_listed_as_a_terminal_shows_them(tmp_path: Path):
+    (tmp_path / "\x1b[31mred").touch()
+    (tmp_path / os.fsdecode(b"\xff")).touch()
+    with pytest.raises(JobError) as raised:
+        locate(tmp_path, [Layout(name="x", folder="x", files=("y",))])
+    assert str(raised.value).isprintable()
+
+
+def test_a_pickle_with_other_keys_is_told_by_the_first_of_them(folder: Path):
+    public_folders.cifar_python(folder)
+    batch = folder / "cifar-10-batches-py" / "data_batch_2"
+    batch.write_bytes(pickle.dumps({"\n" * 9000: 1, **{f"\x1b{number}": 2 for number in range(99)}}, protocol=2))
+    with pytest.raises(JobError, match="has the keys") as raised:
+        next(load_job(CIFAR).batches(seed=0))
+    assert str(raised.value).isprintable()
+    assert len(raised.value.problem) < 300
+
+
+def test_parquet_that_unpacks_to_many_times_its_size_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    load_job(WIKITEXT)
+    monkeypatch.setattr(module_of(WIKITEXT), "MOST_TEXT_BYTES", 2**20)
+    inner = folder / "wikitext-2-raw-v1"
+    inner.mkdir()
+    # The second's pages hold one long text and say how often it stands there.
+    for rows in ([f"{number} " * 99 for number in range(9999)], ["x" * 9999] * 9999):
+        for part in ("train", "validation"):
+            parquet.write_table(pyarrow.table({"text": rows}), inner / f"{part}-00000-of-00001.parquet")
+        module_of(WIKITEXT).tokens.cache_clear()
+        with pytest.raises(JobError, match="it unpacks to more than 1048576 bytes"):
+            next(load_job(WIKITEXT).batches(seed=0))
+
+
+def test_parquet_of_something_else_than_text_is_refused(folder: Path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    inner = folder / "wikitext-2-raw-v1"
+    inner.mkdir()
+    for rows in ([1, 2], [None, "x"], [["x"]], []):
+        for part in ("train", "validation"):
+            parquet.write_table(pyarrow.table({"text": rows}), inner / f"{part}-00000-of-00001.parquet")
+        module_of(WIKITEXT).tokens.cache_clear()
+        with pytest.raises(JobError, match=r"cannot be read|has 0 tokens") as raised:
+            next(load_job(WIKITEXT).batches(seed=0))
+        assert "\n" not in str(raised.value)
+
+
+def test_a_vocabulary_whose_tokens_the_model_has_not_is_refused(folder: Path):
+    pytest.importorskip("tokenizers")
+    public_folders.wikitext(folder)
+    public_folders.gpt2_vocabulary(folder / "gpt2")
+    path = folder / "gpt2" / "vocab.json"
+    path.write_text(json.dumps({word: number + 60_000 for word, number in json.loads(path.read_text()).items()}))
+    with pytest.raises(JobError, match=r"vocab.json: has a token 60\d+ .allowed: GPT-2's own vocabulary"):
+        next(load_job(WIKITEXT).batches(seed=0))
+    os.truncate(path, 2**40)
+    with pytest.raises(JobError, match="is larger than 16777216 bytes"):
         next(load_job(WIKITEXT).batches(seed=0))
 
 

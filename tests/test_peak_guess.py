@@ -67,6 +67,7 @@ def test_one_of_a_kind_decides_nothing() -> None:
     assert guess.may_fit(WIDE.leanest().changed(accumulation_steps=1))
 
 
+@pytest.mark.slow
 def test_a_search_that_knows_all_that_is_near_is_more_seldom_over_the_budget(tmp_path: Path) -> None:
     search, over, known = OptunaSearch(SPACE, tmp_path, 1), list[bool](), set[Plan]()
     budget = int(0.6 * known_peak(SPACE.baseline()))

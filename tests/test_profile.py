@@ -35,10 +35,18 @@ def test_a_profile_survives_json(seed: int):
     ("change", "message"),
     [
         ({"version": 0}, r"version is 0, made for job 'synthetic' on 'synthetic' \(allowed: 3\)"),
-        ({"tables": 3}, r"is damaged .*made for job 'synthetic'"),
+        ({"tables": 3}, r"tables is 3, made for job 'synthetic'.*\(allowed: a list\)"),
+        ({"static_bytes": "12"}, r"static_bytes is '12', .*\(allowed: a whole number\)"),
+        ({"static_bytes": -1}, r"static_bytes is -1"),
+        ({"static_bytes": 2**62}, r"static_bytes is 4611686018427387904"),
+        ({"noise_frac": 1e200}, r"noise_frac is 1e\+200"),
+        ({"tables": []}, r"is damaged: tables are not one per k"),
+        ({"accumulation_choices": []}, r"is damaged: accumulation_choices"),
+        ({"batching": "none"}, r"is damaged: batching is 'none'"),
+        ({"units": []}, r"is damaged: a segment is of unit"),
         ({"speed": 1}, r"unknown key 'speed'"),
-        ({"precisions": ["fp8"]}, r"is damaged .*fp8"),
-        ({"units": [{}]}, r"is damaged"),
+        ({"precisions": ["fp8"]}, r"precisions\[0\] is 'fp8', .*\(allowed: inherit, fp32, bf16, fp16\)"),
+        ({"units": [{}]}, r"units\[0\].name is missing"),
     ],
 )
 def test_a_wrong_profile_says_whose_it_is(change, message):

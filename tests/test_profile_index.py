@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -74,7 +75,11 @@ from autotune.cli.main import run
 assert run(["profile", {reference!r}, "--runs-dir", {str(runs)!r}, "--json"]) == 0
 assert "torch" not in sys.modules, "torch was imported"
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd())
+    # Modules of the tests were loaded when the profile was remembered: they are looked for there, too.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd(), env=environment
+    )
     document = json.loads(done.stdout)
     assert document["cached"] is True
     assert run(["profile", reference, "--runs-dir", str(runs)]) == 0
@@ -86,3 +91,24 @@ def test_the_files_of_this_package_and_of_installed_ones_are_not_the_jobs() -> N
     assert not any("site-packages" in str(path) for path in sources)
     assert Path(profile_index.__file__) not in sources
     assert Path(__file__) in sources
+
+
+def test_no_file_that_an_index_names_is_read_unless_a_job_may_be_made_of_it(profiled: tuple[str, Path]) -> None:
+    reference, runs = profiled
+    index = runs / "profiles" / "index.json"
+    known = json.loads(index.read_text())
+    (entry,) = known.values()
+    secret = runs.parent.parent / "secret.py"
+    secret.write_text("x = 1")
+    for name in ("/dev/zero", "/etc/hostname", str(secret), str(runs / "pipe.py")):
+        entry["sources"] = {name: profile_index._digest(secret)}
+        index.write_text(json.dumps(known))
+        if name.endswith("pipe.py") and not Path(name).exists():
+            os.mkfifo(name)
+        assert indexed_profile(reference, runs) is None
+    entry["sources"] = {reference.partition(":")[0]: profile_index._digest(Path(reference.partition(":")[0]))}
+    index.write_text(json.dumps(known))
+    assert indexed_profile(reference, runs) is not None
+    entry["file"] = "../../secret.py"
+    index.write_text(json.dumps(known))
+    assert indexed_profile(reference, runs) is None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -190,6 +192,7 @@ def sleepy(busy: range) -> Profile:
         Sleepy.busy = range(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("busy", [range(6, 10), range(6, 10**9)], ids=["for a while", "from then on"])
 def test_a_lean_profile_is_timed_once_more_if_the_machine_was_busy_for_some_of_it(busy: range):
     quiet, disturbed = sleepy(range(0)), sleepy(busy)
@@ -206,6 +209,7 @@ def test_a_lean_profile_is_timed_once_more_if_the_machine_was_busy_for_some_of_i
     assert busy.stop > quiet.steps or max(ratios) < 1.5
 
 
+@pytest.mark.slow
 def test_a_lean_profile_whose_times_never_agree_says_so():
     # Busy whenever a plan that recomputes runs, in both passes.
     disturbed = sleepy(range(10, 22))
@@ -232,6 +236,7 @@ def test_a_k_between_two_that_were_profiled_is_predicted_as_exactly_as_they_are(
         assert 0.995 <= share <= (1.15 if batching == "fixed" and plan.accumulation_steps == 3 else 1.005), plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lean", [False, True])
 def test_probes_that_run_out_of_memory_become_bounds(lean: bool):
     class Fat(Shared):
@@ -297,3 +302,22 @@ def test_a_profile_of_another_version_says_whose_it_is(tmp_path: Path):
 def test_the_key_of_a_profile_depends_on_the_model_and_not_on_the_weights():
     assert profile_key(gpt_job(), "a") == profile_key(gpt_job(), "a")
     assert profile_key(gpt_job(), "a") != profile_key(gpt_job(), "b")
+
+
+def test_a_profile_leaves_nothing_alive() -> None:
+    made: list[weakref.ref[nn.Module]] = []
+
+    def model() -> nn.Module:
+        found = perceptron_job().model()
+        made.append(weakref.ref(found))
+        return found
+
+    profile(
+        dataclasses.replace(perceptron_job(), model=model),
+        device_name="here",
+        device="cpu",
+        options=ProfilerOptions.lean(0),
+    )
+    gc.collect()
+    assert made
+    assert not [one for one in made if one() is not None]

@@ -17,8 +17,13 @@ def test_nothing_public_is_left_out_of_the_list() -> None:
         "catalog",
         "cluster",
         "data",
+        "documents",
         "errors",
+        "addresses",
         "files",
+        "run_folder",
+        "scratch",
+        "sqlite_files",
         "compiled",
         "job",
         "launching",
@@ -29,7 +34,7 @@ def test_nothing_public_is_left_out_of_the_list() -> None:
         "units",
         "annotations",
     }
-    helpers = {"Any", "TYPE_CHECKING", "importlib", "register_environments"}
+    helpers = {"Any", "TYPE_CHECKING", "importlib", "register_with_gymnasium"}
     public = {name for name in vars(autotune) if not name.startswith("_")}
     assert public - modules - files - helpers <= set(autotune.__all__)
 

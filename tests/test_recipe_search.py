@@ -16,10 +16,12 @@ import numpy as np
 import optuna
 import pytest
 from rich.console import Console
+from safetensors.torch import save
 from test_tracking import runs_in
 from test_train import Told, put, recipe_file, wait_until
 
 import autotune.api
+from autotune.agents.lever_network import LeverNetwork
 from autotune.agents.optuna_search import Outcome, Proposal, RecipeStudy
 from autotune.agents.recipe import JobsRecipe, LeverRecipe, Recipe, read_recipe, recipe_of
 from autotune.agents.recipe_space import PPO_SPACE, Choice, Range, own_values, space_around, with_values
@@ -32,10 +34,12 @@ from autotune.campaign.recipe_search import (
     share_of,
 )
 from autotune.campaign.runs import RunDirectory
+from autotune.campaign.seed_files import VALIDATION_LANES, SeedFiles, SeedResult, write_result
 from autotune.campaign.tracking import Tracker, tracking_uri
-from autotune.campaign.training import SeedFiles, train_seed
+from autotune.campaign.training import train_seed
 from autotune.cli.main import run
 from autotune.errors import AutotuneError, InputError, RunDirectoryError
+from autotune.gym.levers import RUN_FEATURES
 from autotune.physics.moving import Strengths
 from autotune.report.tables import search_table, search_verdict
 
@@ -89,8 +93,11 @@ def train_here(recipe: Recipe, files: SeedFiles) -> Here:
 
 def pretend(recipe: Recipe, files: SeedFiles) -> Here:
     """Leave what a training would leave, at once: a narrower clip gains more."""
-    won = [1.0 - recipe.ppo.clip, 1.5 - recipe.ppo.clip]
-    files.result.write_text(json.dumps({"won_percent": won, "job": [0, 1]}))
+    job, features = np.arange(VALIDATION_LANES) % recipe.jobs.validation, np.zeros(len(RUN_FEATURES))
+    won = np.where(job == 0, 1.0, 1.5) - recipe.ppo.clip
+    weights = save(LeverNetwork(recipe.ppo.width).state_dict())
+    result = SeedResult(won=won, job=job, lowest=features, highest=features, weights=weights)
+    write_result(files, recipe, result)
     return Here(0)
 
 
@@ -366,9 +373,12 @@ def test_a_trial_that_was_killed_says_how_to_take_the_search_up_and_can_be(tmp_p
 
 NO_SEARCHES: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (lambda folder: None, "is no run directory"),
-    "of another command": (lambda folder: put(folder, {"version": 1, "verb": "tune"}), "holds no training"),
+    "of another command": (lambda folder: put(folder, {"verb": "tune"}), "holds no training|config.json: "),
     "a training": (lambda folder: put(folder, {"recipe": TINY.to_json()}), "holds no search"),
-    "search that is none": (lambda folder: put(folder, {"recipe": TINY.to_json(), "search": {"decisions": 0}}), "no s"),
+    "search that is none": (
+        lambda folder: put(folder, {"recipe": TINY.to_json(), "search": {"decisions": 0}}),
+        "search",
+    ),
     "damaged study": (lambda folder: folder_of(folder) and (folder / "optuna.db").write_text("?" * 99), "no Optuna"),
 }
 
@@ -399,7 +409,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "recipe beside a search to take up": (["--search", "2", "--recipe", "r", "--resume", "s"], "one of them"),
     "entropy without a logarithm": (["--search", "2", "--recipe", "no-entropy.toml"], "ppo.entropy is 0.0"),
     "other decisions": (["--search", "2", "--search-decisions", "9", "--resume", "run"], "allowed: 8, as the search"),
-    "taken up as a training": (["--resume", "run"], "--search N beside --resume"),
+    "taken up as a training": (["--resume", "run"], "--search N"),
 }
 
 

@@ -89,9 +89,9 @@ def test_an_environment_steps_through_a_recorded_search(engine: ReplayEngine) ->
     ("text", "message"),
     [
         ("", "holds no window"),
-        ("{", "line 1: is no recorded window"),
-        ('{"plan": {}}', "line 1: is no recorded window"),
-        ('{"plan": {"version": 9}, "measurement": {}}', "version is 9"),
+        ("{\n", "line 1: is not JSON"),
+        ('{"plan": {}}\n', "line 1: is no recorded window"),
+        ('{"plan": {"version": 9}, "measurement": {}}\n', "version is 9"),
     ],
 )
 def test_a_wrong_record_is_refused_by_the_line(tmp_path: Path, text: str, message: str) -> None:

@@ -275,7 +275,7 @@ def test_what_is_no_attached_run_is_one_line_and_exit_code_2(
 ) -> None:
     other = tmp_path / "train"
     other.mkdir()
-    (other / "config.json").write_text('{"version": 1, "verb": "train", "job": "simulated"}')
+    (other / "config.json").write_text('{"version": 1, "verb": "train", "job": "simulated", "recipe": {}}')
     empty = tmp_path / "empty"
     empty.mkdir()
     torn = Path(shutil.copytree(copied, tmp_path / "torn"))

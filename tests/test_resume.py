@@ -7,7 +7,6 @@ import json
 import os
 import random
 import sqlite3
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from autotune.campaign.runs import RunDirectory
 from autotune.cli.main import run
 from autotune.errors import RunDirectoryError
 from autotune.gym.observation import Observation
+from autotune.live.decision_log import make_run_folder
 from autotune.plan import Plan
 
 FEW = {"steps": 80, "seed": 3}
@@ -149,6 +149,7 @@ def killed_at(monkeypatch: pytest.MonkeyPatch) -> Any:
     return arm
 
 
+@pytest.mark.slow
 def test_a_campaign_that_is_interrupted_20_times_finds_the_same_trials(killed_at: Any, tmp_path: Path) -> None:
     whole = api.tune(str(JOB), "random", runs_dir=tmp_path / "whole", **FEW)  # type: ignore[arg-type]
     expected = plans_of(Path(whole["run"]))
@@ -161,7 +162,7 @@ def test_a_campaign_that_is_interrupted_20_times_finds_the_same_trials(killed_at
     while document is None:
         killed_at(generator.randint(1, 3) if interruptions < 20 else 10**6, after=generator.random() < 0.5)
         try:
-            document = api.resume(folder)
+            document = api.resume(folder, job=str(JOB))
         except KilledError:
             interruptions += 1
     assert interruptions == 20
@@ -174,7 +175,7 @@ def test_a_campaign_that_is_interrupted_20_times_finds_the_same_trials(killed_at
     windows = [row for row in lines(folder, JOURNAL) if "window" in row["what"]]
     assert len(windows) == 2 + len(found)
     assert document["tuning_steps"] == sum(row["result"]["steps"] for row in windows)
-    assert api.resume(folder) == document
+    assert api.resume(folder, job=str(JOB)) == document
     names = [json.loads(row)["values"].get("name") for row in (folder / "tracking.jsonl").read_text().splitlines()]
     trials = [name for name in names if name and "trial" in name]
     assert sorted(trials) == sorted(set(trials))
@@ -231,16 +232,16 @@ def test_a_comparison_that_is_taken_up_repeats_no_finished_run(killed_at: Any, t
     for left in (9, 4, 2):
         killed_at(left, after=True)
         with pytest.raises(KilledError):
-            api.resume(folder)
+            api.resume(folder, job=str(JOB))
     before = lines(folder, JOURNAL)
     killed_at(10**6, after=True)
-    document = api.resume(folder)
+    document = api.resume(folder, job=str(JOB))
     after = lines(folder, JOURNAL)
     assert after[: len(before)] == before
     ran = [(row["what"]["run"], row["what"]["seed"]) for row in after if "run" in row["what"]]
     assert len(ran) == len(set(ran)) == 6
     assert [len(arm["runs"]) for arm in document["arms"]] == [2, 2, 2]
-    assert api.resume(folder)["arms"] == document["arms"]
+    assert api.resume(folder, job=str(JOB))["arms"] == document["arms"]
 
 
 def test_a_campaign_that_was_killed_before_its_first_record_begins(
@@ -255,15 +256,16 @@ def test_a_campaign_that_was_killed_before_its_first_record_begins(
             api.tune(str(JOB), "random", runs_dir=tmp_path, **FEW)  # type: ignore[arg-type]
     folder = only(tmp_path)
     assert not (folder / JOURNAL).exists()
-    assert api.resume(folder)["run"] == str(folder)
+    assert api.resume(folder, job=str(JOB))["run"] == str(folder)
     # One whose journal was taken away is another matter.
     (folder / JOURNAL).unlink()
     (folder / "tuned.json").unlink()
     with pytest.raises(RunDirectoryError, match="holds no journal"):
-        api.resume(folder)
+        api.resume(folder, job=str(JOB))
 
 
-@pytest.mark.parametrize("method", ["random", pytest.param("optuna", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["random", "optuna"])
 def test_kill_9_at_random_instants_loses_nothing_that_was_acknowledged(method: str, tmp_path: Path) -> None:
     acknowledged: dict[Path, list[Any]] = {}
 
@@ -306,10 +308,8 @@ def test_comparisons_that_were_killed_go_on_and_repeat_no_run_that_was_finished(
 
 
 def see_that_the_study_is_whole(folder: Path, searched: int) -> None:
-    began = time.perf_counter()
     with sqlite3.connect(folder / "optuna.db") as database:
         states = [state for (state,) in database.execute("select state from trials")]
-    assert time.perf_counter() - began < 5
     assert "RUNNING" not in states
     assert states.count("COMPLETE") >= searched
 
@@ -319,4 +319,7 @@ def test_what_cannot_be_taken_up_is_refused_in_one_line(tmp_path: Path, capsys: 
     assert "is no run directory" in capsys.readouterr().err
     other = RunDirectory.create(tmp_path, "profile", "tiny", {})
     assert run(["resume", str(other.path)]) == 2
-    assert "holds no tuning and no comparison" in capsys.readouterr().err
+    assert "verb is 'profile'" in capsys.readouterr().err
+    attached = make_run_folder(tmp_path, "Net", {"mode": "exact", "stage": "act", "batching": "fixed", "policy": "ppo"})
+    assert run(["resume", str(attached)]) == 2
+    assert "is a run of 'attach'" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune import api
+from autotune.api.session import session_of
 from autotune.campaign.comparison import GATE
 from autotune.campaign.runs import RunDirectory
 from autotune.campaign.stratified import stratified_interval, together
@@ -87,7 +88,10 @@ def test_several_jobs_are_compared_by_one_command_and_taken_up_where_it_stopped(
     first = next(tmp_path.glob("*-compare-tiny-*"))
     assert (first / "comparison.json").is_file()
     capsys.readouterr()
-    assert run(["resume", str(folder), "--json"]) == 0
+    # Code is loaded on the caller's word alone.
+    assert run(["resume", str(folder), "--job", JOBS[0]]) == 2
+    assert "is code, which is not loaded on the word of a run's own files" in capsys.readouterr().err
+    assert run(["resume", str(folder), "--job", JOBS[0], "--job", JOBS[1], "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [entry["job"] for entry in found["jobs"]] == ["tiny", "narrow"]
     assert found["jobs"][0]["run"] == str(first)
@@ -123,7 +127,11 @@ def test_wrong_input_is_one_line(
 def test_a_campaign_is_not_taken_up_on_another_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = RunDirectory.create(tmp_path, "compare", "tiny", {"asked": {"job": JOBS[0], "arms": ["baseline"]}})
+    session = session_of("digits", None, 60, None, 0, tmp_path, None)
+    arms = {"arms": ["baseline", "paper"], "seeds": [1, 2]}
+    config = {**arms, "memory_budget": None, "steps": 60, "seed": 0, "asked": {**session.asked, **arms}}
+    folder = RunDirectory.create(tmp_path, "compare", "digits", config)
+    folder.close()
     monkeypatch.setattr("autotune.api.campaigns.device_name", lambda: "another")
     assert run(["resume", str(folder.path)]) == 2
     assert "times of two do not compare" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from autotune.agents.planner import greedy_plan, planned
 from autotune.errors import BudgetError
+from autotune.physics import solver
 from autotune.physics.cost import Weights
 from autotune.physics.memory_model import peak_bytes
 from autotune.physics.profile import Profile
@@ -158,3 +160,21 @@ def test_an_unknown_noise_scale_does_not_make_large_batches_look_free():
     one_batch = Goal(noise_scale=float(profile.batch_size))
     assert solve(profile).plan == solve(profile, goal=one_batch).plan
     assert solve(profile).objective == pytest.approx(solve(profile, goal=one_batch).objective)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_unit_that_may_not_be_recomputed_is_saved_though_recomputing_it_was_measured(seed: int):
+    profile = drawn(seed, 3)
+    locked = next(index for index, unit in enumerate(profile.units) if unit.recomputable)
+    units = [replace(unit, recomputable=unit.recomputable and i != locked) for i, unit in enumerate(profile.units)]
+    assert_exact(replace(profile, units=tuple(units)))
+
+
+def test_a_solver_that_runs_late_still_has_a_plan(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(solver, "_TIME_LIMIT_S", 0.0)
+    profile = drawn(3, 12)
+    least = smallest(profile)
+    assert solve(profile).seconds_per_sample <= least.seconds_per_sample
+    assert solve(profile, least.peak_bytes * 101 // 100).plan == least.plan
+    with pytest.raises(BudgetError, match="the smallest plan"):
+        solve(profile, least.peak_bytes // 2)

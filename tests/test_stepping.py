@@ -190,6 +190,7 @@ def accumulated(model: nn.Module, batch: Any, k: int, *, autocast: bool) -> tupl
     return torch.cat([gradient.reshape(-1) for gradient in gradients]), counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "autocast", "bound"),
     [(torch.float64, False, 1e-12), (torch.float32, False, 1e-5), (torch.float32, True, 2e-2)],

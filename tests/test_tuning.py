@@ -27,6 +27,7 @@ from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.report.explanation import estimate_effects, explain_search
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["random", "optuna", "ppo-scratch"])
 def test_every_method_keeps_both_budgets_and_beats_the_baseline(method: str, tmp_path: Path) -> None:
     engine = KnownEngine()
@@ -53,6 +54,7 @@ def test_a_limit_on_trials_is_kept(method: str, tmp_path: Path) -> None:
     assert len([trial for trial in result.trials if not trial.final]) <= 5
 
 
+@pytest.mark.slow
 def test_optuna_is_told_of_each_plan_once_and_spends_its_steps_on_new_ones(tmp_path: Path) -> None:
     engine = KnownEngine()
     references = measure_references(engine, MemoryBudget.parse("40%"))
@@ -103,6 +105,7 @@ def test_the_real_job_is_tuned_within_its_memory_budget(tmp_path: Path) -> None:
 _TUNE = "import sys, autotune; autotune.tune(sys.argv[1], 'optuna', steps=100000, runs_dir=sys.argv[2])"
 
 
+@pytest.mark.slow
 def test_what_was_measured_survives_a_kill(tmp_path: Path) -> None:
     job = str(Path(__file__).parent / "tiny_job.py")
     with subprocess.Popen([sys.executable, "-c", _TUNE, job, str(tmp_path)], start_new_session=True) as process:

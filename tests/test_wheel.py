@@ -31,6 +31,7 @@ def test_the_wheel_carries_jobs_policies_types_and_licence(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+@pytest.mark.slow
 def test_a_job_of_the_catalog_loads_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = "import autotune; job = autotune.load_job('digits'); print(autotune.__file__, job.name)"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import stat
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
@@ -28,8 +27,9 @@ from autotune.agents.network import Layout, LearnedPolicy, PolicyNetwork, most_l
 from autotune.agents.planner_policy import PlannerPolicy, Ranges
 from autotune.agents.policy import Policy
 from autotune.catalog import content_folder
+from autotune.documents import shown, validated
 from autotune.errors import InputError, PolicyFileError
-from autotune.files import parse_json, read_json, write_atomic, write_json
+from autotune.files import parse_json, read_bytes, read_json, write_atomic, write_json
 from autotune.gym import levers
 from autotune.gym.observation import FEATURE_VERSION, GLOBAL_FEATURES, UNIT_FEATURES
 from autotune.physics.planning import PlannerSettings
@@ -169,7 +169,7 @@ def load_policy(folder: Path) -> Policy:
     weights = _read_weights(folder / WEIGHTS, manifest)
     leans = isinstance(manifest, _LeverManifest)
     network = LeverNetwork(manifest.width) if leans else PolicyNetwork(manifest.width)
-    _fill(network, weights, str(folder / WEIGHTS))
+    fill(network, weights, str(folder / WEIGHTS))
     answer = _lever_probe(network) if isinstance(network, LeverNetwork) else _probe(network)
     if answer != manifest.probe_action:
         raise PolicyFileError("the network does not answer the stored probe as it did", where=str(folder))
@@ -227,22 +227,15 @@ def manifest_sha256(document: Mapping[str, Any]) -> str:
 
 
 def _read_manifest(path: Path) -> _PlanManifest | _LeverManifest:
-    _refuse_special(path)
     try:
-        document = read_json(path, limit_bytes=2**16)
-        kind = document.get("kind")
-        if not isinstance(kind, str) or kind not in _SCHEMAS:
-            raise PolicyFileError(f"kind is {kind!r}", where=str(path), allowed=sorted(_SCHEMAS))
-        model = _LeverManifest if kind == "levers" else _PlanManifest
-        manifest = model.model_validate(document)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) if str(part).isprintable() else repr(part) for part in first["loc"])
-        raise PolicyFileError(f"{key}: {first['msg']}", where=str(path), allowed="a policy manifest") from error
-    except PolicyFileError:
-        raise
+        document = read_json(path, limit_bytes=2**16, follow=False)
     except InputError as error:
         raise PolicyFileError(error.problem, where=str(path), allowed=error.allowed) from error
+    kind = document.get("kind")
+    if not isinstance(kind, str) or kind not in _SCHEMAS:
+        raise PolicyFileError(f"kind is {shown(kind)}", where=str(path), allowed=sorted(_SCHEMAS))
+    model: type[_PlanManifest | _LeverManifest] = _LeverManifest if kind == "levers" else _PlanManifest
+    manifest = validated(model, document, where=str(path), error=PolicyFileError)
     if manifest.manifest_sha256 != manifest_sha256(document):
         raise PolicyFileError("its SHA-256 is not the one it names", where=str(path), allowed="what was saved")
     expected = _SCHEMAS[manifest.kind]
@@ -257,20 +250,28 @@ def _read_manifest(path: Path) -> _PlanManifest | _LeverManifest:
 
 
 def _read_weights(path: Path, manifest: _Manifest) -> bytes:
-    _refuse_special(path)
     try:
-        size = path.stat().st_size
-        if size != manifest.weights_bytes:
-            raise PolicyFileError(f"holds {size} bytes", where=str(path), allowed=str(manifest.weights_bytes))
-        weights = path.read_bytes()
-    except OSError as error:
-        raise PolicyFileError(f"cannot be read ({error.strerror})", where=str(path), allowed="a file") from error
+        weights = read_bytes(path, limit_bytes=manifest.weights_bytes, follow=False)
+    except InputError as error:
+        raise PolicyFileError(error.problem, where=str(path), allowed=error.allowed) from error
+    if len(weights) != manifest.weights_bytes:
+        raise PolicyFileError(f"holds {len(weights)} bytes", where=str(path), allowed=str(manifest.weights_bytes))
     if hashlib.sha256(weights).hexdigest() != manifest.weights_sha256:
         raise PolicyFileError("its SHA-256 is not the manifest's", where=str(path), allowed=manifest.weights_sha256)
     return weights
 
 
-def _fill(network: nn.Module, weights: bytes, where: str) -> None:
+def fill(network: nn.Module, weights: bytes, where: str) -> None:
+    """Give a network the weights that safetensors hold.
+
+    Args:
+        network: the network.
+        weights: every tensor of it, and nothing else.
+        where: what holds them.
+
+    Raises:
+        PolicyFileError: if a tensor is missing, unknown, of another shape or type, or not finite.
+    """
     try:
         tensors = load_tensors(weights)
         # The library takes a tensor that stands twice, and whatever stands beside tensors.
@@ -290,16 +291,6 @@ def _fill(network: nn.Module, weights: bytes, where: str) -> None:
         if not torch.isfinite(tensor).all():
             raise PolicyFileError(f"tensor {name!r} is not finite", where=where)
     network.load_state_dict(tensors)
-
-
-def _refuse_special(path: Path) -> None:
-    """Refuse links, pipes, devices and folders, which a policy folder never has."""
-    try:
-        mode = path.lstat().st_mode
-    except OSError as error:
-        raise PolicyFileError("cannot be read", where=str(path), allowed="a policy folder") from error
-    if not stat.S_ISREG(mode):
-        raise PolicyFileError("is not a regular file", where=str(path), allowed="a regular file")
 
 
 def _probe(network: PolicyNetwork) -> list[int]:

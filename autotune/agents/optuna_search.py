@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -18,12 +19,13 @@ import sqlalchemy
 from autotune.agents.peak_guess import PeakGuess
 from autotune.agents.priced_plans import PRICES, SHARES, PricedPlans
 from autotune.agents.recipe_space import Choice, Range, Space
-from autotune.agents.study_store import StudyStore
-from autotune.errors import RunDirectoryError, first_line
+from autotune.agents.study_store import STORAGE_FILE, StudyStore
+from autotune.errors import AutotuneError, InputError, RunDirectoryError, first_line
 from autotune.gym.observation import Observation
 from autotune.gym.reward import overshoot
 from autotune.measurement import Failure
 from autotune.plan import Plan, PlanSpace, Precision, Storage
+from autotune.sqlite_files import require_own
 
 # A run's folder, or a shared database.
 Place = Path | StudyStore
@@ -34,6 +36,10 @@ logger = logging.getLogger(__name__)
 _STALE = 2
 # Of its neighbours that differ in one parameter, so many are looked at; then in two, and so on.
 _NEIGHBOURS = 8
+# What can be done about a damaged study: what was measured lies beside it.
+_WITHOUT_IT = "what a search stored, or no such file: without it the search proposes anew"
+# What SQLite says of a damaged file, in errors of the same kinds as those of a lock or of a full disk.
+_DAMAGED = ("Could not decode", "malformed", "no such column", "no such table")
 
 
 class _StudySearch:
@@ -295,9 +301,19 @@ class RecipeStudy:
     """
 
     def __init__(self, space: Space, folder: Path, seed: int, own: dict[str, float]) -> None:
-        self._seed = seed
+        self._seed, self._space = seed, space
+        self._where = StudyStore.of(folder).where
         self._distributions = {name: _distribution(place) for name, place in space.items()}
         self._storage, self._study = _opened(folder, "recipe", seed, "maximize")
+        try:
+            with _using(self._where):
+                self._settle(own)
+        except BaseException:
+            self.close()
+            raise
+
+    def _settle(self, own: dict[str, float]) -> None:
+        """End what a kill left half proposed, and see that the own values are proposed."""
         states = optuna.trial.TrialState
         for trial in self._study.get_trials(states=(states.RUNNING,)):
             if trial.params.keys() != self._distributions.keys():
@@ -309,15 +325,17 @@ class RecipeStudy:
 
     def ask(self) -> Proposal:
         """Return the next proposal."""
-        number = len(self._study.get_trials(deepcopy=False))
-        self._study.sampler = _sampler((self._seed + number) % 2**32)
-        trial = self._study.ask(fixed_distributions=self._distributions)
-        return Proposal(number=trial.number, own="own" in trial.user_attrs, values=trial.params)
+        with _using(self._where):
+            number = len(self._study.get_trials(deepcopy=False))
+            self._study.sampler = _sampler((self._seed + number) % 2**32)
+            trial = self._study.ask(fixed_distributions=self._distributions)
+            return Proposal(number=trial.number, own="own" in trial.user_attrs, values=trial.params)
 
     def tell(self, proposal: Proposal, gain: float | None) -> None:
         """Tell what a proposal gained; ``None`` if it failed."""
         failed = optuna.trial.TrialState.FAIL if gain is None else None
-        self._study.tell(proposal.number, gain, state=failed)
+        with _using(self._where):
+            self._study.tell(proposal.number, gain, state=failed)
 
     def proposals(self) -> list[Proposal]:
         """Return all that was proposed."""
@@ -338,8 +356,20 @@ class RecipeStudy:
         _close(self._storage)
 
     def _whole(self) -> list[optuna.trial.FrozenTrial]:
-        trials = self._study.get_trials(deepcopy=False)
-        return [trial for trial in trials if trial.params.keys() == self._distributions.keys()]
+        """Return the trials that were proposed in full.
+
+        Raises:
+            RunDirectoryError: if one has a value that is not searched, or a gain that is no number.
+        """
+        with _using(self._where):
+            trials = self._study.get_trials(deepcopy=False)
+        whole = [trial for trial in trials if trial.params.keys() == self._distributions.keys()]
+        for trial in whole:
+            searched = all(self._space[name].holds(value) for name, value in trial.params.items())
+            told = trial.value is None or math.isfinite(trial.value)
+            if not (searched and told):
+                raise RunDirectoryError(f"trial {trial.number} is damaged", where=self._where, allowed=_WITHOUT_IT)
+        return whole
 
 
 def _proposal(trial: optuna.trial.FrozenTrial) -> Proposal:
@@ -362,9 +392,15 @@ def _opened(
     Raises:
         RunDirectoryError: if what is stored there is no study.
     """
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    # What it warns of while it reads a damaged database is said once, by whoever opens that.
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     store = StudyStore.of(place)
-    with _writing(store.where), _reading(store.where):
+    if isinstance(place, Path):
+        try:
+            require_own(place / STORAGE_FILE)
+        except InputError as error:
+            raise RunDirectoryError(error.problem, where=error.where, allowed=error.allowed) from error
+    with _using(store.where):
         storage = optuna.storages.RDBStorage(store.url, engine_kwargs=store.engine_options)
         study = optuna.create_study(
             study_name=store.prefix + name,
@@ -380,12 +416,25 @@ def _opened(
 def _reading(where: str) -> Iterator[None]:
     try:
         yield
-    except (sqlalchemy.exc.OperationalError, optuna.exceptions.StorageInternalError):
+    except (sqlalchemy.exc.OperationalError, optuna.exceptions.StorageInternalError) as error:
+        if not any(said in f"{error} {error.__cause__}" for said in _DAMAGED):
+            raise
+        raise _no_study(error, where) from error
+    except AutotuneError:
         raise
     except Exception as error:  # the database's driver is Optuna's business, and so are its exceptions
-        raise RunDirectoryError(
-            f"is no Optuna study ({type(error).__name__})", where=where, allowed="what a search stored"
-        ) from error
+        raise _no_study(error, where) from error
+
+
+def _no_study(error: Exception, where: str) -> RunDirectoryError:
+    return RunDirectoryError(f"is no Optuna study ({type(error).__name__})", where=where, allowed=_WITHOUT_IT)
+
+
+@contextlib.contextmanager
+def _using(where: str) -> Iterator[None]:
+    """Turn whatever a database raises that is damaged, full, locked or gone into one line."""
+    with _writing(where), _reading(where):
+        yield
 
 
 @contextlib.contextmanager

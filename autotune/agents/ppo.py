@@ -6,12 +6,9 @@ The only file that knows stable-baselines3; what it trains leaves it as a bare n
 from __future__ import annotations
 
 import contextlib
-import io
-import json
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,8 +28,8 @@ from torch import nn
 from autotune.agents.lever_network import LeverNetwork
 from autotune.agents.network import Layout, PolicyNetwork
 from autotune.agents.recipe import LeverRecipe
+from autotune.agents.saved_training import MOMENTS, SavedTraining
 from autotune.engines.metered_engine import StepsSpentError
-from autotune.files import write_atomic
 from autotune.gym.env import TuningEnv
 from autotune.gym.lever_env import LeverEnv
 from autotune.gym.levers import LIMIT, RUN_FEATURES, SIZES, UNIT_FEATURES, Features
@@ -225,7 +222,8 @@ def train_levers(
     recipe: LeverRecipe,
     *,
     seed: int,
-    checkpoint: Path | None = None,
+    saved: SavedTraining | None = None,
+    on_save: Callable[[SavedTraining], None] | None = None,
     on_rollout: Callable[[int, float], None] | None = None,
 ) -> LeverNetwork:
     """Train a network to lean on a planner.
@@ -234,8 +232,8 @@ def train_levers(
         env: runs under moving conditions; a rollout is one whole run of each lane.
         recipe: the settings.
         seed: of the network and of the sampled actions.
-        checkpoint: where training is saved after every rollout, and taken up if the file is there; an interrupted
-            training ends as one that was not interrupted.
+        saved: where an interrupted training goes on; it ends as one that was not interrupted.
+        on_save: is given the training before every rollout, as it stands until it returns.
         on_rollout: is told of decisions made so far and of what the last runs won on average, in percent.
     """
     shown = _LeverVecEnv(env)
@@ -263,7 +261,7 @@ def train_levers(
             },
         )
     model.set_logger(_silent())
-    model.learn(recipe.decisions, callback=_Rollouts(shown, checkpoint, on_rollout))
+    model.learn(recipe.decisions, callback=_Rollouts(shown, saved, on_save, on_rollout))
     features = model.policy.features_extractor
     assert isinstance(features, _LeverFeatures)
     return features.network.eval()
@@ -314,45 +312,68 @@ def fine_tune(
 
 
 class _Rollouts(BaseCallback):
-    """Tell of every rollout; save training before each, and take it up where it was left."""
+    """Tell of every rollout; hand out the training before each, and take it up where it was left."""
 
     def __init__(
-        self, env: _LeverVecEnv, checkpoint: Path | None, on_rollout: Callable[[int, float], None] | None
+        self,
+        env: _LeverVecEnv,
+        saved: SavedTraining | None,
+        on_save: Callable[[SavedTraining], None] | None,
+        on_rollout: Callable[[int, float], None] | None,
     ) -> None:
         super().__init__()
         self._env = env
-        self._checkpoint = checkpoint
+        self._saved = saved
+        self._on_save = on_save
         self._on_rollout = on_rollout
 
     def _on_training_start(self) -> None:
-        if self._checkpoint is None or not self._checkpoint.is_file():
+        saved = self._saved
+        if saved is None:
             return
-        # Tensors, numbers and text only: nothing that loads can run.
-        saved = torch.load(self._checkpoint, weights_only=True)
-        self.model.policy.load_state_dict(saved["policy"])
-        self.model.policy.optimizer.load_state_dict(saved["optimizer"])
-        self.model.num_timesteps = saved["decisions"]
-        self.model._last_obs = self._env.take_up(json.loads(saved["courses"]))
-        torch.set_rng_state(saved["torch"])
-        kind, position, has_gauss, gauss = json.loads(saved["numpy"])
-        np.random.set_state((kind, saved["numpy_keys"].numpy().astype(np.uint32), position, has_gauss, gauss))  # noqa: NPY002
+        with torch.no_grad():
+            for name, parameter in self._parameters().items():
+                parameter.copy_(saved.weights[name])
+        optimizer = self.model.policy.optimizer
+        state = {
+            index: {moment: values[name] for moment, values in saved.moments.items()}
+            for index, name in enumerate(self._parameters())
+            if saved.moments
+        }
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        self.model.num_timesteps = saved.decisions
+        self.model._last_obs = self._env.take_up(dict(saved.courses))
+        torch.set_rng_state(saved.torch_state)
+        np.random.set_state(saved.numpy_state)  # noqa: NPY002
 
     def _on_rollout_start(self) -> None:
-        if self._checkpoint is None:
+        if self._on_save is None:
             return
-        kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
-        saved = {
-            "policy": self.model.policy.state_dict(),
-            "optimizer": self.model.policy.optimizer.state_dict(),
-            "decisions": self.model.num_timesteps,
-            "courses": json.dumps(self._env.drawn_from),
-            "torch": torch.get_rng_state(),
-            "numpy": json.dumps([kind, position, has_gauss, gauss]),
-            "numpy_keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+        parameters, state = self._parameters(), self.model.policy.optimizer.state
+        moments = {
+            moment: {name: state[parameter][moment] for name, parameter in parameters.items()}
+            for moment in MOMENTS
+            if state
         }
-        buffer = io.BytesIO()
-        torch.save(saved, buffer)
-        write_atomic(self._checkpoint, buffer.getvalue())
+        self._on_save(
+            SavedTraining(
+                decisions=self.model.num_timesteps,
+                weights={name: parameter.detach() for name, parameter in parameters.items()},
+                moments=moments,
+                courses=self._env.drawn_from,
+                torch_state=torch.get_rng_state(),
+                numpy_state=np.random.get_state(legacy=True),  # type: ignore[arg-type]  # noqa: NPY002
+            )
+        )
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """Return the network's parameters by name, in the order in which the optimizer has them."""
+        features = self.model.policy.features_extractor
+        assert isinstance(features, _LeverFeatures)
+        names = {parameter: name for name, parameter in features.network.named_parameters()}
+        (group,) = self.model.policy.optimizer.param_groups
+        assert len(group["params"]) == len(names)
+        return {names[parameter]: parameter for parameter in group["params"]}
 
     def _on_step(self) -> bool:
         return True

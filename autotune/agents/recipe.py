@@ -6,17 +6,20 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from autotune.documents import STRICT, validated
 from autotune.errors import InputError
-from autotune.files import refuse_unknown_keys
+from autotune.files import read_text
 from autotune.physics.moving import Strengths
 from autotune.physics.planning import PlannerSettings
 
 RECIPE_VERSION = 1
 _LARGEST_BYTES = 2**16
+# Numbers of a recipe lie below it.
+_LIMIT = 1e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,8 @@ class LeverRecipe:
         trace: lambda of generalised advantage estimation.
         width: of the network.
     """
+
+    __pydantic_config__ = STRICT
 
     decisions: int = 2_000_000
     lanes: int = 256
@@ -63,6 +68,8 @@ class JobsRecipe:
         windows: of a run.
     """
 
+    __pydantic_config__ = STRICT
+
     training: int = 384
     validation: int = 128
     seed: int = 1
@@ -83,6 +90,8 @@ class Recipe:
         planner: how the planner plans that the policy leans on.
     """
 
+    __pydantic_config__ = STRICT
+
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     ppo: LeverRecipe = field(default_factory=LeverRecipe)
     jobs: JobsRecipe = field(default_factory=JobsRecipe)
@@ -90,7 +99,11 @@ class Recipe:
     planner: PlannerSettings = field(default_factory=PlannerSettings)
 
     def __post_init__(self) -> None:
+        for name in ("ppo", "jobs", "strengths", "planner"):
+            for key, value in asdict(getattr(self, name)).items():
+                _require(0 <= value < _LIMIT, f"{name}.{key}", value, f"a number from 0 to {_LIMIT:g}")
         seeds = self.seeds
+        _require(all(seed >= 0 for seed in seeds), "seeds", list(seeds), "whole numbers >= 0")
         _require(len(seeds) > 0 and len(set(seeds)) == len(seeds), "seeds", list(seeds), "different whole numbers")
         _require(max(seeds) < 2**32, "seeds", list(seeds), "numbers below 2^32")
         ppo, jobs = self.ppo, self.jobs
@@ -155,18 +168,11 @@ def read_recipe(path: Path) -> Recipe:
         InputError: naming the file, the key, its value and what is allowed.
     """
     where = str(path)
+    text = read_text(path, limit_bytes=_LARGEST_BYTES)
     try:
-        with path.open("rb") as file:
-            content = file.read(_LARGEST_BYTES + 1)
-        if len(content) > _LARGEST_BYTES:
-            raise InputError(f"is larger than {_LARGEST_BYTES} bytes", where=where, allowed="a recipe")
-        document = tomllib.loads(content.decode())
-    except OSError as error:
-        raise InputError(f"cannot be read ({error.strerror})", where=where, allowed="a readable TOML file") from error
-    except InputError:
-        raise
+        document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        # Besides broken syntax: text that is not UTF-8, and whole numbers of more digits than Python converts.
+        # Besides broken syntax: whole numbers of more digits than Python converts.
         raise InputError(f"is not TOML ({error})", where=where, allowed="a recipe in TOML") from error
     return recipe_of(document, where=where)
 
@@ -177,43 +183,7 @@ def recipe_of(document: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
     Raises:
         InputError: naming the key, its value and what is allowed.
     """
-    values = dict(document)
-    version = values.pop("version", None)
-    if type(version) is not int or version != RECIPE_VERSION:
-        raise InputError(f"version is {version!r}", where=where, allowed=[RECIPE_VERSION])
-    parts = {"ppo": LeverRecipe, "jobs": JobsRecipe, "strengths": Strengths, "planner": PlannerSettings}
-    refuse_unknown_keys(values, frozenset({"seeds", *parts}), where=where)
-    try:
-        made: dict[str, Any] = {name: _part(kind, values.get(name, {}), name, where) for name, kind in parts.items()}
-        seeds = values.get("seeds", list(Recipe().seeds))
-        whole = isinstance(seeds, list) and all(type(seed) is int and seed >= 0 for seed in seeds)
-        _require(whole, "seeds", seeds, "a list of whole numbers >= 0")
-        return Recipe(seeds=tuple(seeds), **made)
-    except InputError as error:
-        raise InputError(error.problem, where=where, allowed=error.allowed) from error
-
-
-_Part = TypeVar("_Part")
-
-
-def _part(kind: type[_Part], document: object, name: str, where: str) -> _Part:
-    """Return one table of a recipe: only known keys, only numbers of the right kind."""
-    if not isinstance(document, Mapping):
-        raise InputError(f"{name} is {document!r}", where=where, allowed="a table")
-    known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
-    refuse_unknown_keys(
-        {f"{name}.{key}": None for key in document}, frozenset(f"{name}.{key}" for key in known), where=where
-    )
-    values = {}
-    for key, value in document.items():
-        default = known[key].default
-        whole = isinstance(default, int)
-        good = type(value) is int if whole else type(value) in (int, float)
-        _require(
-            good and value >= 0 and value < 1e12, f"{name}.{key}", value, "a whole number" if whole else "a number >= 0"
-        )
-        values[key] = value if whole else float(value)
-    return kind(**values)
+    return validated(Recipe, document, where=where, version=RECIPE_VERSION)
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:

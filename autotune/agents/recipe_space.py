@@ -28,6 +28,11 @@ class Range:
     log: bool = False
     whole: bool = False
 
+    def holds(self, value: object) -> bool:
+        """Tell whether a value lies in the range and is of its kind."""
+        kinds = int if self.whole else int | float
+        return isinstance(value, kinds) and not isinstance(value, bool) and self.low <= value <= self.high
+
     def around(self, value: float) -> Range:
         """Return the range, widened to hold a value."""
         return replace(self, low=min(self.low, value), high=max(self.high, value))
@@ -42,6 +47,10 @@ class Choice:
     """
 
     options: tuple[int, ...]
+
+    def holds(self, value: object) -> bool:
+        """Tell whether a value is one of the options."""
+        return type(value) is int and value in self.options
 
     def around(self, value: float) -> Choice:
         """Return the choice, with a value among the options."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune.addresses import scrubbed, sqlite_address, without_secrets
 from autotune.errors import InputError, first_line
 
 STORAGE_FILE = "optuna.db"
@@ -36,12 +37,12 @@ class StudyStore:
         if isinstance(place, StudyStore):
             return place
         path = place / STORAGE_FILE
-        return cls(url=f"sqlite:///{path}", prefix="", where=str(path))
+        return cls(url=sqlite_address(path), prefix="", where=str(path))
 
     @classmethod
     def shared(cls, url: str, run: str) -> StudyStore:
         """Return the store of a run in a database that :func:`checked` has seen."""
-        return cls(url=url, prefix=f"{run} ", where=without_password(url))
+        return cls(url=url, prefix=f"{run} ", where=without_secrets(url))
 
     @property
     def engine_options(self) -> dict[str, Any]:
@@ -64,11 +65,16 @@ def checked(url: str, where: str = "--storage") -> str:
     allowed = "postgresql://user@host:port/database"
     scheme, _, rest = url.partition("://")
     if scheme not in ("postgresql", "postgres", _DRIVER) or not rest:
-        raise InputError(f"is {without_password(url)!r}", where=where, allowed=allowed)
+        raise InputError(f"is {without_secrets(url)!r}", where=where, allowed=allowed)
     if _place(url) == _place(os.environ.get("MLFLOW_TRACKING_URI", "")):
         # Both keep the version of their tables in a table of one name.
-        raise InputError(f"{without_password(url)} is MLflow's database", where=where, allowed="another one beside it")
+        raise InputError(f"{without_secrets(url)} is MLflow's database", where=where, allowed="another one beside it")
     found = f"{_DRIVER}://{rest}"
+    try:
+        sqlalchemy.make_url(found)
+    except (sqlalchemy.exc.ArgumentError, ValueError) as error:
+        # What it says quotes what may be a password.
+        raise InputError(f"{without_secrets(url)} cannot be read", where=where, allowed=allowed) from error
     try:
         engine = sqlalchemy.create_engine(found, **_options(found))
         with engine.connect() as connection:
@@ -77,22 +83,22 @@ def checked(url: str, where: str = "--storage") -> str:
     except ModuleNotFoundError as error:
         raise InputError(f"the driver is missing ({error.name})", where=where, allowed=_INSTALL) from error
     except (sqlalchemy.exc.SQLAlchemyError, ValueError) as error:
-        reason = first_line(getattr(error, "orig", None) or error)
-        shown = without_password(url)
+        reason = scrubbed(first_line(getattr(error, "orig", None) or error), url, found)
+        shown = without_secrets(url)
         raise InputError(f"{shown} does not answer ({reason})", where=where, allowed="a database that does") from error
     return found
 
 
-def without_password(url: str) -> str:
-    """Return an address that may be written down."""
-    scheme, mark, rest = url.partition("://")
-    user, at, host = rest.rpartition("@")
-    return f"{scheme}{mark}{user.partition(':')[0]}{at}{host}"
+def _place(url: str) -> tuple[str | None, int | None, str | None]:
+    """Return host, port and database."""
+    import sqlalchemy
 
-
-def _place(url: str) -> str:
-    """Return host and database."""
-    return url.partition("://")[2].rpartition("@")[2]
+    try:
+        found = sqlalchemy.make_url(url)
+    except (sqlalchemy.exc.ArgumentError, ValueError):
+        # Of a port that is no number, and of forms that are another library's.
+        return None, None, url
+    return found.host, found.port, found.database
 
 
 def _options(url: str) -> dict[str, Any]:

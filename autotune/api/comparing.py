@@ -77,4 +77,5 @@ def compare(
     )
     asked = {**session.asked, "dips": dips, "carbon_intensity": carbon_intensity, "within": within}
     session = replace(session, dips=moves, intensity=intensity, asked=asked)
-    return session.compare(names, drawn, verb=verb)
+    with session.opened:
+        return session.compare(names, drawn, verb=verb)

@@ -10,6 +10,7 @@ from typing import Any
 from autotune.campaign.journal import Journal
 from autotune.campaign.progress import Reporter, Silent
 from autotune.campaign.protocol import paired_seeds
+from autotune.campaign.run_documents import AskedTable
 from autotune.campaign.runs import RunDirectory, require_writable
 from autotune.campaign.tracking import Tracker
 from autotune.data import pointed_at
@@ -49,34 +50,29 @@ def reproduce(
     with pointed_at(data):
         sources = sources_of(experiments_for(table, scale))
     require_writable(runs)
-    asked = {
-        "table": table,
-        "data": None if data is None else str(Path(data).absolute()),
-        "scale": scale,
-        "seeds": seeds,
-    }
-    config = {"asked": asked, "data": [asdict(source) for source in sources]}
-    run = RunDirectory.create(runs, "reproduce", table, config)
-    journal = Journal()
-    journal.keep_in(run.path)
-    return reproduced_run(asked, run, journal, reporter or Silent())
+    asked = AskedTable(table=table, data=None if data is None else str(Path(data).absolute()), scale=scale, seeds=seeds)
+    config = {"asked": asdict(asked), "data": [asdict(source) for source in sources]}
+    with RunDirectory.create(runs, "reproduce", table, config) as run:
+        journal = Journal()
+        journal.keep_in(run.path)
+        return reproduced_run(asked, run, journal, reporter or Silent())
 
 
-def reproduced_run(asked: Mapping[str, Any], run: RunDirectory, journal: Journal, reporter: Reporter) -> dict[str, Any]:
+def reproduced_run(asked: AskedTable, run: RunDirectory, journal: Journal, reporter: Reporter) -> dict[str, Any]:
     """Measure what is missing of a table, and return its document."""
     from autotune.campaign.reproduce.races import Campaign
     from autotune.campaign.reproduce.tables import experiments_for, reproduced
 
     began = journal.clock()
-    with pointed_at(asked["data"]):
-        experiments = experiments_for(asked["table"], asked["scale"])
+    with pointed_at(asked.data):
+        experiments = experiments_for(asked.table, asked.scale)
         campaign = Campaign(
             run=run,
             journal=journal,
-            seeds=paired_seeds(asked["seeds"]),
+            seeds=paired_seeds(asked.seeds),
             reporter=reporter,
         )
-        document = reproduced(asked["table"], asked["scale"], experiments, campaign)
+        document = reproduced(asked.table, asked.scale, experiments, campaign)
     document = {**document, "seconds": journal.clock() - began, "run": str(run.path)}
     _log(document, run)
     return document

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from autotune.addresses import without_secrets
 from autotune.agents.planner import PLANNERS, planned
-from autotune.agents.study_store import checked, without_password
+from autotune.agents.study_store import checked
 from autotune.budget import MemoryBudget, format_bytes
 from autotune.campaign import comparison, tuning
 from autotune.campaign.arms import (
@@ -20,6 +23,7 @@ from autotune.campaign.arms import (
     named_arm,
     needs_profile,
     refuse_broken_policies,
+    require_distinct,
     static_arm,
 )
 from autotune.campaign.journal import Journal, JournaledEngine
@@ -32,6 +36,7 @@ from autotune.campaign.tracking import Tracker, send_pending
 from autotune.campaign.windows import make_engine
 from autotune.catalog import load_job
 from autotune.cluster import ClusterOptions
+from autotune.documents import Count
 from autotune.engines.engine import Engine
 from autotune.engines.inspection import build_model, build_optimizer
 from autotune.engines.isolated_engine import RankOptions
@@ -76,6 +81,7 @@ class Session:
         asked: the arguments of the command, to take it up with.
         journal: what the campaign did so far.
         run: the run directory of a campaign that is taken up; ``None`` makes one.
+        opened: closes what the campaign opened, its run directory above all.
     """
 
     job: Job
@@ -93,6 +99,7 @@ class Session:
     asked: Mapping[str, Any] = field(default_factory=dict)
     journal: Journal = field(default_factory=Journal)
     run: RunDirectory | None = None
+    opened: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def tune(self, method: str) -> dict[str, Any]:
         """Find a plan with one method and return ``tune --json``'s document.
@@ -178,6 +185,7 @@ class Session:
         """
         require_writable(self.runs)
         refuse_broken_policies([split(name, where="--arms")[0] for name in names])
+        require_distinct(names)
         self._refuse_budget_early()
         with contextlib.closing(self._engine()) as engine:
             run, tracker, arms, references = self._arms(engine, names, seeds, verb)
@@ -358,7 +366,7 @@ class Session:
                 self.job, on_pilot=lambda number, share: self.reporter.advance(share, f"pilot {number + 1}")
             )
 
-        return int(self.journal.once({"horizon": self.job.name}, find))
+        return int(self.journal.once({"horizon": self.job.name}, find, Count))
 
     def _refuse_budget_early(self) -> None:
         """Refuse a budget that a profile in the cache shows to be too small, before anything runs."""
@@ -457,6 +465,7 @@ class Session:
                 "asked": {**self.asked, **config},
             },
         )
+        self.opened.callback(run.close)
         self.journal.keep_in(run.path)
         send_pending(self.runs)
         return run
@@ -504,10 +513,10 @@ def session_of(
         "seed": seed,
         "lean": lean,
         "isolate": isolate,
-        "ranks": None if ranks is None else asdict(ranks),
+        "ranks": None if ranks is None else {**asdict(ranks), "config": digest_of(ranks.config)},
         "cluster": None if cluster is None else asdict(cluster),
-        # Where it is taken up, a password comes from PGPASSWORD.
-        "storage": None if storage is None else without_password(storage),
+        # Where it is taken up, the address is given again.
+        "storage": None if storage is None else without_secrets(storage),
         "weights": weights,
         "watts": watts,
     }
@@ -571,3 +580,8 @@ def fastest_fitting_plan(document: dict[str, Any]) -> dict[str, Any] | None:
     best = min(fitting, key=lambda arm: ratios[arm["name"]])
     plan: dict[str, Any] = best["plan"]
     return plan
+
+
+def digest_of(config: Mapping[str, Any] | None) -> str | None:
+    """Return the SHA-256 of a configuration that is not kept itself, since it may hold secrets; ``None`` for none."""
+    return None if config is None else hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from autotune.budget import MemoryBudget
 from autotune.campaign.profiling import cached_profile
 from autotune.campaign.progress import Reporter, Silent
+from autotune.campaign.run_documents import TrainConfig
 from autotune.campaign.runs import RunDirectory, require_writable
 from autotune.campaign.tracking import Tracker, send_pending
 from autotune.catalog import content_folder, load_job
 from autotune.cluster import ClusterOptions
-from autotune.errors import InputError
+from autotune.errors import InputError, RunDirectoryError
 from autotune.job import Job
 
 if TYPE_CHECKING:
@@ -47,18 +48,15 @@ def train(
     from autotune.campaign import training
 
     if resume is not None:
-        found, run, config = _taken_up(recipe, resume)
-        if "search" in config:
-            raise InputError(
-                "holds a search", where=str(resume), allowed="a training, or --search N beside --resume to take it up"
-            )
+        found, run, _ = _taken_up(recipe, resume, searched=False)
     else:
         found = _recipe(recipe)
         require_writable(Path(runs_dir))
         run = RunDirectory.create(Path(runs_dir), "train", "simulated", {"recipe": found.to_json()})
-    tracker = Tracker(run.path.parent, run.path, "train")
-    document = training.train(found, run, tracker, reporter or Silent(), processes=processes, cluster=cluster)
-    tracker.close()
+    with run:
+        tracker = Tracker(run.path.parent, run.path, "train")
+        document = training.train(found, run, tracker, reporter or Silent(), processes=processes, cluster=cluster)
+        tracker.close()
     return document
 
 
@@ -95,9 +93,9 @@ def search_recipe(
     from autotune.campaign import recipe_search
 
     if resume is not None:
-        found, run, config = _taken_up(recipe, resume)
-        begun = recipe_search.begun_search(config, where=run.path)
+        found, run, begun = _taken_up(recipe, resume, searched=True)
         if decisions not in (None, begun):
+            run.close()
             raise InputError(f"is {decisions}", where="--search-decisions", allowed=f"{begun}, as the search was begun")
         settings = recipe_search.SearchSettings(trials=trials, decisions=begun)
     else:
@@ -108,7 +106,7 @@ def search_recipe(
         require_writable(Path(runs_dir))
         config = {"recipe": found.to_json(), "search": {"trials": trials, "decisions": each}}
         run = RunDirectory.create(Path(runs_dir), "train", "search", config)
-    with recipe_search.opened(found, settings, run) as search:
+    with run, recipe_search.opened(found, settings, run) as search:
         send_pending(run.path.parent)
         tracker = Tracker(run.path.parent, run.path, "train search")
         document = recipe_search.run_search(search, tracker, reporter or Silent(), processes=processes)
@@ -122,18 +120,21 @@ def _recipe(path: str | Path | None) -> Recipe:
     return Recipe() if path is None else read_recipe(Path(path))
 
 
-def _taken_up(recipe: str | Path | None, resume: str | Path) -> tuple[Recipe, RunDirectory, dict[str, Any]]:
-    """Return the recipe, the run and the configuration of an interrupted training."""
+def _taken_up(recipe: str | Path | None, resume: str | Path, *, searched: bool) -> tuple[Recipe, RunDirectory, int]:
+    """Return the recipe of an interrupted training, its run, to be written in, and a search's decisions per trial."""
     from autotune.agents.recipe import recipe_of
 
     if recipe is not None:
         raise InputError("both --recipe and --resume are given", where="train", allowed="one of them")
-    run = RunDirectory.open(Path(resume))
-    config = run.read("config.json")
-    begun = config.get("recipe")
-    if not isinstance(begun, dict):
-        raise InputError("holds no training", where=str(resume), allowed="the run directory of a training")
-    return recipe_of(begun, where=str(run.path / "config.json")), run, config
+    where = Path(resume) / "config.json"
+    config = RunDirectory.open(Path(resume)).config
+    if not isinstance(config, TrainConfig):
+        raise RunDirectoryError("holds no training", where=str(resume), allowed="the run directory of a training")
+    if searched is (config.search is None):
+        kind, other = ("no search", "without --search") if searched else ("a search", "with --search N")
+        raise RunDirectoryError(f"holds {kind}", where=str(resume), allowed=f"autotune train --resume {other}")
+    decisions = 0 if config.search is None else config.search.decisions
+    return recipe_of(config.recipe, where=str(where)), RunDirectory.take_up(Path(resume)), decisions
 
 
 def fine_tune(
@@ -175,9 +176,10 @@ def fine_tune(
     require_writable(runs)
     shows.stage("profile the units, once", 1)
     profile, _, _ = cached_profile(found, runs, on_progress=shows.advance)
-    run = RunDirectory.create(runs, "train", found, {"from": str(folder), "memory_budget": memory_budget, "seed": seed})
-    tracker = Tracker(runs, run.path, f"train {found.name}")
-    recipe = FineTuning(windows=windows)
-    document = fine_tuning.go_on(found, folder, profile, memory_budget, recipe, run, tracker, shows, seed=seed)
-    tracker.close()
+    config = {"policy": str(folder), "memory_budget": memory_budget, "seed": seed}
+    with RunDirectory.create(runs, "train", found, config) as run:
+        tracker = Tracker(runs, run.path, f"train {found.name}")
+        recipe = FineTuning(windows=windows)
+        document = fine_tuning.go_on(found, folder, profile, memory_budget, recipe, run, tracker, shows, seed=seed)
+        tracker.close()
     return document

@@ -81,7 +81,8 @@ def tune(
         weights=weights,
         watts=watts,
     )
-    return session.tune(method)
+    with session.opened:
+        return session.tune(method)
 
 
 def tune_stages(

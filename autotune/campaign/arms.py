@@ -14,7 +14,7 @@ from autotune.campaign.runs import read_plan
 from autotune.campaign.tuning import METHODS
 from autotune.errors import InputError
 from autotune.job import Job
-from autotune.launching import canonical, launched, suffix
+from autotune.launching import canonical, launched, split, suffix
 from autotune.physics.profile import Profile
 from autotune.plan import Launch, Plan, PlanSpace
 
@@ -67,6 +67,27 @@ def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:
         where="--arms",
         allowed=_ALLOWED,
     )
+
+
+def require_distinct(names: Sequence[str]) -> None:
+    """Refuse arms of which two would be called the same: a file is called after its stem, a folder after its name.
+
+    Raises:
+        InputError: naming both.
+    """
+    known: dict[str, str] = {}
+    for name in names:
+        plain, launch = split(name, where="--arms")
+        path = Path(plain)
+        called = path.stem if path.suffix == ".json" else path.name if path.is_dir() else plain
+        called += suffix(launch)
+        if called in known:
+            raise InputError(
+                f"{known[called]!r} and {name!r} are both called {called!r}",
+                where="--arms",
+                allowed="files and folders of different names",
+            )
+        known[called] = name
 
 
 def needs_profile(name: str) -> bool:

@@ -148,5 +148,5 @@ def _needs_stable_baselines3(policy: Path) -> bool:
         "bench.decision_times(policy_judging.load_judged(Path(sys.argv[1])), 5, 10); "
         "print('stable_baselines3' in sys.modules)"
     )
-    answer = subprocess.run([sys.executable, "-c", code, str(policy)], capture_output=True, text=True, check=True)
+    answer = subprocess.run([sys.executable, "-P", "-c", code, str(policy)], capture_output=True, text=True, check=True)
     return answer.stdout.strip() == "True"

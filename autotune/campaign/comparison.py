@@ -18,6 +18,7 @@ from typing import Any
 from autotune.agents.policy import Policy, StaticPolicy
 from autotune.campaign.journal import Journal
 from autotune.campaign.protocol import FEWEST_FOR_A_CLAIM, Arm, Dips, Protocol, RunRecord
+from autotune.campaign.run_documents import Run
 from autotune.campaign.tracking import Tracker
 from autotune.campaign.verdicts import gated, judge
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
@@ -124,7 +125,9 @@ def compare(
         # A B C then C B A: a drift of the machine's speed meets every arm from both sides.
         for arm in arms if index % 2 == 0 else list(reversed(arms)):
             run = functools.partial(_run_arm, arm.job or job, arm, seed, protocol, on_progress)
-            record = RunRecord.from_json(journal.once({"run": arm.name, "seed": seed}, _as_json(run)))
+            record = RunRecord.from_json(journal.once({"run": arm.name, "seed": seed}, _as_json(run), Run))
+            for _, plan in record.plans:
+                Plan.from_json(plan, where=journal.place)
             records[arm.name].append(record)
             if tracker is not None and not tracker.knows(_called(arm, record)):
                 _track(tracker, arm, record)
@@ -190,6 +193,8 @@ class _Run:
         self._windows = 0
         self._on_step = on_step
         self._record = RunRecord(seed=seed)
+        # Whether the last evaluation gave no number.
+        self._diverged = False
         self._trained_s = 0.0
         self._step_s: list[float] = []
         self._samples_per_step: list[float] = []
@@ -229,6 +234,8 @@ class _Run:
         record.steps, record.samples = engine.progress.steps, engine.progress.samples
         if self._step_s:
             record.throughput = statistics.fmean(self._samples_per_step) / statistics.median(self._step_s)
+        if record.failure is None and self._diverged:
+            record.failure = str(Failure.NON_FINITE)
         record.final_metric = record.curve[-1][2] if record.curve and record.failure is None else None
         return record
 
@@ -294,6 +301,10 @@ class _Run:
     def _evaluate(self) -> None:
         record, samples = self._record, self._engine.progress.samples
         metric = self._engine.evaluate()
+        self._diverged = not math.isfinite(metric)
+        if self._diverged:
+            # As a perplexity is before training; at the end it is a failure.
+            return
         record.curve.append((self._trained_s, samples, metric))
         if not record.reached and self._job.arrived(metric):
             record.reached = True

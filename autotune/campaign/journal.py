@@ -14,10 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from autotune.campaign.runs import BEGUN_WITH, writing
+from autotune.campaign.runs import BEGUN_WITH, LARGEST_LOG_BYTES, as_run_error, writing
+from autotune.documents import Count, Seconds, document, validated
 from autotune.engines.engine import Engine, PreparingEngine
-from autotune.errors import InputError, RunDirectoryError
-from autotune.files import append_json_line, parse_json
+from autotune.errors import RunDirectoryError
+from autotune.files import append_json_line, open_for_appending, parse_line, read_bytes
 from autotune.measurement import Measurement
 from autotune.plan import Plan, PlanSpace
 
@@ -51,8 +52,10 @@ class Journal:
         if not path.is_file():
             if any(child.name not in BEGUN_WITH and child.name[0] != "." for child in folder.iterdir()):
                 raise RunDirectoryError("holds no journal", where=str(folder), allowed="the run of a tune or a compare")
-            path.touch()
-        for number, row in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+            open_for_appending(path).close()
+        with as_run_error():
+            rows = read_bytes(path, limit_bytes=LARGEST_LOG_BYTES, follow=False).split(b"\n")[:-1]
+        for number, row in enumerate(rows, 1):
             journal._records.append(_checked(row, where=f"{path}, line {number}"))
         journal._path = path
         return journal
@@ -67,6 +70,11 @@ class Journal:
         """Tell whether the next thing is answered from the journal."""
         return self.left > 0
 
+    @property
+    def place(self) -> str:
+        """Return where the last answer stands."""
+        return f"{self._path}, line {self._next}, result"
+
     def keep_in(self, folder: Path) -> None:
         """Write to a run directory from now on, and what came before.
 
@@ -78,16 +86,17 @@ class Journal:
             for record in self._records:
                 self._write(record)
 
-    def once(self, what: dict[str, Any], do: Callable[[], Any]) -> Any:
+    def once(self, what: dict[str, Any], do: Callable[[], Any], kind: Any = Any) -> Any:
         """Return what came of something that is asked for; do it, if it was not done before.
 
         Args:
             what: names it, as a JSON object.
             do: does it and returns a JSON value.
+            kind: the type of that value, to which one from the journal is held; see :mod:`autotune.documents`.
 
         Raises:
-            RunDirectoryError: if the journal says that the campaign asked for something else here, or cannot be
-                written.
+            RunDirectoryError: if the journal says that the campaign asked for something else here, has something else
+                for an answer, or cannot be written.
         """
         asked = json.loads(json.dumps(what))
         if self.replaying:
@@ -100,6 +109,7 @@ class Journal:
                 )
             self._next += 1
             self.replayed_s += record["seconds"]
+            validated(kind, record["result"], where=self.place, error=RunDirectoryError)
             return record["result"]
         began = time.perf_counter()
         result = do()
@@ -174,7 +184,8 @@ class JournaledEngine:
             "steps": steps,
             "memory_budget_bytes": self.memory_budget_bytes,
         }
-        return Measurement.from_json(self._journal.once(asked, train))
+        seen = self._journal.once(asked, train)
+        return Measurement.from_json(seen, where=self._journal.place)
 
     def evaluate(self) -> float:
         """Return the metric of the engine's model."""
@@ -203,12 +214,21 @@ def _finite(document: dict[str, Any]) -> dict[str, Any]:
     return {**document, "gradient": None}
 
 
+@document
+class Record:
+    """A line of ``journal.jsonl``: what was asked for, what came of it, and a checksum of both."""
+
+    what: dict[str, Any]
+    result: Any
+    seconds: Seconds
+    crc32: Count
+
+
 def _checked(row: bytes, *, where: str) -> dict[str, Any]:
-    try:
-        record = parse_json(row.decode(), where=where)
-    except (InputError, UnicodeDecodeError) as error:
-        raise RunDirectoryError(f"is damaged ({error})", where=where, allowed="a record as it was written") from error
-    if record.pop("crc32", None) != _sum(record):
+    with as_run_error():
+        record = parse_line(row, where=where)
+        validated(Record, record, where=where)
+    if record.pop("crc32") != _sum(record):
         raise RunDirectoryError("is damaged: its checksum differs", where=where, allowed="a record as it was written")
     return record
 

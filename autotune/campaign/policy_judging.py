@@ -17,7 +17,7 @@ from autotune.agents.bundle import MANIFEST, WEIGHTS, load_policy
 from autotune.agents.lever_network import LeverNetwork
 from autotune.agents.planner_policy import PlannerPolicy, Ranges
 from autotune.errors import PolicyFileError, RunDirectoryError, first_line
-from autotune.files import read_json
+from autotune.files import read_bytes, read_json, require_plain
 from autotune.gym.levers import (
     NEUTRAL,
     Actions,
@@ -41,6 +41,7 @@ VARIANTS = ("depth48", "shifted", "misjudged")
 
 # Moving jobs are drawn this far from the given seed, static ones by the seed itself.
 MOVING_SEED = 10_000
+_LARGEST_NETWORK_BYTES = 64 * 2**20
 
 Choose = Callable[[tuple[Features, Features]], Actions]
 Share = Callable[[float, str], None]
@@ -112,6 +113,7 @@ def load_judged(policy: Path, train_run: Path | None = None) -> Judged:
     manifest, shipped = read_json(policy / MANIFEST), _network(policy / WEIGHTS)
     files = {"policy": policy / WEIGHTS}
     if train_run is not None:
+        require_plain(train_run)
         files = {path.stem: path for path in sorted(train_run.glob("seed-*.safetensors"))}
         if not files:
             raise RunDirectoryError(
@@ -128,17 +130,21 @@ def load_judged(policy: Path, train_run: Path | None = None) -> Judged:
             "recipe_sha256": manifest["training"]["recipe_sha256"],
             "strengths_sha256": manifest["training"]["strengths_sha256"],
             "planner": asdict(loaded.settings),
-            "networks_sha256": {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()},
+            "networks_sha256": {name: hashlib.sha256(_bytes(path)).hexdigest() for name, path in files.items()},
         },
     )
 
 
+def _bytes(path: Path) -> bytes:
+    return read_bytes(path, limit_bytes=_LARGEST_NETWORK_BYTES, follow=False)
+
+
 def _network(path: Path) -> LeverNetwork:
     try:
-        tensors = load_tensors(path.read_bytes())
+        tensors = load_tensors(_bytes(path))
         network = LeverNetwork(tensors["value.weight"].shape[1])
         network.load_state_dict(tensors)
-    except (OSError, SafetensorError, KeyError, RuntimeError, ValueError) as error:
+    except (SafetensorError, KeyError, IndexError, RuntimeError, ValueError) as error:
         raise PolicyFileError(
             f"is not a network's weights ({first_line(error)})", where=str(path), allowed="safetensors"
         ) from error

@@ -12,17 +12,36 @@ import os
 import platform
 import sys
 import sysconfig
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from autotune.catalog import is_job_file
-from autotune.errors import InputError, ProfileError
-from autotune.files import read_json, write_json
+from autotune.documents import document, validated
+from autotune.errors import InputError
+from autotune.files import inside, read_bytes, read_json, write_json
 from autotune.physics.profile import PROFILE_VERSION, Profile
 
 _INDEX = "index.json"
+_LARGEST_SOURCE_BYTES = 16 * 2**20
 # What else decides how a job runs.
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+
+
+@document
+class _Entry:
+    """What is known of a reference.
+
+    Attributes:
+        file: name of its profile.
+        sources: SHA-256 of each file that the job was made of, by path.
+        environment: what else it depends on.
+    """
+
+    file: str
+    sources: dict[str, str]
+    environment: dict[str, Any]
 
 
 def indexed_profile(reference: str, runs: Path) -> tuple[Profile, Path] | None:
@@ -32,26 +51,56 @@ def indexed_profile(reference: str, runs: Path) -> tuple[Profile, Path] | None:
         reference: the job, as it is named on the command line.
         runs: the folder of runs.
     """
+    profiles = runs / "profiles"
     try:
-        entry = read_json(runs / "profiles" / _INDEX)[_key(reference)]
-        path = runs / "profiles" / str(entry["file"])
-        same = entry["environment"] == _environment() and bool(entry["sources"])
-        same = same and all(_digest(Path(name)) == digest for name, digest in entry["sources"].items())
-        return (Profile.from_json(read_json(path), where=str(path)), path) if same else None
-    except (InputError, ProfileError, KeyError, TypeError, AttributeError, OSError):
+        entry = _entries(profiles).get(_key(reference))
+        if entry is None or entry.environment != _environment() or not entry.sources:
+            return None
+        path = inside(profiles, entry.file)
+        roots = _roots(reference)
+        same = all(
+            _is_source(Path(name), roots) and _digest(Path(name)) == digest for name, digest in entry.sources.items()
+        )
+        return (Profile.from_json(read_json(path, follow=False), where=str(path)), path) if same else None
+    except InputError:
         return None
 
 
 def remember(reference: str, profile: Path, runs: Path) -> None:
     """Note which profile a reference has; the job must have been loaded in this process."""
-    sources = {str(path): _digest(path) for path in _sources()}
-    index = runs / "profiles" / _INDEX
+    roots = _roots(reference)
+    # Files that this process loaded from elsewhere, such as another job's, are none that the job would be found with.
+    sources = {str(path): _digest(path) for path in _sources() if _is_source(path, roots)}
     try:
-        known: dict[str, Any] = dict(read_json(index))
-    except (InputError, TypeError, ValueError):
+        known = _entries(runs / "profiles")
+    except InputError:
         known = {}
-    known[_key(reference)] = {"file": profile.name, "sources": sources, "environment": _environment()}
-    write_json(index, known)
+    known[_key(reference)] = _Entry(file=profile.name, sources=sources, environment=_environment())
+    write_json(runs / "profiles" / _INDEX, {key: asdict(entry) for key, entry in known.items()})
+
+
+def _entries(profiles: Path) -> dict[str, _Entry]:
+    """Return what is known of each reference.
+
+    Raises:
+        InputError: if the index is missing or damaged.
+    """
+    path = profiles / _INDEX
+    found = read_json(path, follow=False)
+    return {key: validated(_Entry, entry, where=f"{path}, {key}") for key, entry in found.items()}
+
+
+def _roots(reference: str) -> list[Path]:
+    """Return the folders in which a job's modules are looked for; its own file's folder is one of them."""
+    named = Path(reference.partition(":")[0]).absolute().parent
+    return [named, Path.cwd(), Path(__file__).parents[2], *(Path(entry) for entry in sys.path if entry)]
+
+
+def _is_source(path: Path, roots: Sequence[Path]) -> bool:
+    """Tell whether a job may be made of a file: an index that somebody else wrote names no other that is looked at."""
+    # Without "..", which would lead out of any folder that the path begins with.
+    plain = str(path) == os.path.abspath(path)  # noqa: PTH100 - resolve() would follow links
+    return plain and path.suffix == ".py" and any(root in path.parents for root in roots)
 
 
 def _key(reference: str) -> str:
@@ -88,4 +137,4 @@ def _environment() -> dict[str, Any]:
 
 
 def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(read_bytes(path, limit_bytes=_LARGEST_SOURCE_BYTES)).hexdigest()

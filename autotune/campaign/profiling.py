@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.metadata
 import itertools
 import json
 import os
-import signal
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +17,9 @@ import numpy as np
 import torch
 
 from autotune.engines.isolated_engine import RankOptions
+from autotune.engines.processes import WorkersError
 from autotune.engines.profiler import ProfilerOptions, calibration_plan, fixed_shape, profile, profile_key
+from autotune.engines.rank_processes import run_elsewhere
 from autotune.engines.rank_profiler import profile_on_ranks
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import InputError, JobError, ProfileError
@@ -149,34 +147,15 @@ def profile_elsewhere(reference: str, runs: Path, *, lean: bool) -> None:
         lean: whether to take half the steps.
 
     Raises:
+        InputError: if the job cannot be used.
         JobError: if the process does not bring a profile.
     """
-    command = [sys.executable, "-m", "autotune.cli.main", "profile", reference, "--runs-dir", str(runs), "--json"]
-    process = subprocess.Popen(
-        [*command, *(["--lean"] if lean else [])],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
-            # A profile is one of so many threads.
-            "OMP_NUM_THREADS": str(torch.get_num_threads()),
-        },
-    )
+    asked = {"job": reference, "runs": str(runs.absolute()), "lean": lean}
     try:
-        said = process.communicate()[1].decode(errors="replace").strip().splitlines()
-    finally:
-        # Whatever it started goes with it, also if this process is interrupted.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    if process.returncode:
-        code = process.returncode
-        how = f"exit code {code}" if code > 0 else f"signal {-code}"
-        last = said[-1].removeprefix("autotune: ") if said else "nothing was said"
-        raise JobError(f"profiling it ends with {how}: {last}", where=reference)
+        # A profile is one of so many threads.
+        run_elsewhere("autotune.campaign.profiling_process", asked, threads=torch.get_num_threads())
+    except WorkersError as error:
+        raise JobError(f"profiling it ends with {error.failure}: {error}", where=reference) from error
 
 
 def find_profile(job: Job, runs: Path, ranked: Ranked | None = None) -> Profile | None:

@@ -19,6 +19,9 @@ from autotune.plan import PlanSpace
 FEWEST_FOR_A_CLAIM = 6
 # Seeds of compared runs: none of them is a seed that tuning used.
 _FIRST_SEED = 1000
+_MOST_SEEDS = 1000
+# Windows between two dips: more than any run has.
+_RAREST_DIPS = 10**6
 
 ArmFactory = Callable[[PlanSpace], Policy]
 
@@ -45,12 +48,12 @@ class Dips:
             InputError: if it is neither.
         """
         parts = text.split(":")
-        allowed = "EVERY:SHARE or EVERY:SHARE:told, as in 5:70%, with EVERY at least 2 and a share below 100%"
+        allowed = "EVERY:SHARE or EVERY:SHARE:told, as in 5:70%, with EVERY from 2 to 1000000 and a share below 100%"
         try:
             every, share = int(parts[0]), MemoryBudget.parse(parts[1]).share
         except (ValueError, IndexError) as error:
             raise InputError(f"dips is {text!r}", where="--dips", allowed=allowed) from error
-        good = every >= 2 and share is not None and share < 1 and parts[2:] in ([], ["told"])
+        good = 2 <= every <= _RAREST_DIPS and share is not None and share < 1 and parts[2:] in ([], ["told"])
         if not good or share is None:
             raise InputError(f"dips is {text!r}", where="--dips", allowed=allowed)
         return cls(every=every, share=share, told=len(parts) == 3)
@@ -150,9 +153,9 @@ class RunRecord:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> RunRecord:
-        """Read what :meth:`to_json` returned."""
+        """Return the record of a document of the kind :class:`autotune.campaign.run_documents.Run`."""
         curve = [(seconds, samples, metric) for seconds, samples, metric in document["curve"]]
-        plans = [(entry["step"], entry["plan"]) for entry in document["plans"]]
+        plans = [(entry["step"], entry["plan"]) for entry in document.get("plans") or ()]
         ran = tuple(document.get("ran_s", (0.0, 0.0)))
         return cls(**{**document, "curve": curve, "plans": plans, "ran_s": ran})
 
@@ -161,8 +164,8 @@ def paired_seeds(count: int) -> tuple[int, ...]:
     """Return fresh seeds for compared runs.
 
     Raises:
-        InputError: for fewer than two.
+        InputError: for fewer than 2 or more than 1000.
     """
-    if count < 2:
-        raise InputError(f"seeds is {count}", where="--seeds", allowed="at least 2")
+    if not 2 <= count <= _MOST_SEEDS:
+        raise InputError(f"seeds is {count}", where="--seeds", allowed=f"at least 2, at most {_MOST_SEEDS}")
     return tuple(range(_FIRST_SEED, _FIRST_SEED + count))

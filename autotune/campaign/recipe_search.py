@@ -8,26 +8,27 @@ punish values that explore. A search that is interrupted, at whatever point, is 
 
 from __future__ import annotations
 
-import multiprocessing
+import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Protocol
-
-import numpy as np
 
 from autotune.agents.optuna_search import Outcome, Proposal, RecipeStudy
 from autotune.agents.recipe import Recipe
 from autotune.agents.recipe_space import own_values, space_around, with_values
 from autotune.campaign.progress import Reporter
 from autotune.campaign.runs import RunDirectory
+from autotune.campaign.seed_files import SeedFiles, SeedResult, finished, own_folder, read_result, taken_up
+from autotune.campaign.seed_processes import begin_seed
 from autotune.campaign.tracking import Tracker
-from autotune.campaign.training import SeedFiles, interval_over_jobs_and_seeds, train_seed
+from autotune.campaign.training import interval_over_jobs_and_seeds, train_seed
 from autotune.errors import AutotuneError, InputError
-from autotune.files import read_json, write_atomic
+from autotune.files import write_atomic
+
+logger = logging.getLogger(__name__)
 
 RECIPE_FILE, RESULT_FILE = "recipe.toml", "searched.json"
 TRIALS = "trials"
@@ -78,10 +79,7 @@ Begin = Callable[[Recipe, SeedFiles], Training]
 
 def begin_process(recipe: Recipe, files: SeedFiles) -> Training:
     """Begin to train a seed in a process of its own, which ends with this one."""
-    arguments = (recipe.to_json(), files.seed, str(files.folder), os.getpid())
-    process = multiprocessing.get_context("spawn").Process(target=train_seed, args=arguments)
-    process.start()
-    return process
+    return begin_seed(train_seed, recipe.to_json(), files.seed, files.folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,13 +109,12 @@ class Search:
 
     def decisions(self, proposal: Proposal) -> int:
         """Return how many decisions a trial has made so far."""
-        rows = self.run.lines(str(self.files(proposal).progress.relative_to(self.run.path)))
+        rows = self.files(proposal).rows()
         return min(rows[-1]["decisions"], self.settings.decisions) if rows else 0
 
-    def won(self, proposal: Proposal) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Return what a trial's network won, in percent, and of which job it was, both of shape (validation lanes,)."""
-        result = read_json(self.files(proposal).result)
-        return np.array(result["won_percent"]), np.array(result["job"])
+    def result(self, proposal: Proposal) -> SeedResult | None:
+        """Return what a trial's training came to, or ``None`` where it has not ended, or its result was damaged."""
+        return finished(self.files(proposal), self.short(proposal))
 
 
 def share_of(recipe: Recipe) -> int:
@@ -223,11 +220,13 @@ class _Done:
 
 
 def _begin(search: Search, proposal: Proposal, begin: Begin) -> Training:
-    files = search.files(proposal)
-    if files.result.is_file():
+    files, recipe = search.files(proposal), search.short(proposal)
+    if search.result(proposal) is not None:
         return _Done()
-    files.folder.mkdir(parents=True, exist_ok=True)
-    return begin(search.short(proposal), files)
+    own_folder(files.folder.parent)
+    own_folder(files.folder)
+    taken_up(files, recipe)
+    return begin(recipe, files)
 
 
 def _tell(search: Search, proposal: Proposal, training: Training) -> Outcome:
@@ -238,7 +237,8 @@ def _tell(search: Search, proposal: Proposal, training: Training) -> Outcome:
             f"trial {proposal.number} was killed (exit code {code}); take the search up again: "
             f"autotune train --search {search.settings.trials} --resume {search.run.path}"
         )
-    gain = float(search.won(proposal)[0].mean()) if search.files(proposal).result.is_file() else None
+    result = search.result(proposal)
+    gain = None if result is None else float(result.won.mean())
     search.study.tell(proposal, gain)
     return Outcome(proposal=proposal, gain=gain)
 
@@ -317,30 +317,20 @@ def _row(outcome: Outcome) -> dict[str, Any]:
 
 
 def _ahead(search: Search, ranked: list[Outcome]) -> dict[str, Any] | None:
-    """Return by how much the best is ahead of the recipe's own values on the same runs; ``None`` if those failed.
+    """Return by how much the best is ahead of the recipe's own values on the same runs; ``None`` if that is not known.
 
     The interval is over jobs alone: one seed says nothing of others, and the best of many looks better than it is.
     """
     own = next((outcome for outcome in ranked if outcome.proposal.own and outcome.gain is not None), None)
     if own is None:
         return None
-    (best, job), (reference, _) = search.won(ranked[0].proposal), search.won(own.proposal)
-    ahead = best - reference
-    return {"percent": float(ahead.mean()), "percent_ci95": list(interval_over_jobs_and_seeds(ahead[None], job))}
-
-
-def begun_search(config: Mapping[str, Any], *, where: Path) -> int:
-    """Return the decisions of a trial that a run directory's search was begun with.
-
-    Args:
-        config: its ``config.json``.
-        where: the run directory.
-
-    Raises:
-        InputError: if it holds no search.
-    """
-    search = config.get("search")
-    decisions = search.get("decisions") if isinstance(search, dict) else None
-    if type(decisions) is not int or decisions < 1:
-        raise InputError("holds no search", where=str(where), allowed="the run directory of a train --search")
-    return decisions
+    try:
+        best, reference = (
+            read_result(search.files(one), search.short(one)) for one in (ranked[0].proposal, own.proposal)
+        )
+    except InputError as error:
+        # What the two gained was told, and stands.
+        logger.warning("%s: %s; by how much the best is ahead is not known", error.where, error.problem)
+        return None
+    ahead = best.won - reference.won
+    return {"percent": float(ahead.mean()), "percent_ci95": list(interval_over_jobs_and_seeds(ahead[None], best.job))}

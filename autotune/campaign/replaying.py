@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def replay(
         model = build_model(job)
         model.train()
         optimizer = build_optimizer(job, model)
-        budgets = [event["measured"]["memory_budget_bytes"] for event in events if event.get("measured")]
+        budgets = [event["measured"].get("memory_budget_bytes") for event in events if event.get("measured")]
         budget = next((size for size in budgets if size is not None), None)
         tuner = attach(
             model,
@@ -103,12 +104,18 @@ def windows_of(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "plan": in_words(one.get("proposal")),
                 "predicted_s": told,
                 "measured_s": seconds,
-                "time_error_frac": seconds / told - 1 if seconds and told else None,
+                "time_error_frac": time_error(seconds, told),
                 "predicted_bytes": predicted["peak_bytes"],
                 "measured_bytes": measured.get("peak_bytes"),
             }
         )
     return rows
+
+
+def time_error(measured_s: float | None, predicted_s: float | None) -> float | None:
+    """Return how far a time is off a prediction, as a share of it; ``None`` where that is no number."""
+    error = measured_s / predicted_s - 1 if measured_s and predicted_s else None
+    return None if error is None or not math.isfinite(error) else error
 
 
 def in_words(proposal: object) -> str | None:

@@ -6,19 +6,22 @@ import importlib.metadata
 import os
 import platform
 import re
-import secrets
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+from autotune.campaign.run_documents import Config, Environment, config_of
+from autotune.documents import validated
 from autotune.errors import InputError, RunDirectoryError
-from autotune.files import append_json_line, read_json, write_json
+from autotune.files import append_json_line, read_json, read_json_lines, require_plain, write_json
 from autotune.job import Job
 from autotune.mechanics.devices import device_name
 from autotune.plan import Plan
+from autotune.run_folder import WriterLock, new_run_folder
 
 _PACKAGES = (
     "torch",
@@ -34,10 +37,17 @@ _PACKAGES = (
 BEGUN_WITH = ("environment.json", "config.json")
 # The job's profile, as it was when the run was begun.
 PROFILE = "profile.json"
+# Files to which a record is added at every window, trial or step.
+LARGEST_LOG_BYTES = 2**30
+# A plan of ten thousand units has less than one megabyte.
+_LARGEST_PLAN_BYTES = 4 * 2**20
 
 
 class RunDirectory:
-    """Be one run's folder, ``<runs>/<utc time>-<verb>-<job>-<id>/``.
+    """One run's folder, ``<runs>/<utc time>-<verb>-<job>-<id>/``.
+
+    A folder may come from anybody. It is read as data: regular files and folders only, each document within a limit and
+    checked by its kind. Whoever writes in it holds its lock, from :meth:`create` or :meth:`take_up` to :meth:`close`.
 
     Attributes:
         path: the folder.
@@ -45,10 +55,11 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock: WriterLock | None = None
 
     @classmethod
     def create(cls, runs: Path, verb: str, job: Job | str, config: Mapping[str, Any]) -> RunDirectory:
-        """Make the folder and write ``config.json`` and ``environment.json``.
+        """Make the folder, take its lock, and write ``config.json`` and ``environment.json``.
 
         Args:
             runs: the runs folder.
@@ -59,10 +70,8 @@ class RunDirectory:
         Raises:
             RunDirectoryError: if it cannot be written.
         """
-        stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
         called = job if isinstance(job, str) else job.name
-        name = "".join(c if c.isalnum() or c in "-_" else "-" for c in called)
-        path = runs / f"{stamp}-{verb}-{name}-{secrets.token_hex(3)}"
+        path = new_run_folder(runs, verb, called)
         try:
             path.mkdir(parents=True)
         except OSError as error:
@@ -72,6 +81,7 @@ class RunDirectory:
                 allowed="a writable folder",
             ) from error
         run = cls(path)
+        run._lock = WriterLock(path)
         # What makes the folder a run comes last.
         run.write("environment.json", describe_environment(None if isinstance(job, str) else job))
         run.write("config.json", {"version": 1, "verb": verb, "job": called, **config})
@@ -79,14 +89,63 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """Open an existing run.
+        """Open an existing run to read it.
 
         Raises:
-            RunDirectoryError: if the folder holds no ``config.json``.
+            RunDirectoryError: if the folder holds no ``config.json``, or holds links, pipes, sockets or devices.
         """
-        if not (path / "config.json").is_file():
-            raise RunDirectoryError("is no run directory", where=str(path), allowed="a folder with config.json")
+        with as_run_error():
+            if not (path / "config.json").is_file():
+                raise RunDirectoryError("is no run directory", where=str(path), allowed="a folder with config.json")
+            require_plain(path)
         return cls(path)
+
+    @classmethod
+    def take_up(cls, path: Path) -> RunDirectory:
+        """Open an existing run to write in it, and take its lock.
+
+        Raises:
+            RunDirectoryError: as :meth:`open`, or if another process writes in it.
+        """
+        run = cls.open(path)
+        run._lock = WriterLock(path)
+        return run
+
+    def close(self) -> None:
+        """Let others write in the folder."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def config(self) -> Config:
+        """Return what the run was asked for.
+
+        Raises:
+            RunDirectoryError: if ``config.json`` is missing or damaged.
+        """
+        return config_of(self.read("config.json"), where=str(self.path / "config.json"))
+
+    @property
+    def environment(self) -> Environment:
+        """Return the machine, the versions and the data of the run.
+
+        Raises:
+            RunDirectoryError: if ``environment.json`` is missing or damaged.
+        """
+        where = str(self.path / "environment.json")
+        return validated(Environment, self.read("environment.json"), where=where, version=1, error=RunDirectoryError)
+
+    def has(self, name: str) -> bool:
+        """Tell whether the run holds a document."""
+        return (self.path / name).is_file()
 
     def write(self, name: str, document: object) -> Path:
         """Write one JSON document atomically and return its path.
@@ -109,27 +168,33 @@ class RunDirectory:
             append_json_line(self.path / name, record)
 
     def read(self, name: str) -> dict[str, Any]:
-        """Read one of the run's documents.
+        """Return one of the run's documents, strict JSON whose kind is not checked.
 
         Raises:
             RunDirectoryError: if it is missing or damaged.
         """
-        try:
-            return read_json(self.path / name)
-        except InputError as error:
-            raise RunDirectoryError(error.problem, where=str(self.path / name), allowed=error.allowed) from error
+        with as_run_error():
+            return read_json(self.path / name, follow=False)
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """Return a JSON-lines file's records; a torn last line, left by a kill, is dropped."""
-        from autotune.files import parse_json
+        """Return a JSON-lines file's records; a torn last line, left by a kill, is dropped.
 
-        path = self.path / name
-        if not path.is_file():
+        Raises:
+            RunDirectoryError: if the file or a line in it is damaged.
+        """
+        if not self.has(name):
             return []
-        rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        if rows and not rows[-1].endswith("\n"):
-            rows.pop()
-        return [parse_json(row, where=f"{path} line {number}") for number, row in enumerate(rows, 1)]
+        with as_run_error():
+            return read_json_lines(self.path / name, limit_bytes=LARGEST_LOG_BYTES, follow=False)
+
+
+@contextmanager
+def as_run_error() -> Iterator[None]:
+    """Turn wrong input into the error of a run directory, with the same text."""
+    try:
+        yield
+    except InputError as error:
+        raise RunDirectoryError(error.problem, where=error.where, allowed=error.allowed) from error
 
 
 @contextmanager
@@ -145,26 +210,40 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def require_writable(runs: Path) -> None:
-    """Check that run directories can be made, before anything expensive begins; nothing is left behind.
+def require_writable(folder: Path, *, where: str = "") -> None:
+    """Check that files and folders can be made in a folder, before anything expensive begins; nothing is left behind.
+
+    Args:
+        folder: the folder, which need not be there yet.
+        where: how an error calls it; empty for the runs folder.
 
     Raises:
         RunDirectoryError: if they cannot.
     """
-    nearest = runs.absolute()
-    while not nearest.exists():
-        nearest = nearest.parent
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise RunDirectoryError("cannot be written", where=f"--runs-dir {runs}", allowed="a writable folder")
+    try:
+        nearest = folder.absolute()
+        while not nearest.exists():
+            # A link that leads nowhere would be no folder when it is needed.
+            if nearest.is_symlink():
+                raise NotADirectoryError
+            nearest = nearest.parent
+        fine = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    except OSError:
+        fine = False
+    if not fine:
+        where = where or f"--runs-dir {folder}"
+        raise RunDirectoryError("cannot be written", where=where, allowed="a writable folder")
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan file.
+    """Read a plan file, or the plan of a run directory, which may be no link out of it.
 
     Raises:
         InputError: naming the file, the key and what is allowed.
     """
-    return Plan.from_json(read_json(path), where=str(path))
+    of_run = path.is_dir()
+    file = path / "plan.json" if of_run else path
+    return Plan.from_json(read_json(file, limit_bytes=_LARGEST_PLAN_BYTES, follow=not of_run), where=str(file))
 
 
 def describe_environment(job: Job | None = None) -> dict[str, Any]:

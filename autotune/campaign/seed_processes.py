@@ -6,16 +6,22 @@ the last checkpoint that arrived.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
-import tempfile
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
 
+from autotune.campaign.seed_files import SeedFiles
 from autotune.cluster import Cluster, ClusterOptions, Place
+from autotune.engines.supervisor import die_with_parent
 from autotune.errors import WorkerLostError
 from autotune.files import write_atomic
+from autotune.scratch import ScratchFolder
 
 # Trains one seed: the recipe as a JSON object, the seed, the folder of its files, the process that waits for it.
 Train = Callable[[dict[str, Any], int, str, int], None]
@@ -44,6 +50,47 @@ class SeedProcess(Protocol):
         ...
 
 
+def begin_seed(train: Train, recipe: dict[str, Any], seed: int, folder: Path) -> BaseProcess:
+    """Begin to train a seed in a process of its own, which ends with this one.
+
+    Args:
+        train: trains it.
+        recipe: the recipe as a JSON object.
+        seed: the seed.
+        folder: where its files are.
+    """
+    arguments = (train, recipe, seed, str(folder), os.getpid())
+    process = multiprocessing.get_context("spawn").Process(target=_train, args=arguments)
+    with _without_working_directory():
+        process.start()
+    return process
+
+
+def _train(train: Train, recipe: dict[str, Any], seed: int, folder: str, parent: int) -> None:
+    # One that goes on alone would write where whoever takes the training up writes.
+    die_with_parent(parent)
+    # The keyboard interrupts the whole group, and the parent ends its seeds itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    train(recipe, seed, folder, parent)
+
+
+@contextmanager
+def _without_working_directory() -> Iterator[None]:
+    """Have Python processes that are started meanwhile not look into the working directory for libraries.
+
+    What is started with ``-c``, as multiprocessing does it, looks there first, for the standard library too.
+    """
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
+
+
 class LocalSeeds:
     """Train seeds on this machine.
 
@@ -57,14 +104,11 @@ class LocalSeeds:
 
     def __init__(self, train: Train, processes: int | None) -> None:
         self._train = train
-        self._context = multiprocessing.get_context("spawn")
         self.at_once = processes or max(os.cpu_count() or 1, 1)
 
     def begin(self, recipe: dict[str, Any], seed: int, folder: Path) -> SeedProcess:
         """Begin to train a seed, or go on from its files."""
-        process = self._context.Process(target=self._train, args=(recipe, seed, str(folder), os.getpid()))
-        process.start()
-        return process
+        return begin_seed(self._train, recipe, seed, folder)
 
     def close(self) -> None:
         """Do nothing: nothing is open."""
@@ -122,25 +166,31 @@ class SeedHost:
     """
 
     def __init__(self, train: Train, recipe: dict[str, Any], seed: int, files: dict[str, bytes]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="autotune-seed-")
-        self._path = Path(self._folder.name)
-        for name, content in files.items():
-            (self._path / name).write_bytes(content)
+        # Never closed: whoever is done with this object kills its process.
+        self._folder = ScratchFolder()
+        self._path = self._folder.path
+        self._files = SeedFiles(folder=self._path, seed=seed)
+        for path in self._files.all:
+            if path.name in files:
+                path.write_bytes(files[path.name])
         self._sent: dict[str, tuple[int, int]] = {}
-        arguments = (recipe, seed, str(self._path), os.getpid())
-        self._process = multiprocessing.get_context("spawn").Process(target=train, args=arguments)
-        self._process.start()
+        self._process = begin_seed(train, recipe, seed, self._path)
 
     def news(self) -> tuple[int | None, dict[str, bytes | None]]:
         """Return how the process ended, and what changed in the folder since the last time; ``None`` is gone."""
         # Asked first: what is written until then is whole.
         code = self._process.exitcode
-        # By name, so that the result comes first: where it is, all that it rests on was written before.
-        now = {path.name: path.stat() for path in sorted(self._path.glob("seed-*.*"))}
-        seen = {name: (status.st_mtime_ns, status.st_size) for name, status in now.items()}
-        changed: dict[str, bytes | None] = {
-            name: (self._path / name).read_bytes() for name, mark in seen.items() if self._sent.get(name) != mark
-        }
+        # The result comes first: where it is, all that it rests on was written before.
+        seen: dict[str, tuple[int, int]] = {}
+        changed: dict[str, bytes | None] = {}
+        for path in reversed(self._files.all):
+            # A seed that ends takes its saves away.
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                mark = status.st_mtime_ns, status.st_size
+                if self._sent.get(path.name) != mark:
+                    changed[path.name] = path.read_bytes()
+                seen[path.name] = mark
         changed.update(dict.fromkeys(self._sent.keys() - seen.keys()))
         self._sent = seen
         return code, changed
@@ -159,9 +209,9 @@ class _RemoteSeed:
         seed: int,
         folder: Path,
     ) -> None:
-        self._place, self._free, self._folder = place, free, folder
-        files = {path.name: path.read_bytes() for path in folder.glob(f"seed-{seed}.*")}
-        self._host = cluster.start(SeedHost, place, train, recipe, seed, files)
+        self._place, self._free = place, free
+        self._files = SeedFiles(folder=folder, seed=seed)
+        self._host = cluster.start(SeedHost, place, train, recipe, seed, self._files.contents())
         self._code: int | None = None
         self.holds_its_place = True
 
@@ -175,11 +225,12 @@ class _RemoteSeed:
                 self.holds_its_place = False
                 raise
             # And the result is written last.
-            for name, content in sorted(changed.items(), reverse=True):
-                if content is None:
-                    (self._folder / name).unlink(missing_ok=True)
-                else:
-                    write_atomic(self._folder / name, content)
+            for path in self._files.all:
+                content = changed.get(path.name)
+                if content is not None:
+                    write_atomic(path, content)
+                elif path.name in changed:
+                    path.unlink(missing_ok=True)
             if self._code is not None:
                 self._leave()
         return self._code

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +35,7 @@ from autotune.physics.solver import SAFETY_MARGIN, Goal, samples_of_progress, so
 from autotune.physics.synthetic import draw_job
 from autotune.physics.time_model import seconds_per_step
 from autotune.plan import Plan
+from autotune.scratch import ScratchFolder
 
 _DEEP = 48
 # Largest factor by which costs differ from those that were drawn, where they are shifted.
@@ -241,9 +240,9 @@ def _searched(method: str, case: Case, settings: BenchSettings) -> Plan | None:
         return _best_told(RandomSearch(space, settings.seed), case, settings.evaluations)
     from autotune.agents.optuna_search import OptunaSearch
 
-    with tempfile.TemporaryDirectory() as folder:
+    with ScratchFolder() as folder:
         first = (space.baseline(), space.leanest())
-        return _best_told(OptunaSearch(space, Path(folder), settings.seed, first), case, settings.evaluations)
+        return _best_told(OptunaSearch(space, folder, settings.seed, first), case, settings.evaluations)
 
 
 def _best_told(search: Search, case: Case, evaluations: int) -> Plan | None:

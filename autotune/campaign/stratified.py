@@ -9,7 +9,7 @@ from typing import Any
 
 from scipy import stats
 
-from autotune.campaign.verdicts import log_ratios, verdict_of
+from autotune.campaign.verdicts import log_ratios, ratio_of, verdict_of
 
 
 def together(documents: Sequence[Mapping[str, Any]], confidence: float = 0.95) -> list[dict[str, Any]]:
@@ -60,7 +60,7 @@ def _entry(
             if entry["verdict"] == verdict and (verdict == "not comparable" or entry["time_ratio"] is None):
                 return {**found, "verdict": verdict, "reason": f"{document['job']}: {entry['reason']}"}
     mean, low, high = stratified_interval([_logs(document, arm) for document in documents], confidence)
-    found |= {"time_ratio": math.exp(mean), "time_ratio_ci95": [math.exp(low), math.exp(high)]}
+    found |= {"time_ratio": ratio_of(mean), "time_ratio_ci95": [ratio_of(low), ratio_of(high)]}
     return {**found, **verdict_of(found["time_ratio_ci95"], non_inferior=found["non_inferior"])}
 
 

@@ -8,24 +8,29 @@ The only file that knows mlflow.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
 import queue
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
-from autotune.errors import one_line
-from autotune.files import append_json_line, write_json
+from autotune.addresses import scrubbed, sqlite_address, without_secrets
+from autotune.campaign.spool import CURSOR, SPOOL, Cursor, Row, artifact_of, read_cursor, read_rows
+from autotune.errors import InputError, RunDirectoryError, RunLockedError, one_line
+from autotune.files import append_json_line, open_for_appending, require_plain, write_json
+from autotune.run_folder import TRACKING, WriterLock
+from autotune.sqlite_files import BESIDE, require_own
 
 logger = logging.getLogger(__name__)
 
-SPOOL, CURSOR = "tracking.jsonl", "tracking-sent.json"
-EXPERIMENT = "autotune"
+EXPERIMENT, DATABASE, ARTIFACTS = "autotune", "mlflow.db", "artifacts"
+# What a server says of a record that it will never take, however often it is sent.
+_REFUSALS = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
 # A server that is there answers within this; a command waits for at most this long at its end.
 _REQUEST_TIMEOUT_S = 2
 _CLOSE_TIMEOUT_S = 30.0
@@ -34,7 +39,7 @@ Kind = Literal["begin", "params", "metrics", "tags", "artifact", "end"]
 
 def tracking_uri(runs: Path) -> str:
     """Return ``MLFLOW_TRACKING_URI``, or SQLite in the runs folder."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(runs / 'mlflow.db').absolute()}"
+    return os.environ.get("MLFLOW_TRACKING_URI") or sqlite_address(runs / DATABASE)
 
 
 class Tracker:
@@ -50,11 +55,17 @@ class Tracker:
         self._folder = folder
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._sender = _Sender(tracking_uri(runs), runs, folder)
+        self._lock: WriterLock | None = None
+        try:
+            self._lock = WriterLock(folder, TRACKING)
+        except RunDirectoryError as error:
+            self._sender.broken = error.problem
         self._thread = threading.Thread(target=self._work, name="autotune-tracking", daemon=True)
-        for row in _rows(folder / SPOOL)[self._sender.sent :]:
+        rows = read_rows(folder)
+        for row in rows[self._sender.sent :]:
             # What a command that is taken up again did not get sent goes before all else.
-            self._queue.put(row or {"kind": "damaged"})
-        self._names, left = _begun(folder / SPOOL)
+            self._queue.put({"kind": "damaged"} if row is None else dict(row))
+        self._names, left = _begun(rows)
         for key in left:
             # A command that is taken up again was killed: what it left open is over.
             self._put("end", key, {"status": "KILLED"})
@@ -83,7 +94,7 @@ class Tracker:
 
     def artifact(self, path: Path, run: str | None = None) -> None:
         """Record a file or a folder of the run directory."""
-        self._put("artifact", run, {"path": str(path.absolute())})
+        self._put("artifact", run, {"path": str(path.absolute().relative_to(self._folder.absolute()))})
 
     def end(self, run: str | None = None, *, failed: bool = False) -> None:
         """End a run."""
@@ -104,10 +115,12 @@ class Tracker:
         self.end(failed=failed)
         self._queue.put(None)
         self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._lock is not None and not self._thread.is_alive():
+            self._lock.close()
         if self._sender.broken or self._thread.is_alive():
             logger.warning(
                 "tracking at %s does not answer (%s); its records are kept in %s and the next command sends them",
-                self._sender.uri,
+                without_secrets(self._sender.uri),
                 self._sender.broken or "too slow",
                 self._folder / SPOOL,
             )
@@ -140,24 +153,36 @@ class Tracker:
 
 def _make_database(path: Path) -> None:
     """Make MLflow's database whole or not at all: one whose making was cut off is of no use any more."""
+    import fcntl
+
     from mlflow import MlflowClient
 
-    making = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        MlflowClient(tracking_uri=f"sqlite:///{making}").search_experiments(max_results=1)
+    # Names of their own, so that what a kill leaves is taken over by the next command; the lock ends with its holder.
+    making, lock = path.with_name(f".{path.name}.making"), path.with_name(f".{path.name}.lock")
+    with open_for_appending(lock) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        _remove(making)
         # Another process may have been faster.
-        with contextlib.suppress(FileExistsError):
-            os.link(making, path)
-    finally:
-        making.unlink(missing_ok=True)
+        if not path.exists():
+            MlflowClient(tracking_uri=sqlite_address(making)).search_experiments(max_results=1)
+        if not path.exists():
+            making.rename(path)
+        _remove(making)
+        lock.unlink(missing_ok=True)
 
 
-def _begun(spool: Path) -> tuple[list[str], list[str]]:
+def _remove(database: Path) -> None:
+    """Remove a database and what SQLite keeps beside it."""
+    for suffix in ("", *BESIDE):
+        database.with_name(database.name + suffix).unlink(missing_ok=True)
+
+
+def _begun(rows: Sequence[Row | None]) -> tuple[list[str], list[str]]:
     """Return the names of the runs that an earlier command began in a run directory, and keys of those left open."""
-    rows = [row for row in _rows(spool) if row is not None]
-    names = [row["values"]["name"] for row in rows if row["kind"] == "begin"]
-    begun = [row["run"] for row in rows if row["kind"] == "begin"]
-    ended = {row["run"] for row in rows if row["kind"] == "end"}
+    whole = [row for row in rows if row is not None]
+    names = [row["values"]["name"] for row in whole if row["kind"] == "begin"]
+    begun = [row["run"] for row in whole if row["kind"] == "begin"]
+    ended = {row["run"] for row in whole if row["kind"] == "end"}
     return names, [key for key in reversed(begun) if key not in ended]
 
 
@@ -166,38 +191,53 @@ def _key(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "-", name)
 
 
-def _rows(spool: Path) -> list[dict[str, Any] | None]:
-    """Return the records of a spool; ``None`` for one that is damaged."""
-    if not spool.is_file():
-        return []
-    rows: list[dict[str, Any] | None] = []
-    for line in spool.read_bytes().split(b"\n")[:-1]:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            rows.append(None)
-    return rows
-
-
 def send_pending(runs: Path) -> int:
     """Send what earlier commands could not, and return how many records that were.
 
-    Stops at the first run that the server does not take.
+    A run that is being written is left to its writer; one that is damaged is named once and left out. Stops at the
+    first run that the server does not take.
     """
     sent = 0
     for spool in sorted(runs.glob(f"*/{SPOOL}")):
-        rows = _rows(spool)
-        sender = _Sender(tracking_uri(runs), runs, spool.parent)
-        if sender.sent >= len(rows):
+        folder = spool.parent
+        try:
+            count, broken = _send_folder(runs, folder)
+        except RunLockedError:
             continue
+        except InputError as error:
+            if folder not in _NAMED:
+                _NAMED.add(folder)
+                logger.warning("%s; what it recorded is not sent", error)
+            continue
+        sent += count
+        if broken:
+            break
+    return sent
+
+
+# Damaged run directories that were named before.
+_NAMED: set[Path] = set()
+
+
+def _send_folder(runs: Path, folder: Path) -> tuple[int, str]:
+    """Send what is left of one run directory; return how many records the server took, and why it took no more."""
+    if folder.is_symlink():
+        return 0, ""
+    require_plain(folder)
+    rows = read_rows(folder)
+    if read_cursor(folder).sent >= len(rows):
+        return 0, ""
+    with WriterLock(folder, TRACKING):
+        sender = _Sender(tracking_uri(runs), runs, folder)
         before = sender.sent
         for row in rows[before:]:
             sender.send(row)
         sender.finish()
-        sent += sender.sent - before
-        if sender.broken:
-            break
-    return sent
+    return sender.sent - before, sender.broken
+
+
+class _LeftOutError(Exception):
+    """A record that no server is sent."""
 
 
 class _Sender:
@@ -207,13 +247,16 @@ class _Sender:
         self.uri = uri
         self.broken = ""
         self._runs = runs
-        self._cursor = folder / CURSOR
+        self._folder = folder
         self._client: Any = None
-        state: dict[str, Any] = (
-            json.loads(self._cursor.read_text()) if self._cursor.is_file() else {"sent": 0, "ids": {}}
-        )
-        self.sent: int = state["sent"]
-        self._ids: dict[str, str] = state["ids"]
+        self._experiment: str | None = None
+        try:
+            state = read_cursor(folder)
+        except RunDirectoryError as error:
+            # What was sent cannot be told from what was not: nothing is sent twice.
+            self.broken, state = str(error), Cursor(sent=0, ids={})
+        self.sent = state.sent
+        self._ids = dict(state.ids)
 
     def send(self, record: Mapping[str, Any] | None) -> None:
         if self.broken:
@@ -225,8 +268,13 @@ class _Sender:
             if self._client is None:
                 self._connect()
             self._dispatch(record)
+        except _LeftOutError as error:
+            logger.warning("%s; it is not sent", error)
         except Exception as error:  # noqa: BLE001 - whatever a tracking server does must not reach training
-            self.broken = one_line(error)[:200]
+            if self._refused(record, error):
+                self.sent += 1
+                return
+            self.broken = scrubbed(one_line(error), self.uri)[:200]
             self.finish()
             return
         self.sent += 1
@@ -234,10 +282,23 @@ class _Sender:
             # Whatever else is sent twice is the same; a run that is begun twice is two.
             self.finish()
 
+    def _refused(self, record: Mapping[str, Any], error: Exception) -> bool:
+        """Tell whether a server that answers refuses one record, such as a parameter with a second value.
+
+        Sent again and again, it would keep whatever comes after it from being sent, of other runs as well.
+        """
+        known = self._experiment is not None if record["kind"] == "begin" else record["run"] in self._ids
+        if not known or getattr(error, "error_code", None) not in _REFUSALS:
+            return False
+        logger.warning("%s: %s of %s is not taken and left out", self._folder, record["kind"], record["run"])
+        return True
+
     def finish(self) -> None:
         """Remember how far the server has got."""
+        if self._client is None:
+            return
         try:
-            write_json(self._cursor, {"sent": self.sent, "ids": self._ids})
+            write_json(self._folder / CURSOR, {"sent": self.sent, "ids": self._ids})
         except OSError as error:
             logger.warning("tracking position not written: %s", error)
 
@@ -253,16 +314,18 @@ class _Sender:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         from mlflow import MlflowClient
 
-        path = Path(self.uri.removeprefix("sqlite:///"))
-        if self.uri.startswith("sqlite:///") and not path.exists():
-            _make_database(path)
+        own = self._runs / DATABASE
+        if self.uri == sqlite_address(own):
+            require_own(own)
+            if not own.exists():
+                _make_database(own)
         self._client = MlflowClient(tracking_uri=self.uri)
         found = self._client.get_experiment_by_name(EXPERIMENT)
         if found is not None:
             self._experiment = found.experiment_id
         elif not self.uri.startswith(("http://", "https://")):
             # A database keeps no files: they would go to wherever the command was called.
-            location = (self._runs / "artifacts").absolute().as_uri()
+            location = (self._runs / ARTIFACTS).absolute().as_uri()
             self._experiment = self._client.create_experiment(EXPERIMENT, artifact_location=location)
         else:
             self._experiment = self._client.create_experiment(EXPERIMENT)
@@ -272,9 +335,12 @@ class _Sender:
         if record["kind"] == "begin":
             self._begin(record["run"], values)
             return
-        run = self._ids[record["run"]]
+        run = self._ids.get(record["run"])
+        if run is None:
+            raise _LeftOutError(f"{self._folder}: a record is of {record['run']!r}, which was never begun")
         if record["kind"] == "artifact":
-            path = Path(values["path"])
+            path = self._artifact(record)
+            self._require_own_place(run)
             send = self._client.log_artifacts if path.is_dir() else self._client.log_artifact
             send(run, str(path), *([path.name] if path.is_dir() else []))
         elif record["kind"] == "end":
@@ -282,9 +348,37 @@ class _Sender:
         else:
             self._batch(run, record["kind"], values, step)
 
+    def _artifact(self, record: Row) -> Path:
+        try:
+            return artifact_of(self._folder, record)
+        except (InputError, OSError) as error:
+            raise _LeftOutError(one_line(error)) from error
+
+    def _require_own_place(self, run: str) -> None:
+        """Refuse to store where a database in the runs folder leads out of it: a server, or a folder elsewhere."""
+        if self.uri != sqlite_address(self._runs / DATABASE):
+            return
+        place = self._client.get_run(run).info.artifact_uri
+        found, folder = urlsplit(place), self._runs / ARTIFACTS / run / "artifacts"
+        own = (
+            run.isalnum()
+            and found.scheme in ("", "file")
+            and not found.netloc
+            and Path(url2pathname(found.path)).resolve() == folder.resolve()
+            and not folder.parent.is_symlink()
+            and not folder.is_symlink()
+        )
+        if not own:
+            raise _LeftOutError(f"{self._runs / DATABASE}: artifacts would go to {without_secrets(place)}")
+        if folder.is_dir():
+            try:
+                require_plain(folder)
+            except InputError as error:
+                raise _LeftOutError(one_line(error)) from error
+
     def _begin(self, key: str, values: Mapping[str, Any]) -> None:
-        parent = values["parent"]
-        tags = {"mlflow.parentRunId": self._ids[parent]} if parent else {}
+        parent = self._ids.get(values["parent"] or "")
+        tags = {"mlflow.parentRunId": parent} if parent else {}
         run = self._client.create_run(self._experiment, run_name=values["name"], tags=tags)
         self._ids[key] = run.info.run_id
 

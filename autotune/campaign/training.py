@@ -10,20 +10,31 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from autotune.agents.recipe import Recipe, recipe_of
+from autotune.agents.saved_training import SavedTraining
 from autotune.campaign.progress import Reporter
 from autotune.campaign.runs import RunDirectory
+from autotune.campaign.seed_files import (
+    VALIDATION_LANES,
+    SeedFiles,
+    SeedResult,
+    finished,
+    identity,
+    own_folder,
+    read_result,
+    taken_up,
+    write_result,
+)
 from autotune.campaign.seed_processes import ClusterSeeds, LocalSeeds, SeedProcess
 from autotune.campaign.tracking import Tracker
 from autotune.cluster import ClusterOptions
 from autotune.errors import AutotuneError, WorkerLostError
-from autotune.files import append_json_line, read_json, write_json
+from autotune.files import append_json_line
 from autotune.gym.moving_env import MovingEnv
 from autotune.physics.cost_arrays import Floats
 from autotune.physics.moving import Strengths
@@ -33,7 +44,6 @@ from autotune.physics.synthetic import draw_job
 logger = logging.getLogger(__name__)
 
 POLICY = "policy"
-_VALIDATION_LANES = 512
 _POLL_S = 1.0
 _RESAMPLES = 2000
 
@@ -46,7 +56,7 @@ def jobs_of(recipe: Recipe, *, validation: bool = False) -> list[SimulatedJob]:
     return [draw_job(generator, depth=(jobs.shallowest, jobs.deepest)) for _ in range(count)]
 
 
-def validation_env(recipe: Recipe, strengths: Strengths | None = None, lanes: int = _VALIDATION_LANES) -> MovingEnv:
+def validation_env(recipe: Recipe, strengths: Strengths | None = None, lanes: int = VALIDATION_LANES) -> MovingEnv:
     """Return the environment that networks are judged in: jobs and courses that none was trained on."""
     return MovingEnv(
         jobs_of(recipe, validation=True),
@@ -56,39 +66,6 @@ def validation_env(recipe: Recipe, strengths: Strengths | None = None, lanes: in
         settings=recipe.planner,
         seed=recipe.jobs.seed + 1,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeedFiles:
-    """Name the files of one seed's training.
-
-    Attributes:
-        folder: the run directory.
-        seed: the seed.
-    """
-
-    folder: Path
-    seed: int
-
-    @property
-    def checkpoint(self) -> Path:
-        """Return where training is saved."""
-        return self.folder / f"seed-{self.seed}.pt"
-
-    @property
-    def progress(self) -> Path:
-        """Return where each rollout leaves a line."""
-        return self.folder / f"seed-{self.seed}.jsonl"
-
-    @property
-    def result(self) -> Path:
-        """Return what says that the seed is done."""
-        return self.folder / f"seed-{self.seed}.json"
-
-    @property
-    def weights(self) -> Path:
-        """Return the trained network."""
-        return self.folder / f"seed-{self.seed}.safetensors"
 
 
 def train_seed(document: dict[str, Any], seed: int, folder: str, parent: int) -> None:
@@ -101,12 +78,15 @@ def train_seed(document: dict[str, Any], seed: int, folder: str, parent: int) ->
         parent: the process that waits for it; without it, training ends.
     """
     import torch
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     from autotune.agents.ppo import train_levers
 
     torch.set_num_threads(1)
     recipe, files = recipe_of(document), SeedFiles(folder=Path(folder), seed=seed)
+    generations = files.generations()
+    saved = taken_up(files, recipe, generations)
+    told = {row["decisions"] for row in files.rows()}
     env = MovingEnv(
         jobs_of(recipe),
         recipe.strengths,
@@ -122,11 +102,15 @@ def train_seed(document: dict[str, Any], seed: int, folder: str, parent: int) ->
         if os.getppid() != parent:
             # Whoever began this training is gone; what is saved can be taken up.
             raise SystemExit(1)
+        if decisions in told:
+            return
         seconds = time.perf_counter() - began
         append_json_line(files.progress, {"decisions": decisions, "won_percent": won, "seconds": seconds})
 
-    network = train_levers(env, recipe.ppo, seed=seed, checkpoint=files.checkpoint, on_rollout=on_rollout)
-    save_file({name: tensor.contiguous() for name, tensor in network.state_dict().items()}, files.weights)
+    def on_save(reached: SavedTraining) -> None:
+        generations.write(reached.to_bytes(identity(files, recipe)))
+
+    network = train_levers(env, recipe.ppo, seed=seed, saved=saved, on_save=on_save, on_rollout=on_rollout)
     judged = validation_env(recipe)
     features, done, won = judged.reset(), False, np.zeros(judged.lanes)
     lowest, highest = features[0].min(axis=0), features[0].max(axis=0)
@@ -134,18 +118,10 @@ def train_seed(document: dict[str, Any], seed: int, folder: str, parent: int) ->
         features, rewards, done = judged.step(network.most_likely(features))
         won += rewards
         lowest, highest = np.minimum(lowest, features[0].min(axis=0)), np.maximum(highest, features[0].max(axis=0))
-    write_json(
-        files.result,
-        {
-            "version": 1,
-            "seed": seed,
-            "won_percent": won.tolist(),
-            "job": judged.course.job.tolist(),
-            "lowest": lowest.tolist(),
-            "highest": highest.tolist(),
-        },
-    )
-    files.checkpoint.unlink(missing_ok=True)
+    weights = save({name: tensor.contiguous() for name, tensor in network.state_dict().items()})
+    result = SeedResult(won=won, job=judged.course.job, lowest=lowest, highest=highest, weights=weights)
+    write_result(files, recipe, result)
+    generations.remove()
 
 
 def train(
@@ -178,7 +154,12 @@ def train(
     seeds = [SeedFiles(folder=run.path, seed=seed) for seed in recipe.seeds]
     tracker.params({"recipe_sha256": recipe.sha256, "strengths_sha256": recipe.strengths_sha256})
     reporter.stage(f"train {len(seeds)} seeds", recipe.ppo.decisions * len(seeds))
-    waiting = [files for files in seeds if not files.result.is_file()]
+    waiting = []
+    for files in seeds:
+        if finished(files, recipe) is None:
+            waiting.append(files)
+        else:
+            files.keep_rows()
     running: dict[int, SeedProcess] = {}
     keys = {files.seed: tracker.begin(f"seed {files.seed}") for files in seeds}
     logged = dict.fromkeys(keys, 0)
@@ -187,16 +168,18 @@ def train(
         while waiting or running:
             while waiting and len(running) < places.at_once:
                 files = waiting.pop(0)
+                # What is damaged is named here: a seed's process may run on another machine.
+                taken_up(files, recipe)
                 running[files.seed] = places.begin(recipe.to_json(), files.seed, run.path)
             time.sleep(_POLL_S)
             waiting += _ended(running, run)
-            _log(seeds, run, tracker, keys, logged, reporter, recipe.ppo.decisions)
+            _log(seeds, tracker, keys, logged, reporter, recipe.ppo.decisions)
     finally:
         for process in running.values():
             process.terminate()
             process.join()
         places.close()
-    _log(seeds, run, tracker, keys, logged, reporter, recipe.ppo.decisions)
+    _log(seeds, tracker, keys, logged, reporter, recipe.ppo.decisions)
     for key in keys.values():
         tracker.end(key)
     return _finish(recipe, run, tracker, seeds, time.perf_counter() - began)
@@ -226,7 +209,6 @@ def _ended(running: dict[int, SeedProcess], run: RunDirectory) -> list[SeedFiles
 
 def _log(
     seeds: Sequence[SeedFiles],
-    run: RunDirectory,
     tracker: Tracker,
     keys: dict[int, str],
     logged: dict[int, int],
@@ -236,7 +218,7 @@ def _log(
     """Send on what the seeds wrote since the last time."""
     done, last = 0, 0.0
     for files in seeds:
-        rows = run.lines(files.progress.name)
+        rows = files.rows()
         for row in rows[logged[files.seed] :]:
             tracker.metrics({"won_percent": row["won_percent"]}, step=row["decisions"], run=keys[files.seed])
         logged[files.seed] = len(rows)
@@ -249,18 +231,15 @@ def _finish(
     recipe: Recipe, run: RunDirectory, tracker: Tracker, seeds: Sequence[SeedFiles], seconds: float
 ) -> dict[str, Any]:
     import torch
-    from safetensors.torch import load_file
 
     from autotune.agents.bundle import LeverTraining, save_levers
-    from autotune.agents.lever_network import LeverNetwork
     from autotune.agents.planner_policy import Ranges
 
-    results = [read_json(files.result) for files in seeds]
-    won = np.array([result["won_percent"] for result in results])
-    interval = interval_over_jobs_and_seeds(won, np.array(results[0]["job"]))
+    results = [read_result(files, recipe) for files in seeds]
+    won = np.array([result.won for result in results])
+    interval = interval_over_jobs_and_seeds(won, results[0].job)
     best = int(won.mean(axis=1).argmax())
-    network = LeverNetwork(recipe.ppo.width)
-    network.load_state_dict(load_file(seeds[best].weights))
+    network = results[best].network(recipe.ppo.width)
     training = LeverTraining(
         recipe_sha256=recipe.sha256,
         strengths_sha256=recipe.strengths_sha256,
@@ -285,8 +264,10 @@ def _finish(
         "training_s": seconds,
         "run": str(run.path),
     }
-    ranges = Ranges(*(np.array(results[best][name]) for name in ("lowest", "highest")))
-    save_levers(run.path / POLICY, network, recipe.planner, ranges, training, card(recipe, training, document))
+    ranges = Ranges(results[best].lowest, results[best].highest)
+    save_levers(
+        own_folder(run.path / POLICY), network, recipe.planner, ranges, training, card(recipe, training, document)
+    )
     tracker.artifact(run.path / POLICY)
     tracker.artifact(run.write("trained.json", document))
     return document

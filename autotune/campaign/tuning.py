@@ -21,10 +21,12 @@ from autotune.agents.rules import RULES
 from autotune.agents.search import RandomSearch, Search
 from autotune.agents.study_store import StudyStore
 from autotune.campaign.references import References
+from autotune.campaign.results import trials_of
 from autotune.campaign.runs import RunDirectory
 from autotune.campaign.tracking import Tracker
 from autotune.campaign.trials import Trial, track
 from autotune.campaign.windows import WINDOW_STEPS, merge_windows
+from autotune.documents import LARGEST_SEED
 from autotune.engines.engine import Engine
 from autotune.engines.metered_engine import MeteredEngine, StepsSpentError
 from autotune.errors import InputError
@@ -86,6 +88,8 @@ class TuningSettings:
             raise InputError(f"steps is {self.steps}", where="--steps", allowed=f"at least {least}")
         if self.trials is not None and self.trials < 1:
             raise InputError(f"trials is {self.trials}", where="--trials", allowed="at least 1")
+        if not 0 <= self.seed <= LARGEST_SEED:
+            raise InputError(f"seed is {self.seed}", where="--seed", allowed=f"0 to {LARGEST_SEED}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +189,7 @@ class _Tuning:
         self._metered.known[space.baseline()] = references.baseline
         self._trials: list[Trial] = []
         # Of a campaign that is taken up, the first trials are there already.
-        self._recorded = sum(row["method"] == method for row in run.lines("trials.jsonl"))
+        self._recorded = sum(row["method"] == method for row in trials_of(run))
         self._final = False
         self._clock = clock
         self._began = clock()

@@ -15,6 +15,7 @@ import numpy as np
 from scipy import stats
 
 from autotune.campaign.protocol import Arm, Protocol, RunRecord
+from autotune.documents import LEAST_RATIO
 
 # How much fewer samples than the baseline an arm may need: who learns more per sample trains something else. Source:
 # MLPerf Training rules, reference convergence points: a run that converges faster than the reference is refused.
@@ -61,10 +62,10 @@ def judge(
         return {**entry, "verdict": "slower", "reason": reason}
     logs = log_ratios([_time(record) for record in runs], [_time(record) for record in baseline])
     low, high = interval(logs, protocol.confidence)
-    entry["time_ratio"] = math.exp(statistics.fmean(logs))
-    entry["time_ratio_ci95"] = [math.exp(low), math.exp(high)]
+    entry["time_ratio"] = ratio_of(statistics.fmean(logs))
+    entry["time_ratio_ci95"] = [ratio_of(low), ratio_of(high)]
     bounds = bootstrap_interval(logs, protocol.confidence)
-    entry["time_ratio_bca95"] = None if bounds is None else [math.exp(bound) for bound in bounds]
+    entry["time_ratio_bca95"] = None if bounds is None else [ratio_of(bound) for bound in bounds]
     entry["p_value"] = sign_flip(logs)
     entry["break_even_steps"] = _break_even(arm, runs, baseline)
     entry["samples_ratio"], suspicious = _learnt(runs, baseline, protocol.confidence)
@@ -103,6 +104,11 @@ def gated(entries: Sequence[Mapping[str, Any]], gate: Mapping[str, Any]) -> list
     return [{**entry, "verdict": "not comparable", "reason": reason} for entry in entries]
 
 
+def ratio_of(log: float) -> float:
+    """Return the ratio of a logarithm, as far as it says anything: two pairs that differ have an endless interval."""
+    return min(max(math.exp(min(log, 700.0)), LEAST_RATIO), 1 / LEAST_RATIO)
+
+
 def log_ratios(own: Sequence[float], others: Sequence[float]) -> list[float]:
     """Return the logarithm of each pair's ratio, of numbers above 0."""
     return [math.log(first / second) for first, second in zip(own, others, strict=True)]
@@ -112,8 +118,12 @@ def _incomparable(runs: Sequence[RunRecord], baseline: Sequence[RunRecord]) -> s
     """Return why nothing can be said of an arm, whatever it did; ``None`` if something can."""
     if not all(record.reached for record in baseline):
         return "the baseline did not reach its target on every seed"
+    if any(record.failure is not None for record in baseline):
+        return "the baseline failed after it had reached its target"
     if any(_time(record) == 0 for record in [*baseline, *(run for run in runs if run.reached)]):
         return "the target is met before any training"
+    if any(record.final_metric is None for record in [*baseline, *(run for run in runs if run.failure is None)]):
+        return "a run has no final metric"
     return None
 
 
@@ -128,7 +138,7 @@ def _learnt(
     if any(count <= 0 for count in (*own, *other)):
         return None, None
     logs = log_ratios(own, other)
-    ratio = math.exp(statistics.fmean(logs))
+    ratio = ratio_of(statistics.fmean(logs))
     gained = statistics.fmean(other) - statistics.fmean(own)
     clearly = upper_bound(logs, confidence) < math.log1p(-_PLAUSIBLE_FRAC)
     if not clearly or gained <= max(_stride(record) for record in (*runs, *baseline)):
@@ -210,21 +220,22 @@ def _time(record: RunRecord) -> float:
     return record.time_to_target_s
 
 
-def _metric(record: RunRecord) -> float:
-    return math.nan if record.final_metric is None else record.final_metric
+def _relative_difference(run: RunRecord, other: RunRecord) -> float:
+    """Return the difference of two final metrics, as a share of the second; of 0, anything else is all of it away."""
+    assert run.final_metric is not None
+    assert other.final_metric is not None
+    difference = run.final_metric - other.final_metric
+    return difference / abs(other.final_metric) if other.final_metric else float(np.sign(difference))
 
 
 def _relative_losses(runs: Sequence[RunRecord], baseline: Sequence[RunRecord], goal: str) -> list[float]:
     """Return by what share each final metric is worse than its pair's; below 0 is better."""
     sign = 1 if goal == "min" else -1
-    return [
-        sign * (_metric(run) - _metric(other)) / abs(_metric(other)) for run, other in zip(runs, baseline, strict=True)
-    ]
+    return [sign * _relative_difference(run, other) for run, other in zip(runs, baseline, strict=True)]
 
 
 def _metric_difference(runs: Sequence[RunRecord], baseline: Sequence[RunRecord]) -> float:
-    pairs = zip(runs, baseline, strict=True)
-    return statistics.fmean((_metric(run) - _metric(other)) / abs(_metric(other)) for run, other in pairs)
+    return statistics.fmean(_relative_difference(run, other) for run, other in zip(runs, baseline, strict=True))
 
 
 def _memory_ratio(runs: Sequence[RunRecord], baseline: Sequence[RunRecord]) -> float | None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from autotune.cli import console as shared
+from autotune.cli.arguments import input_path
 from autotune.cli.console import EngineOption, JsonOption, LeanOption, RanksOption, RunsOption, SeedOption, StepsOption
 from autotune.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 app = typer.Typer(help="Benchmarks; results are written to runs/benchmarks/<device>/.", no_args_is_help=True)
 
@@ -23,7 +27,7 @@ def _group() -> None:
 @app.command("overhead")
 def overhead(
     job: Annotated[str, typer.Option("--job", help="The job to train.")] = "charlm",
-    pairs: Annotated[int, typer.Option("--pairs", min=2, help="Pairs of blocks of ten steps.")] = 8,
+    pairs: Annotated[int, typer.Option("--pairs", min=2, max=10_000, help="Pairs of blocks of ten steps.")] = 8,
     engine: EngineOption = "torch",
     ranks: RanksOption = 2,
     zero_stage: Annotated[int, typer.Option("--zero-stage", min=0, max=3, help="With deepspeed: the stage.")] = 2,
@@ -60,7 +64,9 @@ def overhead(
 
 @app.command("solver")
 def solver(
-    instances: Annotated[int, typer.Option("--instances", min=1, help="Small jobs to solve by brute force too.")] = 100,
+    instances: Annotated[
+        int, typer.Option("--instances", min=1, max=100_000, help="Small jobs to solve by brute force too.")
+    ] = 100,
     seed: SeedOption = 0,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
@@ -83,9 +89,11 @@ def solver(
 
 @app.command("simulator")
 def simulator(
-    seconds: Annotated[float, typer.Option("--seconds", min=0.1, help="How long each rate is measured.")] = 10.0,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0.1, max=shared.LONGEST_S, help="How long each rate is measured.")
+    ] = 10.0,
     job: Annotated[str | None, typer.Option("--job", help="Also rank this job's plans against real runs.")] = None,
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Real runs of each plan.")] = 3,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, max=1000, help="Real runs of each plan.")] = 3,
     seed: SeedOption = 0,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
@@ -115,13 +123,16 @@ def simulator(
 
 @app.command("policy")
 def policy(
-    jobs: Annotated[int, typer.Option("--jobs", min=2, help="Held-out jobs in each table.")] = 200,
+    jobs: Annotated[int, typer.Option("--jobs", min=2, max=10_000, help="Held-out jobs in each table.")] = 200,
     policy: Annotated[
-        Path | None, typer.Option("--policy", help="A policy folder; the shipped one if left out.")
+        Path | None, typer.Option("--policy", callback=input_path, help="A policy folder; the shipped one if left out.")
     ] = None,
-    recipe: Annotated[Path | None, typer.Option("--recipe", help="A recipe (.toml); policies/ppo.toml.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Option("--recipe", callback=input_path, help="A recipe (.toml); policies/ppo.toml.")
+    ] = None,
     train_run: Annotated[
-        Path | None, typer.Option("--train-run", help="A training's run directory: judge all of its seeds.")
+        Path | None,
+        typer.Option("--train-run", callback=input_path, help="A training's run directory: judge all of its seeds."),
     ] = None,
     seed: SeedOption = 0,
     runs_dir: RunsOption = shared.RUNS,
@@ -161,10 +172,13 @@ def search(
         str | None, typer.Option("--methods", help="Some methods only, separated by commas; all if left out.")
     ] = None,
     steps: StepsOption = 240,
-    repetitions: Annotated[int, typer.Option("--repetitions", help="How often every method is run.")] = 3,
-    rounds: Annotated[int, typer.Option("--rounds", help="Windows in which each plan is measured again.")] = 6,
+    repetitions: Annotated[int, typer.Option("--repetitions", max=1000, help="How often every method is run.")] = 3,
+    rounds: Annotated[
+        int, typer.Option("--rounds", max=10_000, help="Windows in which each plan is measured again.")
+    ] = 6,
     profile_seconds: Annotated[
-        float, typer.Option("--profile-seconds", min=0.1, help="About how long a profile may take.")
+        float,
+        typer.Option("--profile-seconds", min=0.1, max=shared.LONGEST_S, help="About how long a profile may take."),
     ] = 50.0,
     lean: LeanOption = True,
     seed: SeedOption = 0,
@@ -206,9 +220,13 @@ def attach(
     situations: Annotated[str, typer.Option("--situations", help="Situations to compare in; none for none.")] = (
         "mixed lengths,curriculum,moving budget"
     ),
-    steps: Annotated[int, typer.Option("--steps", min=20, help="Steps of each arm for the overhead.")] = 200,
-    situation_steps: Annotated[int, typer.Option("--situation-steps", min=40, help="Steps of each run.")] = 300,
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Paired runs of each situation.")] = 6,
+    steps: Annotated[
+        int, typer.Option("--steps", min=20, max=shared.MOST_STEPS, help="Steps of each arm for the overhead.")
+    ] = 200,
+    situation_steps: Annotated[
+        int, typer.Option("--situation-steps", min=40, max=shared.MOST_STEPS, help="Steps of each run.")
+    ] = 300,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, max=1000, help="Paired runs of each situation.")] = 6,
     policy: Annotated[str, typer.Option("--policy", help="What is attached in the situations.")] = "ppo",
     seed: SeedOption = 0,
     runs_dir: RunsOption = shared.RUNS,
@@ -262,7 +280,7 @@ def attach(
 @app.command("batching")
 def batching(
     job: Annotated[str, typer.Argument(help="A job whose batching is adaptive.")] = "charlm_long:adaptive",
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Paired runs.")] = 6,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, max=1000, help="Paired runs.")] = 6,
     policy: Annotated[str, typer.Option("--policy", help="What is attached.")] = "ppo",
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
@@ -287,9 +305,13 @@ def batching(
 def cluster(
     job: Annotated[str, typer.Option("--job", help="The job whose plans are tried.")] = "digits",
     address: Annotated[str, typer.Option("--cluster", help="local:N, auto, or ray://HOST:PORT.")] = "local:2",
-    worker_cores: Annotated[int, typer.Option("--worker-cores", min=1, help="Cores that a worker is pinned to.")] = 1,
-    pairs: Annotated[int, typer.Option("--pairs", min=2, help="How often one and all workers take turns.")] = 6,
-    windows: Annotated[int, typer.Option("--windows", min=4, help="Trials in each turn.")] = 24,
+    worker_cores: Annotated[
+        int, typer.Option("--worker-cores", min=1, max=1024, help="Cores that a worker is pinned to.")
+    ] = 1,
+    pairs: Annotated[
+        int, typer.Option("--pairs", min=2, max=10_000, help="How often one and all workers take turns.")
+    ] = 6,
+    windows: Annotated[int, typer.Option("--windows", min=4, max=shared.MOST_STEPS, help="Trials in each turn.")] = 24,
     seed: SeedOption = 0,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
@@ -321,7 +343,7 @@ def _search_table(document: dict[str, Any]) -> Table:
     """Return a row per method: what it spent until it had arrived, and how good its answer is."""
     from autotune.campaign.search_judging import shown
 
-    table = Table(
+    table = shared.table(
         title=f"{document['job']} within {document['memory_budget']}: until the best plan so far is within "
         f"{document['within_frac']:.0%} of the best plan known; medians of {len(document['seeds'])}, each in brackets",
         title_justify="left",
@@ -349,7 +371,9 @@ def _search_table(document: dict[str, Any]) -> Table:
 @app.command("profile")
 def profile(
     jobs: Annotated[str, typer.Option("--jobs", help="Jobs, separated by commas.")] = "charlm,digits",
-    plans: Annotated[int, typer.Option("--plans", min=2, help="Random plans that are predicted and measured.")] = 20,
+    plans: Annotated[
+        int, typer.Option("--plans", min=2, max=10_000, help="Random plans that are predicted and measured.")
+    ] = 20,
     seed: SeedOption = 0,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
@@ -392,12 +416,16 @@ def gpu(
         typer.Option("--jobs", help="Jobs, separated by commas; left out, GPT-2 small, ResNet-50 and a GPT of 1.3 B."),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option("--data", help="A folder with WikiText-2 and CIFAR-10; random data if left out.")
+        Path | None,
+        typer.Option(
+            "--data", callback=input_path, help="A folder with WikiText-2 and CIFAR-10; random data if left out."
+        ),
     ] = None,
     device: Annotated[str, typer.Option("--device", help="cuda, or cpu to try the command on small jobs.")] = "cuda",
-    rounds: Annotated[int, typer.Option("--rounds", help="Windows in which each plan is measured.")] = 4,
+    rounds: Annotated[int, typer.Option("--rounds", max=10_000, help="Windows in which each plan is measured.")] = 4,
     seconds: Annotated[
-        float, typer.Option("--seconds", min=1, help="No further job begins after so many seconds.")
+        float,
+        typer.Option("--seconds", min=1, max=shared.LONGEST_S, help="No further job begins after so many seconds."),
     ] = 300.0,
     seed: SeedOption = 0,
     runs_dir: RunsOption = shared.RUNS,
@@ -409,6 +437,8 @@ def gpu(
     from autotune.campaign.runs import require_writable
 
     require_writable(runs_dir)
+    if re.fullmatch(r"cpu|cuda(:[0-9]{1,2})?", device) is None:
+        raise InputError(f"device is {device!r}", where="--device", allowed="cuda, cuda:N, cpu")
     settings = GpuBenchSettings(device=device, rounds=rounds, seconds=seconds, seed=seed)
     found = gpu_jobs(None if jobs is None else jobs.split(","), data, device)
     with shared.Bars(shared.console(as_json=as_json)) as bars:

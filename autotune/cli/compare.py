@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from autotune.cli import console as shared
 from autotune.cli.console import (
@@ -19,6 +18,9 @@ from autotune.cli.console import (
     TrialsOption,
     WattsOption,
 )
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def command(

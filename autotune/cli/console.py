@@ -1,4 +1,4 @@
-"""Hold what the verbs share: options, progress bars, and where output goes.
+"""What the verbs share: options, progress bars, and where output goes.
 
 Under ``--json`` stdout carries one document and nothing else; bars appear only on a terminal.
 """
@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import sys
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from autotune.cluster import ClusterOptions
-from autotune.errors import InputError
+from autotune.cli.arguments import input_path
+from autotune.documents import LARGEST_SEED
+from autotune.errors import InputError, printable
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import TaskID
+    from rich.table import Table
+
+    from autotune.cluster import ClusterOptions
     from autotune.engines.isolated_engine import RankOptions
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, the rest on stderr.")]
@@ -27,45 +32,74 @@ RunsOption = Annotated[Path, typer.Option("--runs-dir", help="Where run director
 LeanOption = Annotated[
     bool, typer.Option("--lean/--full", help="Profile in a tenth of the steps, or each plan several times.")
 ]
-SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of the search and of the tuning engine.")]
+# Beyond these a number is a mistake, and would only be found after hours or by running out of memory.
+MOST_STEPS = 1_000_000
+LONGEST_S = 86_400
+MOST_WATTS = 1_000_000
+
+SeedOption = Annotated[
+    int, typer.Option("--seed", min=0, max=LARGEST_SEED, help="Seed of the search and of the tuning engine.")
+]
 BudgetOption = Annotated[
     str | None,
     typer.Option("--memory-budget", help="A size (20GiB, 900MiB) or a share of the FP32 baseline's peak (75%)."),
 ]
-StepsOption = Annotated[int, typer.Option("--steps", help="Real optimizer steps that each search may spend.")]
+StepsOption = Annotated[
+    int, typer.Option("--steps", max=MOST_STEPS, help="Real optimizer steps that each search may spend.")
+]
 StorageOption = Annotated[
     str | None,
     typer.Option("--storage", help="A database for Optuna's studies: postgresql://user@host:port/database."),
 ]
-TrialsOption = Annotated[int | None, typer.Option("--trials", help="Plans that each search may measure at most.")]
+TrialsOption = Annotated[
+    int | None, typer.Option("--trials", max=100_000, help="Plans that each search may measure at most.")
+]
 ClusterOption = Annotated[
     str | None, typer.Option("--cluster", help="Spread the work over Ray workers: local:N, auto, or ray://HOST:PORT.")
 ]
 WorkerCoresOption = Annotated[
-    int, typer.Option("--worker-cores", min=1, help="With a cluster: cores that each worker is pinned to.")
+    int, typer.Option("--worker-cores", min=1, max=1024, help="With a cluster: cores that each worker is pinned to.")
 ]
 WattsOption = Annotated[
     float | None,
-    typer.Option("--watts", help="The device's power, to estimate energy by where it cannot be measured."),
+    typer.Option(
+        "--watts", max=MOST_WATTS, help="The device's power, to estimate energy by where it cannot be measured."
+    ),
 ]
 RUNS = Path("runs")
 
 
 EngineOption = Annotated[str, typer.Option("--engine", help="torch, or deepspeed for several ranks.")]
-RanksOption = Annotated[int, typer.Option("--ranks", min=1, help="With deepspeed: how many ranks, on this machine.")]
+RanksOption = Annotated[
+    int, typer.Option("--ranks", min=1, max=256, help="With deepspeed: how many ranks, on this machine.")
+]
 ConfigOption = Annotated[
-    Path | None, typer.Option("--ds-config", help="With deepspeed: a configuration of your own (JSON).")
+    Path | None,
+    typer.Option("--ds-config", callback=input_path, help="With deepspeed: a configuration of your own (JSON)."),
 ]
 
 
 def console(*, as_json: bool) -> Console:
     """Return where people's output goes: stdout, or stderr while stdout carries JSON."""
-    return Console(file=sys.stderr if as_json else sys.stdout, highlight=False)
+    from autotune.cli.plain_console import PlainConsole
+
+    return PlainConsole(sys.stderr if as_json else sys.stdout)
+
+
+def table(**settings: Any) -> Table:
+    """Return an empty table of Rich's, which takes a while to be imported."""
+    from rich.table import Table
+
+    return Table(**settings)
 
 
 def cluster(address: str | None, cores: int) -> ClusterOptions | None:
     """Return what ``--cluster`` and ``--worker-cores`` ask for; ``None`` for this process alone."""
-    return None if address is None else ClusterOptions(address=address, cores=cores)
+    if address is None:
+        return None
+    from autotune.cluster import ClusterOptions
+
+    return ClusterOptions(address=address, cores=cores)
 
 
 _document_stream: TextIO | None = None
@@ -79,6 +113,33 @@ def keep_stdout_for_json() -> None:
     os.dup2(2, 1)
 
 
+def open_closed_streams() -> None:
+    """Open the standard streams that this process was started without: else the next file would take their place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
+
+
+def let_go_of_stdout() -> None:
+    """Let nothing more go to a stdout that nobody reads, not even what a buffer still holds."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in _document_streams():
+        os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+def stdout_has_no_reader() -> bool:
+    """Tell whether whoever read stdout is gone, as after ``autotune ... | head``."""
+    poller = select.poll()
+    for stream in _document_streams():
+        poller.register(stream.fileno(), 0)
+    return bool(poller.poll(0))
+
+
+def _document_streams() -> list[TextIO]:
+    return [stream for stream in (sys.stdout, _document_stream) if stream is not None]
+
+
 def print_json(document: Any) -> None:
     """Print one JSON document on stdout."""
     print(json.dumps(document, indent=2, allow_nan=False), file=_document_stream or sys.stdout, flush=True)
@@ -88,14 +149,16 @@ class Bars:
     """Draw one bar per stage with the time left; on something other than a terminal, one line per stage."""
 
     def __init__(self, output: Console) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
         self._output = output
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[detail]}"),
+            TextColumn("{task.fields[detail]}", markup=False),
             console=output,
             refresh_per_second=2,
             disable=not output.is_terminal,
@@ -118,13 +181,13 @@ class Bars:
         self._finish()
         if not self._output.is_terminal:
             self._output.print(f"{title} ...")
-        self._task = self._progress.add_task(title, total=total, detail="")
+        self._task = self._progress.add_task(printable(title), total=total, detail="")
         self._total = total
 
     def advance(self, done: float, detail: str = "") -> None:
         """Say how much of the stage is done."""
         if self._task is not None:
-            self._progress.update(self._task, completed=min(done, self._total), detail=detail)
+            self._progress.update(self._task, completed=min(done, self._total), detail=printable(detail))
 
     def _finish(self) -> None:
         """Fill the bar: a pilot that arrives early, say, is done all the same."""

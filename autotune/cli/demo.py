@@ -30,7 +30,8 @@ def command(
     output.print(
         f"Training {job} for real inside {memory_budget} of the FP32 baseline's peak memory: a profile, two searches "
         f"of {steps} real steps each, then {len(_ARMS)} arms on {seeds} fresh seeds, two of them led while they train, "
-        f"by the planner and by the shipped policy."
+        f"by the planner and by the shipped policy.",
+        soft_wrap=True,
     )
     began = time.perf_counter()
     with shared.Bars(output) as bars:

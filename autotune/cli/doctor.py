@@ -6,8 +6,6 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from autotune.cli import console as shared
 from autotune.cli.console import JsonOption, RunsOption
 
@@ -20,7 +18,7 @@ def command(runs_dir: RunsOption = shared.RUNS, as_json: JsonOption = False) -> 
     if as_json:
         shared.print_json(document)
         return
-    table = Table(show_header=False)
+    table = shared.table(show_header=False)
     table.add_column("")
     table.add_column("", overflow="fold")
     for key, value in document.items():
@@ -32,6 +30,7 @@ def _examine(runs: Path) -> dict[str, Any]:
     import torch
 
     from autotune import __version__
+    from autotune.addresses import without_secrets
     from autotune.campaign.runs import require_writable
     from autotune.campaign.tracking import tracking_uri
     from autotune.catalog import catalog
@@ -57,7 +56,7 @@ def _examine(runs: Path) -> dict[str, Any]:
         "jobs": list(catalog()),
         "runs_directory": str(runs),
         "runs_writable": writable,
-        "tracking": tracking_uri(runs),
+        "tracking": without_secrets(tracking_uri(runs)),
         "extras": {name: importlib.util.find_spec(name) is not None for name in _EXTRAS},
     }
 

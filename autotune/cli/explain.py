@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from autotune.cli import console as shared
+from autotune.cli.arguments import require_readable
 from autotune.cli.console import JsonOption, RunsOption
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from autotune.campaign.runs import RunDirectory
     from autotune.job import Job
     from autotune.physics.profile import Profile
@@ -46,7 +48,7 @@ def command(
         shared.print_json({**document, "pareto": front} if pareto else document)
         return
     output = shared.console(as_json=False)
-    table = Table(title=f"{subject}: {plan}", title_justify="left")
+    table = shared.table(title=f"{subject}: {plan}", title_justify="left")
     for name in ("unit", "kind", "choice", "why", *(["measured, per step"] if costs else [])):
         table.add_column(name, overflow="fold")
     for row in rows:
@@ -79,7 +81,7 @@ def _front_table(front: list[dict[str, Any]]) -> Table:
     from autotune.budget import format_bytes
     from autotune.plan import Plan
 
-    table = Table(title="the fastest plan of every budget, predicted", title_justify="left")
+    table = shared.table(title="the fastest plan of every budget, predicted", title_justify="left")
     for name in ("peak", "step", "plan"):
         table.add_column(name)
     for row in front:
@@ -90,16 +92,18 @@ def _front_table(front: list[dict[str, Any]]) -> Table:
 
 def _explain(subject: str, job: str | None) -> tuple[Plan, Job, PlanSpace, list[Row]]:
     from autotune.agents.rules import RULES
+    from autotune.campaign.results import trials_of
     from autotune.campaign.runs import RunDirectory, read_plan
     from autotune.errors import InputError
     from autotune.report import explanation
 
     path = Path(subject)
+    require_readable(path, where=subject)
     if path.is_dir():
         run = RunDirectory.open(path)
         found, space = _space(job or _catalog_job(run))
-        plan = space.check(read_plan(path / "plan.json"), where=str(path / "plan.json"))
-        return plan, found, space, explanation.explain_trials(plan, space, run.lines("trials.jsonl"))
+        plan = space.check(read_plan(path), where=str(path / "plan.json"))
+        return plan, found, space, explanation.explain_trials(plan, space, trials_of(run))
     if job is None:
         raise InputError("no job was given", where="--job", allowed="the job that the plan is for")
     found, space = _space(job)
@@ -110,19 +114,21 @@ def _explain(subject: str, job: str | None) -> tuple[Plan, Job, PlanSpace, list[
         raise InputError(f"{subject!r} is unknown", where="explain", allowed=["a run", "a .json plan", *RULES])
     plan = space.check(read_plan(path), where=str(path))
     if (path.parent / "trials.jsonl").is_file():
-        trials = RunDirectory(path.parent).lines("trials.jsonl")
+        trials = trials_of(RunDirectory(path.parent))
         return plan, found, space, explanation.explain_trials(plan, space, trials)
     return plan, found, space, explanation.explain_file(plan, space)
 
 
 def _catalog_job(run: RunDirectory) -> str:
     """Return the run's job if it is a reference job: any other is code, which only the command line may name."""
-    from autotune.catalog import catalog
+    from autotune.campaign.run_documents import CompareConfig, TuneConfig
+    from autotune.catalog import is_catalog_reference
     from autotune.errors import InputError
-    from autotune.launching import split
 
-    name = str(run.read("config.json").get("job"))
-    if split(name, where="--job")[0] not in catalog():
+    config = run.config
+    asked = config.asked.job if isinstance(config, TuneConfig | CompareConfig) else None
+    name = asked or config.job
+    if not is_catalog_reference(name):
         raise InputError(f"the run's job {name!r} is not in the catalog", where="--job", allowed="the job's reference")
     return name
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from autotune.cli import console as shared
+from autotune.cli.arguments import require_readable
 from autotune.cli.console import JsonOption
 
 
@@ -15,7 +16,7 @@ def command(
     plan: Annotated[str, typer.Argument(metavar="PLAN|RUN", help="A plan file, or a run directory with one.")],
     job: Annotated[str, typer.Option("--job", help="The job that it is a plan of.")],
     to: Annotated[str, typer.Option("--to", help="deepspeed, accelerate, transformers, python or json.")] = "deepspeed",
-    ranks: Annotated[int, typer.Option("--ranks", min=1, help="How many ranks will train it.")] = 1,
+    ranks: Annotated[int, typer.Option("--ranks", min=1, max=100_000, help="How many ranks will train it.")] = 1,
     out: Annotated[Path, typer.Option("--out", help="The folder to write to.")] = Path(),
     as_json: JsonOption = False,
 ) -> None:
@@ -27,7 +28,8 @@ def command(
     from autotune.report.export import export
 
     path = Path(plan)
-    found = read_plan(path / "plan.json" if path.is_dir() else path)
+    require_readable(path, where=plan)
+    found = read_plan(path)
     made = export(found, load_job(job), to, ranks=ranks, reference=job)
     if not out.is_dir():
         raise InputError("is no folder", where=f"--out {out}", allowed="a folder that is there")
@@ -41,6 +43,6 @@ def command(
         return
     output = shared.console(as_json=False)
     output.print(f"written: {', '.join(str(out / name) for name in made.files)}", soft_wrap=True)
-    output.print(f"launch: {made.command}", soft_wrap=True, markup=False)
+    output.print(f"launch: {made.command}", soft_wrap=True)
     for note in made.notes:
-        output.print(f"note: {note}", soft_wrap=True, markup=False)
+        output.print(f"note: {note}", soft_wrap=True)

@@ -1,10 +1,12 @@
-"""Be the command line: every verb, one way to fail.
+"""The command line: every verb, one way to fail.
 
-Wrong input is one line on stderr and exit code 2; anything else that fails on purpose is one line and 1.
+Wrong input is one line on stderr and exit code 2; anything else that fails on purpose, and what the operating system
+refuses while a verb runs, is one line and 1. A traceback is a defect of ours.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -30,8 +32,10 @@ from autotune.cli import (
     train,
     tune,
 )
-from autotune.cli.console import keep_stdout_for_json
-from autotune.errors import AutotuneError, InputError
+from autotune.cli.arguments import require_text, require_working_folder
+from autotune.cli.console import keep_stdout_for_json, let_go_of_stdout, open_closed_streams, stdout_has_no_reader
+from autotune.cli.signals import EndedError, end_in_order
+from autotune.errors import AutotuneError, InputError, escaped, one_line, printable
 
 app = typer.Typer(
     name="autotune",
@@ -40,6 +44,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
+_log = logging.getLogger(__name__)
 _COMMANDS = (
     demo,
     profile,
@@ -64,25 +69,40 @@ app.add_typer(bench.app, name="bench")
 _UsageError, _ClickException = cast("tuple[type[Exception], type[Exception]]", typer.BadParameter.__mro__[1:3])
 
 
-@app.callback()
-def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Log what is done, on stderr.")] = False,
-) -> None:
-    if version:
+def _show_version(asked: bool) -> None:
+    if asked:
         print(f"autotune {__version__}")
         raise typer.Exit
-    level = logging.INFO if verbose else logging.WARNING
-    logging.basicConfig(level=level, format="%(levelname)s: %(message)s", stream=sys.stderr)
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show_version),
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log what is done, on stderr.")] = False,
+) -> None:
+    require_working_folder()
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_EscapedFormatter("%(levelname)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler])
+
+
+class _EscapedFormatter(logging.Formatter):
+    """Format a record so that a terminal does not act on what it quotes."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record's text."""
+        return escaped(super().format(record))
 
 
 def main() -> None:
     """Run the command line and exit."""
+    open_closed_streams()
+    end_in_order()
     # Metering frees blocks that are older than the profile, which is right and not worth a warning from C++.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Jobs named pkg.module:attribute are looked for from the working directory, as other such tools do.
-    if os.getcwd() not in sys.path:  # noqa: PTH109 - a string is what sys.path holds
-        sys.path.insert(0, os.getcwd())  # noqa: PTH109
     if "--json" in sys.argv:
         keep_stdout_for_json()
     sys.exit(run(sys.argv[1:]))
@@ -90,34 +110,75 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run the command line on arguments and return the exit code."""
-    command = typer.main.get_command(app)
     try:
-        code = command.main(args=arguments, prog_name="autotune", standalone_mode=False)
+        code = _run(arguments)
+        # Now, while it can still be told that nobody reads it or that the disk is full.
+        print(end="", flush=True)
     except InputError as error:
         return _fail(str(error), 2)
     except AutotuneError as error:
         return _fail(str(error), 1)
-    except _UsageError as error:
-        return _fail(_usage(error), 2)
-    except _ClickException as error:
-        return _fail(_usage(error), 1)
+    except BrokenPipeError as error:
+        return _broken_pipe(error)
+    except SystemExit as leaving:
+        # Typer leaves without a word where any pipe breaks, a worker's as well.
+        if isinstance(leaving.__context__, BrokenPipeError):
+            return _broken_pipe(leaving.__context__)
+        raise
+    except (OSError, MemoryError, RecursionError, OverflowError, UnicodeError) as error:
+        _log.info("what was being done:", exc_info=error)
+        # A name that no file can have was given to us.
+        return _fail(_refusal(error), 2 if getattr(error, "errno", None) == errno.ENAMETOOLONG else 1)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
+    except EndedError as error:
+        return _fail(str(error), error.code)
+    return code
+
+
+def _broken_pipe(error: BrokenPipeError) -> int:
+    """End quietly if nobody reads stdout any more, as after ``autotune ... | head``."""
+    if not stdout_has_no_reader():
+        return _fail(_refusal(error), 1)
+    let_go_of_stdout()
+    return 1
+
+
+def _run(arguments: list[str]) -> int:
+    require_text(arguments)
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(args=arguments, prog_name="autotune", standalone_mode=False)
+    except _UsageError as error:
+        return _fail_usage(error, 2)
+    except _ClickException as error:
+        return _fail_usage(error, 1)
     return code if isinstance(code, int) else 0
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"autotune: {message}" if code != 0 else message, file=sys.stderr)
+    print(f"autotune: {printable(message)}", file=sys.stderr)
     return code
 
 
-def _usage(error: BaseException) -> str:
-    """Return a usage error in one line; the help text, where no verb was given."""
-    if type(error).__name__ == "NoArgsIsHelpError":
-        context = getattr(error, "ctx", None)
-        return str(context.get_help()) if context is not None else "see autotune --help"
+def _fail_usage(error: BaseException, code: int) -> int:
+    """Print a usage error in one line; the help text, where no verb was given."""
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError" and context is not None:
+        print(context.get_help(), file=sys.stderr)
+        return code
     formatted = getattr(error, "format_message", lambda: str(error))()
-    return " ".join(f"{formatted} (see autotune --help)".split())
+    return _fail(f"{formatted} (see autotune --help)", code)
+
+
+def _refusal(error: BaseException) -> str:
+    """Return in a few words what the operating system, or Python, refused."""
+    if isinstance(error, MemoryError):
+        return f"out of memory ({error})" if str(error) else "out of memory"
+    if not isinstance(error, OSError) or error.strerror is None:
+        return one_line(error)
+    files = [str(file) for file in (error.filename, error.filename2) if file is not None]
+    return ": ".join([*files, error.strerror])
 
 
 if __name__ == "__main__":

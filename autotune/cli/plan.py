@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from autotune.cli import console as shared
+from autotune.cli.arguments import output_file
 from autotune.cli.console import BudgetOption, JsonOption
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from autotune.errors import BudgetError
     from autotune.physics.devices import DeviceSpec
     from autotune.physics.profile import Profile
@@ -25,7 +27,9 @@ def command(
     job: Annotated[str, typer.Argument(help="A catalog name, package.module:attribute, or file.py:attribute.")],
     device: Annotated[str, typer.Option("--device", help="The device: h200, h100, a100, rtx3090, ...")],
     memory_budget: BudgetOption = None,
-    output: Annotated[Path | None, typer.Option("--output", help="Write the plan to this file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", callback=output_file, help="Write the plan to this file.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Estimate a job's memory and time on a device that is not here, and compute the plan to launch with.
@@ -124,7 +128,7 @@ def _rows(profile: Profile, best: Any, budget: int) -> list[dict[str, Any]]:
 def _table(rows: list[dict[str, Any]], title: str) -> Table:
     from autotune.budget import format_bytes
 
-    table = Table(title=title, title_justify="left")
+    table = shared.table(title=title, title_justify="left")
     for name in ("", "plan", "step", "peak", "fits"):
         table.add_column(name)
     for row in rows:

@@ -6,31 +6,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from autotune.budget import format_bytes
 from autotune.cli import console as shared
 from autotune.cli.console import ConfigOption, EngineOption, JsonOption, LeanOption, RanksOption, RunsOption
+from autotune.documents import LARGEST_SEED
 from autotune.errors import InputError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from autotune.physics.profile import Profile
 
 
 def command(
     job: Annotated[str, typer.Argument(help="A catalog name, package.module:attribute, or file.py:attribute.")],
-    validate: Annotated[int, typer.Option("--validate", min=0, help="Measure so many random plans as well.")] = 0,
+    validate: Annotated[
+        int, typer.Option("--validate", min=0, max=10_000, help="Measure so many random plans as well.")
+    ] = 0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure even if a profile is cached.")] = False,
     convergence: Annotated[
         bool, typer.Option("--convergence", help="Fit how the job converges to a few short real runs as well.")
     ] = False,
-    seconds: Annotated[float, typer.Option("--seconds", min=5, help="About how long profiling may take.")] = 50.0,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=5, max=shared.LONGEST_S, help="About how long profiling may take.")
+    ] = 50.0,
     lean: LeanOption = False,
     engine: EngineOption = "torch",
     ranks: RanksOption = 2,
     zero_stage: Annotated[str, typer.Option("--zero-stage", help="With deepspeed: 0, 1, 2 or 3.")] = "0",
     ds_config: ConfigOption = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of weights, batches and calibration plans.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option("--seed", min=0, max=LARGEST_SEED, help="Seed of weights, batches and calibration plans."),
+    ] = 0,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
 ) -> None:
@@ -120,7 +129,7 @@ def _convergence_line(document: dict[str, Any]) -> str:
 def _table(profile: Profile) -> Table:
     """Return each unit's costs at the smallest k."""
     k = profile.accumulation_choices[0]
-    table = Table(title=f"{profile.job} on {profile.device}: one step at k = {k}", title_justify="left")
+    table = shared.table(title=f"{profile.job} on {profile.device}: one step at k = {k}", title_justify="left")
     table.add_column("unit")
     names = list(dict.fromkeys(name for s in profile.table(k).segments if s.unit for name in s.costs))
     for name in names:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from autotune.budget import format_bytes
 from autotune.cli import console as shared
+from autotune.cli.arguments import input_path
 from autotune.cli.console import JsonOption, SeedOption
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def command(
-    log: Annotated[Path, typer.Argument(help="The run directory of an attached run, or its decisions.jsonl.")],
+    log: Annotated[
+        Path, typer.Argument(callback=input_path, help="The run directory of an attached run, or its decisions.jsonl.")
+    ],
     job: Annotated[str | None, typer.Option("--job", help="Run this job along it; left out, nothing is run.")] = None,
-    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps to run; as recorded, if left out.")] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", min=1, max=shared.MOST_STEPS, help="Steps to run; as recorded, if left out."),
+    ] = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -37,7 +45,7 @@ def command(
 
 
 def _table(title: str, run: dict[str, Any]) -> Table:
-    table = Table(title=f"{title}: {run['switches']} switches", title_justify="left")
+    table = shared.table(title=f"{title}: {run['switches']} switches", title_justify="left")
     for name in ("step", "plan", "predicted", "measured", "off by", "predicted peak", "measured peak"):
         table.add_column(name, justify="left" if name == "plan" else "right")
     for row in run["windows"]:

@@ -10,23 +10,38 @@ from typing import Annotated
 import typer
 
 from autotune.cli import console as shared
+from autotune.cli.arguments import input_path, output_file, output_folder
 from autotune.cli.console import JsonOption
 
 
 def command(
-    run: Annotated[Path, typer.Argument(help="The run directory of a tune, a compare, a demo or an attached run.")],
-    out: Annotated[Path | None, typer.Option("--out", help="The file to write; RUN/report.html, if left out.")] = None,
-    figures: Annotated[
-        Path | None, typer.Option("--figures", help="A folder for the figures as SVG, and PNG of a campaign's.")
+    run: Annotated[
+        Path,
+        typer.Argument(callback=input_path, help="The run directory of a tune, a compare, a demo or an attached run."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", callback=output_file, help="The file to write; RUN/report.html, if left out."),
     ] = None,
-    csv: Annotated[Path | None, typer.Option("--csv", help="A folder for a campaign's tables as CSV.")] = None,
-    parquet: Annotated[Path | None, typer.Option("--parquet", help="The same as Parquet.")] = None,
+    figures: Annotated[
+        Path | None,
+        typer.Option(
+            "--figures", callback=output_folder, help="A folder for the figures as SVG, and PNG of a campaign's."
+        ),
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option("--csv", callback=output_folder, help="A folder for a campaign's tables as CSV.")
+    ] = None,
+    parquet: Annotated[
+        Path | None, typer.Option("--parquet", callback=output_folder, help="The same as Parquet.")
+    ] = None,
     carbon_intensity: Annotated[
         str | None,
         typer.Option("--carbon-intensity", help="gCO2/kWh as a number, or a CSV file of them that covers the runs."),
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option("--profile", help="A profile of the job, for a campaign that kept none.")
+        Path | None,
+        typer.Option("--profile", callback=input_path, help="A profile of the job, for a campaign that kept none."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -41,7 +56,7 @@ def command(
     intensity = None if carbon_intensity is None else Intensity.parse(carbon_intensity)
     made: dict[str, str] = {}
     path = out or run / writing.PAGE_NAME
-    if RunDirectory.open(run).read("config.json").get("verb") == "attach":
+    if RunDirectory.open(run).config.verb == "attach":
         if csv or parquet or profile or intensity is not None:
             raise InputError("is for campaigns", where="--csv, --parquet, --profile, --carbon-intensity")
         attached = attached_run.read_attached(run)

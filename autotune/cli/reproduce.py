@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from autotune.cli import console as shared
+from autotune.cli.arguments import input_path
 from autotune.cli.console import JsonOption, RunsOption
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def command(
     table: Annotated[str, typer.Argument(help="table1, table2, table3, table4 or error-analysis.")],
     data: Annotated[
-        Path | None, typer.Option("--data", help="The folder that CIFAR-10 and WikiText-2 lie in, as published.")
+        Path | None,
+        typer.Option(
+            "--data", callback=input_path, help="The folder that CIFAR-10 and WikiText-2 lie in, as published."
+        ),
     ] = None,
     scale: Annotated[
         str, typer.Option("--scale", help="paper: its own jobs; cpu: small ones on data that every machine has.")

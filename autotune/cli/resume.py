@@ -9,21 +9,60 @@ import typer
 
 from autotune.cli import compare, reproduce, tune
 from autotune.cli import console as shared
+from autotune.cli.arguments import input_path
 from autotune.cli.console import JsonOption
 
 
 def command(
-    run: Annotated[Path, typer.Argument(help="The run directory of a tune, a compare, a demo or a reproduce.")],
+    run: Annotated[
+        Path, typer.Argument(callback=input_path, help="The run directory of a tune, a compare, a demo or a reproduce.")
+    ],
+    job: Annotated[
+        list[str] | None,
+        typer.Option("--job", help="The job, if it is not in the catalog; several times for a run on several jobs."),
+    ] = None,
+    arms: Annotated[
+        str | None, typer.Option("--arms", help="The arms again, if plan files or policy folders are among them.")
+    ] = None,
+    storage: Annotated[str | None, typer.Option("--storage", help="The database again, if there was one.")] = None,
+    cluster: Annotated[str | None, typer.Option("--cluster", help="The Ray cluster again, if there was one.")] = None,
+    ds_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--ds-config", callback=input_path, help="The configuration of DeepSpeed again, if there was one."
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", callback=input_path, help="A reproduction's data again, if it was given.")
+    ] = None,
+    carbon_intensity: Annotated[
+        str | None, typer.Option("--carbon-intensity", help="The file of carbon intensities again, if there was one.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take up a campaign that was killed at any instant: what it measured stays, and it is finished."""
+    """Take up a campaign that was killed at any instant: what it measured stays, and it is finished.
+
+    A run's folder is data: code, files outside it and addresses that it was begun with must be named again.
+    """
     from autotune import api
+    from autotune.campaign.run_documents import TuneConfig
     from autotune.campaign.runs import RunDirectory
+    from autotune.files import read_json
 
     output = shared.console(as_json=as_json)
-    config = RunDirectory.open(run).read("config.json")
+    config = RunDirectory.open(run).config
     with shared.Bars(output) as bars:
-        document = api.resume(run, reporter=bars)
+        document = api.resume(
+            run,
+            job=job,
+            arms=[] if arms is None else [name.strip() for name in arms.split(",")],
+            storage=storage,
+            cluster=cluster,
+            ds_config=None if ds_config is None else read_json(ds_config),
+            data=None if data is None else data.absolute(),
+            carbon_intensity=carbon_intensity,
+            reporter=bars,
+        )
     if "table" in document:
         reproduce.show(document, output, as_json=as_json)
     elif "together" in document:
@@ -31,5 +70,5 @@ def command(
     elif "arms" in document:
         compare.show(document, output, as_json=as_json)
     else:
-        asked = config["asked"]
-        tune.show(document, asked["job"], asked["method"], output, as_json=as_json)
+        assert isinstance(config, TuneConfig)
+        tune.show(document, config.asked.job or config.job, config.method, output, as_json=as_json)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from autotune.cli import console as shared
+from autotune.cli.arguments import input_path
 from autotune.cli.console import JsonOption
 
 if TYPE_CHECKING:
@@ -20,7 +20,9 @@ def command(
     length: Annotated[str, typer.Option("--length", help="How long the run takes, as in 6h, 90min or 1d12h.")],
     carbon_intensity: Annotated[
         Path,
-        typer.Option("--carbon-intensity", help="A CSV file of two columns: ISO time with zone, gCO2/kWh."),
+        typer.Option(
+            "--carbon-intensity", callback=input_path, help="A CSV file of two columns: ISO time with zone, gCO2/kWh."
+        ),
     ],
     earliest: Annotated[
         str | None, typer.Option("--earliest", help="When it can start, as an ISO time with zone; now if left out.")
@@ -29,7 +31,8 @@ def command(
         str | None, typer.Option("--deadline", help="When it must have ended; the series' end if left out.")
     ] = None,
     watts: Annotated[
-        float | None, typer.Option("--watts", help="The run's mean power; without it no grams are known.")
+        float | None,
+        typer.Option("--watts", max=shared.MOST_WATTS, help="The run's mean power; without it no grams are known."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -62,7 +65,7 @@ def show(document: dict[str, Any], *, now: bool) -> None:
     at_once = "now" if now else "earliest"
     called = {"best": "best", "earliest": at_once, "worst": "worst"}
     with_grams = document["energy_j"] is not None
-    table = Table()
+    table = shared.table()
     for name in ("UTC", "start", "end", "gCO2/kWh", *(["gCO2"] if with_grams else [])):
         table.add_column(name, justify="right" if name.startswith("gCO2") else "left")
     for name, title in called.items():

@@ -4,37 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from autotune.cli import console as shared
+from autotune.cli.arguments import input_path
 from autotune.cli.console import BudgetOption, ClusterOption, JsonOption, RunsOption, SeedOption, WorkerCoresOption
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def command(
     job: Annotated[str | None, typer.Argument(help="A real job to train a policy on with; see --from.")] = None,
-    start: Annotated[Path | None, typer.Option("--from", help="The policy folder to begin with.")] = None,
+    start: Annotated[
+        Path | None, typer.Option("--from", callback=input_path, help="The policy folder to begin with.")
+    ] = None,
     engine: Annotated[str, typer.Option("--engine", help="What a real job runs on: torch.")] = "torch",
-    windows: Annotated[int, typer.Option("--windows", min=16, help="Windows of a real job to train on.")] = 96,
+    windows: Annotated[
+        int, typer.Option("--windows", min=16, max=shared.MOST_STEPS, help="Windows of a real job to train on.")
+    ] = 96,
     memory_budget: BudgetOption = None,
     seed: SeedOption = 0,
-    recipe: Annotated[Path | None, typer.Option("--recipe", help="A recipe (.toml); see policies/ppo.toml.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Option("--recipe", callback=input_path, help="A recipe (.toml); see policies/ppo.toml.")
+    ] = None,
     search: Annotated[
-        int | None, typer.Option("--search", help="Search for better PPO settings: so many short trainings.")
+        int | None,
+        typer.Option("--search", max=10_000, help="Search for better PPO settings: so many short trainings."),
     ] = None,
     search_decisions: Annotated[
         int | None,
         typer.Option(
-            "--search-decisions", help="Decisions of each short training; by default a fifth of the recipe's."
+            "--search-decisions",
+            max=10**9,
+            help="Decisions of each short training; by default a fifth of the recipe's.",
         ),
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option("--resume", help="The run directory of an interrupted training or search.")
+        Path | None,
+        typer.Option("--resume", callback=input_path, help="The run directory of an interrupted training or search."),
     ] = None,
     processes: Annotated[
-        int | None, typer.Option("--processes", min=1, help="Seeds or trials trained at once.")
+        int | None, typer.Option("--processes", min=1, max=256, help="Seeds or trials trained at once.")
     ] = None,
     cluster: ClusterOption = None,
     worker_cores: WorkerCoresOption = 1,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from autotune.budget import format_bytes
 from autotune.cli import console as shared
@@ -26,6 +24,9 @@ from autotune.cli.console import (
     WattsOption,
     WorkerCoresOption,
 )
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def command(
@@ -95,24 +96,32 @@ def show(
     from autotune.plan import Plan
 
     measured = document["measured"]
-    table = Table(title=f"{job}: {method}", title_justify="left")
+    table = shared.table(title=f"{job}: {method}", title_justify="left")
     for name in ("", "plan", "step", "peak"):
         table.add_column(name)
     baseline = format_bytes(measured["baseline_peak_bytes"])
-    table.add_row("baseline", "fp32, k=1", f"{measured['baseline_seconds_per_step'] * 1000:.0f} ms", baseline)
+    table.add_row("baseline", "fp32, k=1", _ms(measured["baseline_seconds_per_step"]), baseline)
     plan = str(Plan.from_json(document["plan"]))
-    table.add_row("tuned", plan, f"{measured['seconds_per_step'] * 1000:.0f} ms", format_bytes(measured["peak_bytes"]))
+    peak = "unknown" if measured["peak_bytes"] is None else format_bytes(measured["peak_bytes"])
+    table.add_row("tuned", plan, _ms(measured["seconds_per_step"]), peak)
     output.print(table)
     own, other = measured["sample_j"], measured["baseline_sample_j"]
     energy = f", {own / other:.0%} of its energy ({measured['energy_source']})" if own and other else ""
     what, whole = "time per sample", 1.0
+    found = measured["peak_bytes"]
+    known = found is not None and measured["baseline_peak_bytes"]
+    share = f"{found / measured['baseline_peak_bytes']:.0%}" if known else "an unknown share"
     if weights is not None:
         given = Weights.parse(weights)
         what, whole = f"cost by the weights {weights}", given.time + given.memory + given.energy
     output.print(
         f"Tuned steps cost {measured['cost'] / whole:.2f} of the baseline's {what}, "
-        f"{measured['peak_bytes'] / measured['baseline_peak_bytes']:.0%} of its memory{energy}; found in "
+        f"{share} of its memory{energy}; found in "
         f"{document['tuning_s']:.0f} s and {document['tuning_steps']} real steps. Compare it on fresh seeds before you "
         f"rely on it: autotune compare {job} --arms baseline,{document['run']}/plan.json"
     )
     output.print(f"Written: {document['run']}/ (report.html, tuned.json, plan.json, figures)", soft_wrap=True)
+
+
+def _ms(seconds: float | None) -> str:
+    return "unknown" if seconds is None else f"{seconds * 1000:.0f} ms"

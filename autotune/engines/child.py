@@ -1,134 +1,54 @@
-"""Be the process in which an isolated engine trains: ``python -m autotune.engines.child FOLDER``.
+"""Entry point of the process in which an isolated engine trains.
 
-It reads there what to open, answers one call after another over the socket that lies there, and ends when its parent
-does. Started several times by ``torchrun``, rank 0 answers, and the others do the same as it. What the job prints goes
-to where the parent said; what the job breaks, the parent sees.
+It opens what it is told to over its wire, and answers one call after another, until its asker is gone. Where several
+ranks train, each is told the same, and all do the same. What the job prints goes to where the asker said; what the job
+breaks, the asker sees.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import socket
-import sys
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from autotune.engines.processes import RAISED, die_with_parent, leave
+from autotune.engines.processes import fail, leave, opened
 from autotune.engines.wire import Wire
-from autotune.errors import InputError, one_line
-
-# In the folder: what to open, and where the parent listens.
-OPENING, SOCKET = "opening.json", "socket"
 
 
-def main(arguments: list[str]) -> None:
-    """Serve the socket in the folder that is the first argument, until it closes."""
-    die_with_parent()
-    folder = Path(arguments[0])
-    opening = json.loads((folder / OPENING).read_text())
-    # Where nobody asked for ranks, the number is somebody else's.
-    rank = 0 if opening["ranks"] is None else int(os.environ["RANK"])
-    # Without a parent, nobody is there to be told of anything.
+def main() -> None:
+    """Serve the asker, until it is gone."""
+    wire, opening, number = opened()
+    # Without an asker, nobody is there to be told of anything.
     with contextlib.suppress(EOFError, OSError):
-        if rank == 0:
-            connection = socket.socket(socket.AF_UNIX)
-            connection.connect(str(folder / SOCKET))
-            serve(Wire(connection), opening)
-        else:
-            follow(opening, rank)
+        serve(wire, opening, number)
     leave(0)
 
 
-def serve(wire: Wire, opening: dict[str, Any]) -> None:
-    """Open the engine that a document names, and answer calls until the wire closes."""
-    try:
-        engine = _open(opening)
-        answers = _answers(engine)
-        told = _Told(opening)
-        described = {"space": engine.space.to_json(), "locks": {**engine.locks}, "batch": engine.job.batching}
-        wire.send({**described, "processes": told.processes})
-    except InputError as error:
-        wire.send({"input_error": error.to_json()})
-        return
-    while True:
-        request = wire.receive()
-        told.pass_on(request)
-        call = request.pop("call")
-        try:
-            wire.send({"answer": answers[call](**request)})
-        except InputError as error:
-            wire.send({"input_error": error.to_json()})
-        except Exception as error:  # noqa: BLE001 - whatever the job raises, the parent classifies
-            wire.send({"raised": f"{type(error).__name__}: {error}", "failure": _class_of(error)})
-
-
-def follow(opening: dict[str, Any], rank: int) -> None:
-    """Do what rank 0 does; what raises here ends all ranks, and is said in a line that the parent looks for."""
-    try:
-        engine = _open(opening)
-        answers = _answers(engine)
-        told = _Told(opening)
-        while True:
-            request = told.next()
-            answers[request.pop("call")](**request)
-    except Exception as error:  # noqa: BLE001 - whatever the job raises, the parent classifies
-        print(f"{RAISED} {rank}: {_class_of(error)}: {one_line(error)}", file=sys.stderr)  # noqa: T201 - the parent reads it
-        leave(1)
-
-
-class _Told:
-    """Pass what rank 0 is asked on to the other ranks, who may wait for it for days.
+def serve(wire: Wire, opening: dict[str, Any], number: int) -> None:
+    """Open the engine that a document names, and answer calls until the wire closes.
 
     Args:
-        opening: says whether there are others.
+        wire: to the asker.
+        opening: names the engine.
+        number: this process's, among the ranks.
     """
-
-    def __init__(self, opening: dict[str, Any]) -> None:
-        self._group: Any = None
-        self.processes = [os.getpid()]
-        if opening["ranks"] is not None:
-            from torch import distributed
-
-            self._group = distributed.new_group(backend="gloo", timeout=timedelta(days=30))
-            told: list[Any] = [None] * distributed.get_world_size()
-            distributed.all_gather_object(told, os.getpid(), group=self._group)
-            self.processes = told
-
-    def pass_on(self, request: dict[str, Any]) -> None:
-        """Tell the others, if there are any."""
-        self._broadcast([request])
-
-    def next(self) -> dict[str, Any]:
-        """Return what rank 0 was asked."""
-        told: list[Any] = [None]
-        self._broadcast(told)
-        found: dict[str, Any] = told[0]
-        return found
-
-    def _broadcast(self, told: list[Any]) -> None:
-        if self._group is not None:
-            from torch import distributed
-
-            distributed.broadcast_object_list(told, src=0, group=self._group)
-
-
-def _class_of(error: Exception) -> str:
-    from autotune.engines.inspection import classify
-
-    return str(classify(error))
+    request: dict[str, Any] = {"call": "describe"}
+    answers: dict[str, Callable[..., Any]] = {}
+    while True:
+        try:
+            answers = answers or _answers(_open(opening), wire)
+            answer = answers[request.pop("call")](**request)
+        except Exception as error:  # noqa: BLE001 - whatever the job raises, the asker classifies
+            fail(wire, number, error)
+        wire.send({"answer": answer})
+        request = wire.receive()
 
 
 def _open(opening: dict[str, Any]) -> Any:
     from autotune.catalog import load_job
     from autotune.engines.torch_engine import EngineOptions, TorchEngine
 
-    for folder in reversed(opening["path"]):
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
     if opening["threads"] is not None:
         import torch
 
@@ -149,9 +69,12 @@ def _open(opening: dict[str, Any]) -> Any:
     return TorchEngine(job, seed=opening["seed"], device=opening["device"], options=options)
 
 
-def _answers(engine: Any) -> dict[str, Callable[..., Any]]:
+def _answers(engine: Any, wire: Wire) -> dict[str, Callable[..., Any]]:
     from autotune.engines.snapshot_files import read_snapshot, write_snapshot
     from autotune.plan import Plan
+
+    def describe() -> dict[str, Any]:
+        return {"space": engine.space.to_json(), "locks": {**engine.locks}}
 
     def run(steps: int, plan: dict[str, Any], memory_budget_bytes: int | None) -> dict[str, Any]:
         engine.apply(Plan.from_json(plan))
@@ -163,16 +86,16 @@ def _answers(engine: Any) -> dict[str, Callable[..., Any]]:
         return float(engine.evaluate())
 
     # Each rank has its own part of a snapshot.
-    rank = os.environ.get("RANK", "0")
+    def snapshot() -> None:
+        with os.fdopen(wire.receive_file(), "r+b") as file:
+            write_snapshot(file, engine.snapshot())
 
-    def snapshot(path: str) -> None:
-        write_snapshot(Path(f"{path}.{rank}"), engine.snapshot())
+    def restore() -> None:
+        with os.fdopen(wire.receive_file(), "r+b") as file:
+            engine.restore(read_snapshot(file))
 
-    def restore(path: str) -> None:
-        engine.restore(read_snapshot(Path(f"{path}.{rank}")))
-
-    return {"run": run, "evaluate": evaluate, "snapshot": snapshot, "restore": restore}
+    return {"describe": describe, "run": run, "evaluate": evaluate, "snapshot": snapshot, "restore": restore}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

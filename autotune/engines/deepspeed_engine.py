@@ -1,8 +1,8 @@
 """Train a job on several ranks through DeepSpeed, ZeRO stages 0 to 3, under whatever plan is applied.
 
-Every rank runs this file with the same arguments, as ``torchrun`` starts it, and calls the same methods in the same
-order. A step's batch is the job's own: it is cut into as many shares as there are ranks, and each share into k
-micro-batches, so that the update is the one that a single process would make.
+Every rank runs this file with the same arguments, and calls the same methods in the same order. A step's batch is the
+job's own: it is cut into as many shares as there are ranks, and each share into k micro-batches, so that the update is
+the one that a single process would make.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import shutil
-import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
@@ -25,6 +24,7 @@ import torch
 from torch import distributed
 
 from autotune.engines.deepspeed_config import engine_config
+from autotune.engines.rendezvous import store_of_ranks
 from autotune.engines.torch_engine import EngineOptions, Snapshot, TorchEngine
 from autotune.errors import EngineError, InputError, JobError
 from autotune.job import Job
@@ -47,7 +47,7 @@ class DeepSpeedEngine(TorchEngine):
     """Train one job on the ranks of a process group.
 
     A step that raises on one rank leaves the others waiting: it ends the process, and whoever started the ranks
-    (``torchrun``, :class:`autotune.IsolatedEngine`) ends the rest.
+    (:class:`autotune.IsolatedEngine`, ``torchrun``) ends the rest.
 
     Args:
         job: the job; its batches are the global ones.
@@ -291,20 +291,25 @@ def imported(device: str) -> ModuleType:
 
 
 def connect(library: ModuleType, device: str) -> None:
-    """Join the process group that ``torchrun`` describes, or make one of this process alone."""
+    """Join the process group of the ranks that this process is one of, or make one of this process alone."""
     if distributed.is_initialized():
         if not library.comm.is_initialized():
             library.init_distributed(dist_backend=distributed.get_backend(), auto_mpi_discovery=False)
         return
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    if "RANK" not in os.environ:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            os.environ.update({**alone, "MASTER_PORT": str(free.getsockname()[1])})
+    from deepspeed.constants import default_pg_timeout
+
+    backend, store = "nccl" if device == "cuda" else "gloo", store_of_ranks(default_pg_timeout)
+    rank, world, place = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(place)
     with redirect_stdout(sys.stderr):
-        library.init_distributed(dist_backend="nccl" if device == "cuda" else "gloo", auto_mpi_discovery=False)
+        if store is not None:
+            # As DeepSpeed does it: a rank alone has nobody whom it could reach.
+            where = torch.device("cuda", place) if device == "cuda" and world > 1 else None
+            distributed.init_process_group(
+                backend, store=store, rank=rank, world_size=world, timeout=default_pg_timeout, device_id=where
+            )
+        library.init_distributed(dist_backend=backend, auto_mpi_discovery=False)
 
 
 def _digest(value: Any) -> str:

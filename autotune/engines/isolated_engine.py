@@ -6,44 +6,21 @@ the last snapshot that was taken or restored, or else where the job begins.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import os
-import shutil
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from autotune.engines.child import OPENING, SOCKET
 from autotune.engines.deepspeed_config import STAGES
-from autotune.engines.processes import (
-    command,
-    kills,
-    last_words,
-    members,
-    python_path,
-    rank_that_raised,
-    remove_shared_memory,
-    signal_name,
-)
+from autotune.engines.processes import Workers, WorkersError
 from autotune.engines.torch_engine import EngineOptions
-from autotune.engines.wire import GarbledError, Wire
 from autotune.errors import EngineError, InputError, JobError
-from autotune.measurement import Failure, Measurement
+from autotune.measurement import Measurement
 from autotune.mechanics.devices import device_kind
 from autotune.plan import Plan, PlanSpace
 
-# Seconds between two looks at whether a child that has not called yet is still there.
-_POLL_S = 0.2
 Predict = Callable[[Plan], float | None]
 
 
@@ -85,15 +62,24 @@ class RankOptions:
             raise InputError(f"ZeRO stage is {self.zero_stage!r}", where="engine deepspeed", allowed=STAGES)
 
 
-@dataclass(slots=True)
-class _Child:
-    """Hold a running child, or the ranks that stand for one."""
+class StateFiles:
+    """Files without a name that keep a training state, one of each process, as long as this object lives.
 
-    process: subprocess.Popen[bytes]
-    output: Path
-    killed_before: int | None
-    wire: Wire | None = None
-    processes: tuple[int, ...] = ()
+    Args:
+        count: how many processes there are.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._files = [tempfile.TemporaryFile() for _ in range(count)]  # noqa: SIM115 - they are closed with this object
+
+    def __del__(self) -> None:
+        for file in self._files:
+            file.close()
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Return the files' descriptors, by process."""
+        return [file.fileno() for file in self._files]
 
 
 class IsolatedEngine:
@@ -138,19 +124,14 @@ class IsolatedEngine:
             "options": asdict(options or EngineOptions()),
             "threads": threads,
             "ranks": None if ranks is None else asdict(ranks),
-            "path": [entry for entry in sys.path if entry],
         }
         self._patience = patience or Patience()
         self._predict = predict
         self._slowest_s = 0.0
-        self._ranks = ranks
-        self._folder = Path(tempfile.mkdtemp(prefix="autotune-isolated-"))
-        # Whoever forgets to close leaves nothing behind either.
-        self._removed = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        self._snapshots = 0
-        self._latest: Path | None = None
+        self._ranks = None if ranks is None else ranks.count
+        self._latest: StateFiles | None = None
         self._closed = False
-        self._child: _Child | None = None
+        self._child: Workers | None = None
         self.children = 0
         try:
             opened = self._open()
@@ -186,10 +167,14 @@ class IsolatedEngine:
             EngineError: if the engine was closed.
         """
         began = time.perf_counter()
-        request = {"steps": steps, "plan": self._plan.to_json(), "memory_budget_bytes": self.memory_budget_bytes}
+        request: dict[str, Any] = {
+            "steps": steps,
+            "plan": self._plan.to_json(),
+            "memory_budget_bytes": self.memory_budget_bytes,
+        }
         try:
             answer = self._ask("run", self._patience_for(steps), **request)
-        except _ChildError as error:
+        except WorkersError as error:
             spent = time.perf_counter() - began
             return Measurement.of_failure(error.failure, str(error), self.memory_budget_bytes, total_s=spent)
         found = Measurement.from_json(answer)
@@ -205,171 +190,79 @@ class IsolatedEngine:
         """
         return float(self._told("evaluate"))
 
-    def snapshot(self) -> Path:
-        """Return the training state, as a file that lives as long as the engine does.
+    def snapshot(self) -> StateFiles:
+        """Return the training state, which outlives the child.
 
         Raises:
             EngineError: if the child does not survive it.
         """
-        self._snapshots += 1
-        path = self._folder / f"snapshot-{self._snapshots}.pt"
-        self._told("snapshot", path=str(path))
-        self._latest = path
-        return path
+        state = StateFiles(self._ranks or 1)
+        self._told("snapshot", state)
+        self._latest = state
+        return state
 
-    def restore(self, snapshot: Path) -> None:
+    def restore(self, snapshot: StateFiles) -> None:
         """Return to a snapshot of this engine.
 
         Raises:
             EngineError: if the child does not survive it.
         """
-        self._told("restore", path=str(snapshot))
+        self._told("restore", snapshot)
         self._latest = snapshot
 
     def close(self) -> None:
-        """End the child and remove what it wrote."""
-        self._closed = True
+        """End the child, and forget its last snapshot."""
+        self._closed, self._latest = True, None
         self._end()
-        self._removed()
 
     # The child.
 
-    def _told(self, call: str, **request: Any) -> Any:
+    def _told(self, call: str, state: StateFiles | None = None) -> Any:
         try:
-            return self._ask(call, self._patience.first_s, **request)
-        except _ChildError as error:
+            return self._ask(call, self._patience.first_s, state)
+        except WorkersError as error:
             raise EngineError(f"{call}: {error}") from error
 
-    def _ask(self, call: str, timeout_s: float, **request: Any) -> Any:
+    def _ask(self, call: str, timeout_s: float, state: StateFiles | None = None, **request: Any) -> Any:
         """Return a child's answer to a call, a fresh child's if there is none."""
         if self._closed:
             raise EngineError("the engine is closed; create another one")
         if self._child is None:
             self._open()
             if self._latest is not None and call != "restore":
-                self._answer("restore", self._patience.first_s, path=str(self._latest))
-        return self._answer(call, timeout_s, **request)
+                self._answer("restore", self._patience.first_s, self._latest)
+        return self._answer(call, timeout_s, state, **request)
 
-    def _answer(self, call: str, timeout_s: float, **request: Any) -> Any:
-        document = self._exchange({"call": call, **request}, timeout_s)
-        if "answer" not in document:
-            # After an exception that the engine does not make a value of, its state is unknown. Where another rank
-            # raised first, what the first one met is only that it was gone.
-            elsewhere = None if self._child is None else rank_that_raised(self._child.output)
-            self._end()
-            own = Failure(document.get("failure", Failure.CRASHED)), str(document.get("raised", "it cannot be read"))
-            raise _ChildError(*(elsewhere or own))
-        return document["answer"]
+    def _answer(self, call: str, timeout_s: float, state: StateFiles | None = None, **request: Any) -> Any:
+        assert self._child is not None
+        self._child.send({"call": call, **request})
+        if state is not None:
+            self._child.send_files(state.descriptors)
+        return self._received(timeout_s)["answer"]
 
     def _open(self) -> dict[str, Any]:
         """Start a child and have it build its model."""
         self.children += 1
-        output = self._folder / "output.txt"
-        # What the child before had to say was read; a campaign may have thousands of them.
-        output.unlink(missing_ok=True)
-        count = None if self._ranks is None else self._ranks.count
-        (self._folder / OPENING).write_text(json.dumps(self._opening))
-        # A socket's path may have a hundred characters; the folder's own is short.
-        with socket.socket(socket.AF_UNIX) as listening, output.open("wb") as sink:
-            (self._folder / SOCKET).unlink(missing_ok=True)
-            listening.bind(str(self._folder / SOCKET))
-            listening.listen(1)
-            process = subprocess.Popen(
-                command("autotune.engines.child", self._folder, count),
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, "PYTHONPATH": python_path()},
-            )
-            self._child = child = _Child(process, output, kills())
-            try:
-                child.wire = self._accept(listening, child)
-                opened = self._answered(child, self._patience.opening_s)
-            except _ChildError as error:
-                raise JobError(f"building it ends with {error.failure}: {error}", where=self._job) from error
-            except BaseException:
-                self._end()
-                raise
-        if "space" not in opened:
-            self._end()
-            raise JobError("building it fails: the answer cannot be read", where=self._job)
-        child.processes = tuple(opened["processes"])
+        self._child = Workers("autotune.engines.child", self._opening, ranks=self._ranks)
+        try:
+            opened: dict[str, Any] = self._received(self._patience.opening_s)["answer"]
+        except WorkersError as error:
+            raise JobError(f"building it ends with {error.failure}: {error}", where=self._job) from error
         return opened
 
-    def _accept(self, listening: socket.socket, child: _Child) -> Wire:
-        """Wait until a child calls."""
-        until = time.monotonic() + self._patience.opening_s
-        listening.settimeout(_POLL_S)
-        while True:
-            try:
-                return Wire(listening.accept()[0])
-            except TimeoutError:
-                if child.process.poll() is not None:
-                    raise self._died(child) from None
-                if time.monotonic() > until:
-                    self._end()
-                    raise _ChildError(Failure.TIMEOUT, f"no call within {self._patience.opening_s:.0f} s") from None
-
-    def _exchange(self, document: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        child = self._child
-        assert child is not None
-        assert child.wire is not None
-        with contextlib.suppress(OSError):
-            # Of one that is gone, the answer says what became of it.
-            child.wire.send(document)
-        return self._answered(child, timeout_s)
-
-    def _answered(self, child: _Child, timeout_s: float) -> dict[str, Any]:
-        assert child.wire is not None
+    def _received(self, timeout_s: float) -> dict[str, Any]:
+        """Return the child's next document; a child that gives none is ended, for its state is unknown."""
+        assert self._child is not None
         try:
-            found = child.wire.receive(timeout_s)
-        except TimeoutError:
+            return self._child.answer(timeout_s)
+        except BaseException:
             self._end()
-            raise _ChildError(Failure.TIMEOUT, f"no answer within {timeout_s:.0f} s") from None
-        except GarbledError as error:
-            self._end()
-            raise _ChildError(Failure.CRASHED, str(error)) from None
-        except (EOFError, OSError):
-            raise self._died(child) from None
-        if "input_error" in found:
-            self._end()
-            raise InputError.from_json(found["input_error"])
-        return found
-
-    def _died(self, child: _Child) -> _ChildError:
-        """Return what a child died of, and forget it."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            # It closed its end: its exit status follows, or it is ended.
-            child.process.wait(5.0)
-        code = child.process.poll()
-        self._end()
-        killed = kills()
-        if code == -signal.SIGKILL and None not in (killed, child.killed_before) and killed != child.killed_before:
-            return _ChildError(Failure.OUT_OF_MEMORY, "the system ended it for want of memory")
-        raised = rank_that_raised(child.output)
-        if raised is not None:
-            return _ChildError(*raised)
-        said = last_words(child.output)
-        if code is not None and code < 0:
-            return _ChildError(Failure.CRASHED, f"ended by {signal_name(-code)}{said}")
-        how = "closed its connection" if code is None else f"ended with exit code {code}"
-        return _ChildError(Failure.CRASHED, f"{how}{said}")
+            raise
 
     def _end(self) -> None:
-        """End the child and everything that it started."""
         child, self._child = self._child, None
-        if child is None:
-            return
-        if child.wire is not None:
-            child.wire.close()
-        group = {*members(child.process.pid), *child.processes}
-        # The group outlives its leader where the job started processes of its own; ranks lead groups of their own.
-        for leader in {child.process.pid, *child.processes}:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(leader, signal.SIGKILL)
-        child.process.wait()
-        remove_shared_memory(group)
+        if child is not None:
+            child.close()
 
     def _patience_for(self, steps: int) -> float:
         predicted = None if self._predict is None else self._predict(self._plan)
@@ -377,16 +270,3 @@ class IsolatedEngine:
         if not step_s or not math.isfinite(step_s):
             return self._patience.first_s
         return self._patience.grace_s + self._patience.factor * steps * step_s
-
-
-class _ChildError(Exception):
-    """Say what became of a child.
-
-    Args:
-        failure: its class.
-        detail: one line about it.
-    """
-
-    def __init__(self, failure: Failure, detail: str) -> None:
-        super().__init__(" ".join(detail.split()))
-        self.failure = failure

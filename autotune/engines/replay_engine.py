@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from autotune.errors import EngineError, InputError
+from autotune.files import read_json_lines
 from autotune.measurement import Failure, Measurement
 from autotune.plan import Plan, PlanSpace, Precision
 from autotune.units import Unit
@@ -23,17 +22,11 @@ def read_trace(path: Path) -> dict[Plan, list[Measurement]]:
         InputError: naming the line that is not a recorded window.
     """
     trace: dict[Plan, list[Measurement]] = {}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", where=str(path), allowed="a trials.jsonl") from error
-    for number, line in enumerate(lines, 1):
+    for number, entry in enumerate(read_json_lines(path), 1):
         where = f"{path}, line {number}"
-        try:
-            entry: Any = json.loads(line)
-            plan, window = entry["plan"], entry["measurement"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise InputError("is no recorded window", where=where, allowed="plan and measurement") from error
+        if "plan" not in entry or "measurement" not in entry:
+            raise InputError("is no recorded window", where=where, allowed="plan and measurement")
+        plan, window = entry["plan"], entry["measurement"]
         trace.setdefault(Plan.from_json(plan, where=where), []).append(Measurement.from_json(window, where=where))
     if not trace:
         raise InputError("holds no window", where=str(path), allowed="at least one")

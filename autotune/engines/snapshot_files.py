@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -19,35 +16,30 @@ from autotune.mechanics.randomness import RandomState
 from autotune.physics.noise_scale import NoiseScaleAverage
 
 
-def write_snapshot(path: Path, snapshot: Snapshot) -> None:
-    """Write a snapshot atomically.
+def write_snapshot(file: IO[bytes], snapshot: Snapshot) -> None:
+    """Write a snapshot to an open file, in place of what it held.
 
     Raises:
         OSError: if it cannot be written.
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save(_plain(snapshot), file)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    file.seek(0)
+    file.truncate()
+    torch.save(_plain(snapshot), file)
+    file.flush()
 
 
-def read_snapshot(path: Path) -> Snapshot:
-    """Read a snapshot.
+def read_snapshot(file: IO[bytes]) -> Snapshot:
+    """Read a snapshot from an open file.
 
     Raises:
         EngineError: if the file holds none.
     """
     try:
-        document = torch.load(path, weights_only=True, map_location="cpu")
+        file.seek(0)
+        document = torch.load(file, weights_only=True, map_location="cpu")
         return _snapshot(document)
     except Exception as error:  # torch and zipfile raise a dozen kinds for a damaged file
-        raise EngineError(f"{path} is no snapshot ({type(error).__name__}: {error})") from error
+        raise EngineError(f"the snapshot cannot be read ({type(error).__name__}: {error})") from error
 
 
 def _plain(snapshot: Snapshot) -> dict[str, Any]:

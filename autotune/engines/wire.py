@@ -1,8 +1,9 @@
-"""Pass JSON documents between two processes, so that whatever else arrives is told from them."""
+"""Pass JSON documents, and open files, between two processes, so that whatever else arrives is told from them."""
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 import time
@@ -12,6 +13,7 @@ from autotune.errors import EngineError
 
 _HEAD = struct.Struct(">4sQ")
 _MARK = b"ATN1"
+_FILE = b"F"
 _LIMIT_BYTES = 64 * 2**20
 
 
@@ -62,6 +64,42 @@ class Wire:
         if not isinstance(document, dict):
             raise GarbledError(f"what arrived is a {type(document).__name__}, no document")
         return document
+
+    def ready(self, timeout_s: float) -> bool:
+        """Wait so many seconds at most, and tell whether there is something to receive, if only the end."""
+        self._connection.settimeout(timeout_s)
+        try:
+            self._connection.recv(1, socket.MSG_PEEK)
+        except TimeoutError:
+            return False
+        except ConnectionError:
+            return True
+        return True
+
+    def send_file(self, descriptor: int) -> None:
+        """Hand over an open file; it stays open here.
+
+        Raises:
+            OSError: if nobody listens.
+        """
+        self._connection.settimeout(None)
+        socket.send_fds(self._connection, [_FILE], [descriptor])
+
+    def receive_file(self) -> int:
+        """Return the descriptor of the file that the other side hands over next.
+
+        Raises:
+            EOFError: if the other side is gone.
+            GarbledError: if what came is no file.
+        """
+        self._connection.settimeout(None)
+        mark, descriptors, _, _ = socket.recv_fds(self._connection, len(_FILE), 1)
+        if not mark:
+            raise EOFError
+        if mark != _FILE or not descriptors:
+            raise GarbledError("what arrived is no file")
+        os.set_inheritable(descriptors[0], False)
+        return descriptors[0]
 
     def close(self) -> None:
         """Close the socket."""

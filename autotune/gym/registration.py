@@ -1,12 +1,25 @@
-"""Register the environments with Gymnasium; importing this file loads neither torch nor a job."""
+"""Register the environments with Gymnasium; importing this file loads neither that, nor torch, nor a job."""
 
 from __future__ import annotations
 
-from gymnasium.envs.registration import register, registry
-
-from autotune.catalog import catalog
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 _ENTRY_POINT = "autotune.gym.env:TuningEnv"
+_REGISTRY = "gymnasium.envs.registration"
+
+
+def register_with_gymnasium() -> None:
+    """Register the environments: now, if somebody has imported Gymnasium, or else when somebody does."""
+    if _REGISTRY in sys.modules:
+        register_environments()
+    else:
+        # Gymnasium has no entry points for packages like this one, and to import it here would take longer than all
+        # that the command line does before it answers.
+        sys.meta_path.insert(0, _Watcher())
 
 
 def register_environments() -> None:
@@ -15,9 +28,36 @@ def register_environments() -> None:
     Measured times are part of what is observed on real jobs, so these are declared non-deterministic; simulated runs
     come as a vector of environments only and repeat exactly.
     """
+    from gymnasium.envs.registration import register, registry
+
+    from autotune.catalog import catalog
+
     wanted = {"autotune/Tuning-v0": {}, **{f"autotune/{name}-v0": {"job": name} for name in catalog()}}
     for name, arguments in wanted.items():
         if name not in registry:
             register(name, _ENTRY_POINT, nondeterministic=True, kwargs=arguments)
     if "autotune/Simulated-v0" not in registry:
         register("autotune/Simulated-v0", vector_entry_point="autotune.gym.vec_env:SimulatedVectorEnv")
+
+
+class _Watcher:
+    """Waits for the import of Gymnasium's registry, and registers the environments behind it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return where the registry is found, with a loader that registers the environments; ``None`` for the rest."""
+        if fullname != _REGISTRY:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            register_environments()
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec

@@ -5,27 +5,29 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import secrets
-from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from autotune.errors import InputError, RunDirectoryError
-from autotune.files import parse_json, write_json
+from autotune.errors import RunDirectoryError
+from autotune.files import open_for_appending, read_json_lines, write_json
 from autotune.gym.observation import Observation
+from autotune.live.log_events import check_log
 from autotune.plan import Plan
+from autotune.run_folder import WriterLock, new_run_folder
 
 LOG_VERSION = 1
 LOG_NAME = "decisions.jsonl"
+# A decision has two kilobytes.
+_LARGEST_BYTES = 2**28
 
 
 class DecisionLog:
     """Append events to a file, and keep them in memory; without a file, in memory alone.
 
-    A write that fails ends the writing, never the run.
+    A write that fails ends the writing, never the run. Until the log is closed, its run's folder has no other writer.
 
     Attributes:
         path: the file; ``None`` for none.
@@ -37,7 +39,8 @@ class DecisionLog:
         self.path = path
         self.events: list[dict[str, Any]] = []
         self.problem: str | None = None
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
+        self._lock = None if path is None else WriterLock(path.parent)
 
     def write(self, event: str, step: int, **values: Any) -> None:
         """Append an event.
@@ -53,17 +56,19 @@ class DecisionLog:
             return
         try:
             if self._file is None:
-                self._file = self.path.open("a", encoding="utf-8")
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+                self._file = open_for_appending(self.path)
+            self._file.write((json.dumps(record, allow_nan=False) + "\n").encode())
             self._file.flush()
         except (OSError, ValueError) as error:
             self.problem = f"{type(error).__name__}: {error}"
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, and let others write in the run's folder."""
         if self._file is not None:
             self._file.close()
             self._file = None
+        if self._lock is not None:
+            self._lock.close()
 
 
 def make_run_folder(runs: Path, model: str, config: Mapping[str, Any]) -> Path:
@@ -72,8 +77,7 @@ def make_run_folder(runs: Path, model: str, config: Mapping[str, Any]) -> Path:
     Raises:
         RunDirectoryError: if it cannot be written.
     """
-    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    path = runs / f"{stamp}-attach-{model}-{secrets.token_hex(3)}"
+    path = new_run_folder(runs, "attach", model)
     try:
         path.mkdir(parents=True)
         write_json(path / "config.json", {"version": 1, "verb": "attach", "job": model, **_plain(config)})
@@ -96,30 +100,18 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         InputError: if it is missing or damaged.
     """
     file = path / LOG_NAME if path.is_dir() else path
-    try:
-        rows = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError("cannot be read", where=str(file), allowed="a decision log") from error
-    if rows and not rows[-1].endswith("\n"):
-        rows.pop()
-    events = [parse_json(row, where=f"{file} line {number}") for number, row in enumerate(rows, 1)]
-    if not events or events[0].get("event") != "attached" or events[0].get("version") != LOG_VERSION:
-        raise InputError("is no decision log of this version", where=str(file), allowed=f"version {LOG_VERSION}")
+    events = read_json_lines(file, limit_bytes=_LARGEST_BYTES, follow=not path.is_dir())
+    check_log(events, version=LOG_VERSION, where=str(file))
     return events
 
 
 def schedule_of(events: list[dict[str, Any]], where: str) -> list[tuple[int, Plan]]:
     """Return the plans that a log's run decided on, by the step from which they held, ascending."""
-    return list(_schedule(events, where))
-
-
-def _schedule(events: list[dict[str, Any]], where: str) -> Iterator[tuple[int, Plan]]:
-    for number, event in enumerate(events, 1):
-        if event["event"] == "switched":
-            step = event.get("step")
-            if not isinstance(step, int) or "plan" not in event:
-                raise InputError("a switch has no step or plan", where=f"{where} line {number}", allowed="both")
-            yield step, Plan.from_json(event["plan"], where=f"{where} line {number}")
+    return [
+        (event["step"], Plan.from_json(event["plan"], where=f"{where} line {number}"))
+        for number, event in enumerate(events, 1)
+        if event["event"] == "switched"
+    ]
 
 
 def digest_of(observation: Observation) -> str:

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autotune.budget import format_bytes
+from autotune.errors import printable
 from autotune.plan import Plan, Precision, Storage
 
 # Cells of a plan's strip at most: neighbours share one beyond it.
@@ -125,7 +126,7 @@ def panel(snapshot: Snapshot, *, plain: bool = False) -> Panel:
     table.add_row("noise", Text(_noise(snapshot)))
     table.add_row("switches", _switches(snapshot))
     table.add_row("trips", Text(_trips(snapshot.trips), style="yellow" if snapshot.trips else ""))
-    title = Text(f"autotune: {snapshot.name}, {snapshot.state}")
+    title = Text(printable(f"autotune: {snapshot.name}, {snapshot.state}"))
     steps = Text(told_steps(snapshot.steps, snapshot.total_steps))
     frame = box.ASCII if plain else box.ROUNDED
     return Panel(table, title=title, title_align="left", subtitle=steps, subtitle_align="right", box=frame)
@@ -225,7 +226,7 @@ def _switches(snapshot: Snapshot) -> Text:
 def _trips(trips: Sequence[tuple[int, str]]) -> str:
     if not trips:
         return "none"
-    step, reason = trips[-1]
+    step, reason = trips[-1][0], printable(trips[-1][1])
     return (
         f"{len(trips)}, at step {step:,}: {reason}" if len(trips) == 1 else f"{len(trips)}, last at {step:,}: {reason}"
     )

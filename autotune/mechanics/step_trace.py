@@ -206,10 +206,12 @@ class StepWatch:
             return
         if role == "output":
             # Backward is in the unit as soon as the gradient of any of its outputs is complete ...
-            register_multi_grad_hook(flowing, lambda _: self._move_back(inside), mode="any")
+            handle = register_multi_grad_hook(flowing, lambda _: self._move_back(inside), mode="any")
         else:
             # ... and leaves it when those of all its inputs are.
-            register_multi_grad_hook(flowing, lambda _: self._leave_back(inside, before), mode="all")
+            handle = register_multi_grad_hook(flowing, lambda _: self._leave_back(inside, before), mode="all")
+        # Its closure holds the graph that holds it, which no garbage collector sees.
+        self._hooks.callback(handle.remove)
 
     def _move_back(self, segment: int) -> None:
         if self.place.phase == "backward":

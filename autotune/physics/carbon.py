@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from autotune.errors import InputError
+from autotune.files import read_text
 
 JOULES_PER_KWH = 3.6e6
 _ALLOWED = "g/kWh as a number, or a CSV file of two columns: ISO time with zone, gCO2/kWh"
@@ -25,6 +26,9 @@ _ALLOWED = "g/kWh as a number, or a CSV file of two columns: ISO time with zone,
 _LEAST, _MOST = 2.0, 5000.0
 _FOREIGN_UNIT = re.compile(r"kg|lb|mwh|\bmj\b|/\s*j\b|\bt(on)?/", re.IGNORECASE)
 _LIMIT_BYTES = 64 * 2**20
+# Times and lengths that dates can be made of, with room between them.
+_FIRST_YEAR, _LAST_YEAR, _LONGEST_DAYS = 1970, 2199, 3660
+_LENGTH = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(min|[smhd])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,13 +219,13 @@ def parse_length(text: str) -> float:
     """Return the seconds of a length such as ``6h``, ``90min`` or ``1d12h``.
 
     Raises:
-        InputError: if it is none, or not above 0.
+        InputError: if it is none, not above 0, or longer than ten years.
     """
     units = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
-    parts = re.findall(r"(\d+(?:\.\d+)?)\s*(min|[smhd])", text)
-    seconds = sum(float(number) * units[unit] for number, unit in parts)
-    if re.sub(r"(\d+(?:\.\d+)?)\s*(min|[smhd])", "", text).strip() or not seconds:
-        raise InputError(f"length is {text!r}", where="--length", allowed="a length such as 6h, 90min or 1d12h")
+    seconds = sum(float(number) * units[unit] for number, unit in _LENGTH.findall(text))
+    if _LENGTH.sub("", text).strip() or not 0 < seconds <= _LONGEST_DAYS * units["d"]:
+        allowed = f"a length such as 6h, 90min or 1d12h, up to {_LONGEST_DAYS}d"
+        raise InputError(f"length is {text!r}", where="--length", allowed=allowed)
     return seconds
 
 
@@ -229,7 +233,7 @@ def parse_time(text: str, *, where: str) -> float:
     """Return the POSIX seconds of an ISO time with its zone.
 
     Raises:
-        InputError: if it is none, or has no zone.
+        InputError: if it is none, has no zone, or lies before 1970 or after 2199.
     """
     allowed = "an ISO time with its zone, such as 2025-03-01T18:00:00Z or 2025-03-01T18:00:00+01:00"
     try:
@@ -238,6 +242,9 @@ def parse_time(text: str, *, where: str) -> float:
         raise InputError(f"time is {text!r}", where=where, allowed=allowed) from error
     if time.tzinfo is None:
         raise InputError(f"time {text!r} has no zone", where=where, allowed=allowed)
+    if not _FIRST_YEAR <= time.year <= _LAST_YEAR:
+        years = f"years from {_FIRST_YEAR} to {_LAST_YEAR}"
+        raise InputError(f"time {text!r} is of another age", where=where, allowed=years)
     return time.timestamp()
 
 
@@ -250,27 +257,25 @@ def iso(time_s: float) -> str:
 
 def _rows(path: Path) -> list[tuple[int, float, float]]:
     """Return line number, POSIX seconds and g/kWh of each row; a first line that is no data must be a heading."""
-    where = str(path)
-    try:
-        if path.stat().st_size > _LIMIT_BYTES:
-            raise InputError(f"the file is larger than {_LIMIT_BYTES} bytes", where=where, allowed=_ALLOWED)
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InputError(f"cannot be read ({error.strerror})", where=where, allowed=_ALLOWED) from error
-    except UnicodeDecodeError as error:
-        raise InputError("is not UTF-8 text", where=where, allowed=_ALLOWED) from error
+    # Spreadsheets begin a file with a mark of the byte order.
+    text = read_text(path, limit_bytes=_LIMIT_BYTES).removeprefix("\ufeff")
     reader = csv.reader(text.splitlines())
-    rows = []
-    for cells in reader:
-        place = f"{path} line {reader.line_num}"
-        if not cells:
-            continue
-        if len(cells) != 2:
-            raise InputError(f"has {len(cells)} columns", where=place, allowed=_ALLOWED)
-        if reader.line_num == 1 and _is_heading(cells, place):
-            continue
-        rows.append((reader.line_num, parse_time(cells[0], where=place), _grams(cells[1], place)))
-    return rows
+    try:
+        return [row for cells in reader if (row := _row(cells, reader.line_num, path)) is not None]
+    except csv.Error as error:
+        raise InputError(f"is not CSV ({error})", where=f"{path} line {reader.line_num}", allowed=_ALLOWED) from error
+
+
+def _row(cells: list[str], number: int, path: Path) -> tuple[int, float, float] | None:
+    """Return what one line says; ``None`` for an empty one and the heading."""
+    place = f"{path} line {number}"
+    if not cells:
+        return None
+    if len(cells) != 2:
+        raise InputError(f"has {len(cells)} columns", where=place, allowed=_ALLOWED)
+    if number == 1 and _is_heading(cells, place):
+        return None
+    return number, parse_time(cells[0], where=place), _grams(cells[1], place)
 
 
 def _is_heading(cells: list[str], where: str) -> bool:

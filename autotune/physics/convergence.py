@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
+from autotune.documents import STRICT, NotNegative, Positive, Quantity, validated
 from autotune.errors import ProfileError
 from autotune.physics.goodput import Number
 from autotune.plan import Plan
@@ -62,10 +63,12 @@ class Curve:
         exponent: of that power; > 0.
     """
 
-    asymptote: float
-    drop: float
-    scale: float
-    exponent: float
+    __pydantic_config__ = STRICT
+
+    asymptote: Quantity
+    drop: Quantity
+    scale: Positive
+    exponent: Positive
 
     def at(self, effort: float) -> float:
         """Return the quantity at an effort >= 0."""
@@ -78,6 +81,8 @@ class Curve:
 
     def effort_to(self, value: float) -> float:
         """Return the effort at which a value is met: 0 if it is met at the start, infinity if never."""
+        if self.drop == 0:
+            return 0.0 if value == self.asymptote else math.inf
         share = (value - self.asymptote) / self.drop
         if share >= 1:
             return 0.0
@@ -97,9 +102,11 @@ class NoiseLaw:
         exponent: by which power the noise scale grows as the loss falls; >= 0.
     """
 
-    reference: float
-    reference_loss: float
-    exponent: float
+    __pydantic_config__ = STRICT
+
+    reference: NotNegative
+    reference_loss: Positive
+    exponent: NotNegative
 
     def at(self, loss: Number) -> Number:
         """Return the noise scale in samples at a loss > 0."""
@@ -125,6 +132,8 @@ class Convergence:
         loss_error_frac: median relative error of the fitted loss.
         metric_error_frac: median relative error of the fitted metric.
     """
+
+    __pydantic_config__ = STRICT
 
     loss: Curve
     metric: Curve
@@ -173,16 +182,7 @@ class Convergence:
         Raises:
             ProfileError: if it is damaged or of another version.
         """
-        version = document.get("version")
-        if type(version) is not int or version != CONVERGENCE_VERSION:
-            raise ProfileError(f"version is {version!r}", where=where, allowed=str(CONVERGENCE_VERSION))
-        try:
-            values = {key: value for key, value in document.items() if key != "version"}
-            for name, kind in (("loss", Curve), ("metric", Curve), ("noise", NoiseLaw)):
-                values[name] = kind(**values[name])
-            return cls(**values)
-        except (KeyError, TypeError) as error:
-            raise ProfileError(f"is damaged ({error})", where=where, allowed="a convergence model") from error
+        return validated(cls, document, where=where, version=CONVERGENCE_VERSION, error=ProfileError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

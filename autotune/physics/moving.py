@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 
+from autotune.documents import STRICT
 from autotune.physics.convergence import step_efficiency
 from autotune.physics.cost_arrays import CostArrays, Floats, Indices
 from autotune.physics.plan_pool import PoolSettings, make_pool
@@ -45,6 +46,8 @@ class Strengths:
         retry_windows: share of a window's time that is lost when it runs out of memory.
         spread: largest factor by which each lane's own strengths differ from these, each mechanism's by itself.
     """
+
+    __pydantic_config__ = STRICT
 
     noise_error: float = 0.0
     cost_error: float = 0.0

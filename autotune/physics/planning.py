@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autotune.documents import STRICT
 from autotune.physics.convergence import step_efficiency
 from autotune.physics.cost_arrays import CostArrays, Floats, Indices
 from autotune.physics.plan_pool import PlanPool
@@ -86,6 +87,8 @@ class PlannerSettings:
         drift: the same standard deviation, of what is forgotten per window.
         time_noise: the same of a window's measured seconds per step.
     """
+
+    __pydantic_config__ = STRICT
 
     reserve: float = 0.0
     rise: float = 0.0

@@ -7,11 +7,11 @@ choice of precision and storage; the code between has one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from autotune.documents import STRICT, Bytes, Count, Level, Quantity, Seconds, shown, validated
 from autotune.errors import ProfileError
-from autotune.files import refuse_unknown_keys
 from autotune.plan import Plan, PlanSpace, Precision, Storage
 from autotune.units import Unit
 
@@ -23,6 +23,11 @@ FIXED = "fixed"
 def choice_name(precision: Precision, storage: Storage) -> str:
     """Return the name under which a segment's cost stands, for example ``bf16/recompute``."""
     return f"{precision}/{storage}"
+
+
+# Segments that all boundaries of a step pass, together: the solver has a term for each.
+_MOST_PASSED = 2**20
+_CHOICES = frozenset(choice_name(precision, storage) for precision in Precision for storage in Storage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +43,13 @@ class Cost:
         backward_peak_bytes: the same of its backward pass.
     """
 
-    forward_s: float
-    backward_s: float
-    saved_bytes: int
-    forward_peak_bytes: tuple[int, int]
-    backward_peak_bytes: tuple[int, int]
+    __pydantic_config__ = STRICT
+
+    forward_s: Quantity
+    backward_s: Quantity
+    saved_bytes: Level
+    forward_peak_bytes: tuple[Level, Level]
+    backward_peak_bytes: tuple[Level, Level]
 
     @property
     def seconds(self) -> float:
@@ -60,8 +67,10 @@ class Segment:
         costs: by choice; the one choice of the code between is called ``fixed``.
     """
 
+    __pydantic_config__ = STRICT
+
     unit: str | None
-    gradient_bytes: int
+    gradient_bytes: Bytes
     costs: Mapping[str, Cost]
 
     def cost(self, choice: str) -> Cost:
@@ -89,11 +98,13 @@ class Boundary:
         keepers: segments that keep it until their backward pass, and under which choices.
     """
 
-    born: int
-    last_use: int
-    size_bytes: int
+    __pydantic_config__ = STRICT
+
+    born: Count
+    last_use: Count
+    size_bytes: Bytes
     held: bool
-    keepers: Mapping[int, tuple[str, ...]]
+    keepers: Mapping[Count, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,13 +121,15 @@ class StepTable:
         batch_bytes: the batches that a step holds: under adaptive batching one per micro-batch.
     """
 
-    accumulation_steps: int
-    micro_batch: int
+    __pydantic_config__ = STRICT
+
+    accumulation_steps: Count
+    micro_batch: Count
     segments: tuple[Segment, ...]
     boundaries: tuple[Boundary, ...]
-    update_peak_bytes: int
-    update_s: float
-    batch_bytes: int
+    update_peak_bytes: Level
+    update_s: Quantity
+    batch_bytes: Bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,12 +145,14 @@ class Calibration:
         plans_needed: of how many of them a fit would have done as well, to a tenth; 0 if the sum alone did.
     """
 
-    scale: float = 1.0
-    micro_batch_s: float = 0.0
-    constant_s: float = 0.0
-    plans: int = 0
-    error_frac: float = 0.0
-    plans_needed: int = 0
+    __pydantic_config__ = STRICT
+
+    scale: Quantity = 1.0
+    micro_batch_s: Quantity = 0.0
+    constant_s: Quantity = 0.0
+    plans: Count = 0
+    error_frac: Quantity = 0.0
+    plans_needed: Count = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,23 +183,25 @@ class Profile:
         estimated: whether it was estimated for a device that was not there, instead of measured.
     """
 
+    __pydantic_config__ = STRICT
+
     job: str
     device: str
     fingerprint: str
     batching: str
-    batch_size: int
+    batch_size: Count
     units: tuple[Unit, ...]
-    accumulation_choices: tuple[int, ...]
+    accumulation_choices: tuple[Count, ...]
     precisions: tuple[Precision, ...]
-    static_bytes: int
+    static_bytes: Bytes
     tables: tuple[StepTable, ...]
     uniform_tables: Mapping[str, tuple[StepTable, ...]]
     calibration: Calibration
-    noise_frac: float
-    switch_s: float
-    seconds: float
-    steps: int
-    length_spread: float = 0.0
+    noise_frac: Quantity
+    switch_s: Quantity
+    seconds: Seconds
+    steps: Count
+    length_spread: Quantity = 0.0
     warnings: tuple[str, ...] = ()
     estimated: bool = False
 
@@ -248,48 +265,65 @@ class Profile:
         Raises:
             ProfileError: if it is damaged or of another version; the message says of which job and device it is.
         """
-        maker = f"made for job {document.get('job')!r} on {document.get('device')!r}"
-        if type(document.get("version")) is not int or document["version"] != PROFILE_VERSION:
-            raise ProfileError(
-                f"version is {document.get('version')!r}, {maker}", where=where, allowed=str(PROFILE_VERSION)
-            )
         try:
-            values = {key: value for key, value in document.items() if key != "version"}
-            refuse_unknown_keys(values, frozenset(item.name for item in fields(cls)), where=where)
-            values["units"] = tuple(
-                Unit(**{**unit, "parameter_names": tuple(unit["parameter_names"])}) for unit in values["units"]
-            )
-            values["accumulation_choices"] = tuple(values["accumulation_choices"])
-            values["precisions"] = tuple(Precision(name) for name in values["precisions"])
-            values["tables"] = tuple(_table(table) for table in values["tables"])
-            values["uniform_tables"] = {
-                name: tuple(_table(table) for table in tables) for name, tables in values["uniform_tables"].items()
-            }
-            values["calibration"] = Calibration(**values["calibration"])
-            values["warnings"] = tuple(values.get("warnings", ()))
-            return cls(**values)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            problem = getattr(error, "problem", f"{type(error).__name__}: {error}")
-            raise ProfileError(f"is damaged ({problem}), {maker}", where=where, allowed="a profile") from error
+            found = validated(cls, document, where=where, version=PROFILE_VERSION, error=ProfileError)
+            _require_consistent(found)
+        except ProfileError as error:
+            about = document if isinstance(document, Mapping) else {}
+            maker = f"made for job {shown(about.get('job'))} on {shown(about.get('device'))}"
+            allowed = error.allowed or "a profile as it was written"
+            raise ProfileError(f"{error.problem}, {maker}", where=where, allowed=allowed) from error
+        return found
 
 
-def _table(document: Mapping[str, Any]) -> StepTable:
-    segments = tuple(
-        Segment(
-            unit=segment["unit"],
-            gradient_bytes=segment["gradient_bytes"],
-            costs={name: _cost(cost) for name, cost in segment["costs"].items()},
-        )
-        for segment in document["segments"]
+def _require_consistent(profile: Profile) -> None:
+    """Refuse a profile whose parts do not belong together.
+
+    Raises:
+        ProfileError: saying which.
+    """
+    names = [unit.name for unit in profile.units]
+    _require(len(set(names)) == len(names), "two units have one name")
+    choices = profile.accumulation_choices
+    _require(bool(choices) and choices[0] >= 1 and sorted(set(choices)) == list(choices), "accumulation_choices")
+    _require(bool(profile.precisions) and len(set(profile.precisions)) == len(profile.precisions), "precisions")
+    _require(profile.batching in ("fixed", "adaptive"), f"batching is {shown(profile.batching)}")
+    _require(profile.batch_size >= 1, "batch_size is 0")
+    _require([table.accumulation_steps for table in profile.tables] == list(choices), "tables are not one per k")
+    _require(set(profile.uniform_tables) <= {Precision.BF16, Precision.FP16}, "uniform_tables")
+    for table in (*profile.tables, *(one for tables in profile.uniform_tables.values() for one in tables)):
+        _require_whole(table, set(names))
+        _require_costly(profile, table)
+
+
+def _require_whole(table: StepTable, units: set[str]) -> None:
+    """Refuse a table whose segments or boundaries name what is not there."""
+    count = len(table.segments)
+    choices: dict[str | None, set[str]] = {}
+    for segment in table.segments:
+        first = choices.setdefault(segment.unit, set(segment.costs))
+        _require(set(segment.costs) <= first, f"calls of unit {shown(segment.unit)} have different choices")
+        known = {FIXED} if segment.unit is None else _CHOICES
+        _require(segment.unit is None or segment.unit in units, f"a segment is of unit {shown(segment.unit)}")
+        _require(bool(segment.costs) and set(segment.costs) <= known, "a segment's costs are of unknown choices")
+    passed = sum(max(0, one.last_use - one.born) for one in table.boundaries)
+    _require(passed <= _MOST_PASSED, f"boundaries pass {passed} segments, more than any step's")
+    for one in table.boundaries:
+        _require(one.born <= one.last_use < count, "a boundary lies outside the step")
+        _require(all(key < count for key in one.keepers), "a boundary is kept outside the step")
+
+
+def _require_costly(profile: Profile, table: StepTable) -> None:
+    """Refuse costs by which some plan would take no time or no memory: plans are compared by ratios."""
+    sums = table.update_s + sum(min(cost.seconds for cost in segment.costs.values()) for segment in table.segments)
+    calibration, k = profile.calibration, table.accumulation_steps
+    fastest = calibration.scale * sums + calibration.micro_batch_s * k + calibration.constant_s
+    _require(fastest > 0 and calibration.scale > 0, f"at k = {k} a step takes no time")
+    _require(
+        profile.static_bytes + table.batch_bytes + table.update_peak_bytes > 0, f"at k = {k} a step takes no memory"
     )
-    boundaries = tuple(
-        Boundary(**{**item, "keepers": {int(key): tuple(names) for key, names in item["keepers"].items()}})
-        for item in document["boundaries"]
-    )
-    return StepTable(**{**document, "segments": segments, "boundaries": boundaries})
 
 
-def _cost(document: Mapping[str, Any]) -> Cost:
-    first, later = document["forward_peak_bytes"]
-    back_first, back_later = document["backward_peak_bytes"]
-    return Cost(**{**document, "forward_peak_bytes": (first, later), "backward_peak_bytes": (back_first, back_later)})
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise ProfileError(f"is damaged: {problem}", where="profile")

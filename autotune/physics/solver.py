@@ -29,11 +29,13 @@ SAFETY_MARGIN = 0.005
 _MIB = 2.0**20
 # Thousands of equal units can be exchanged for each other in too many ways to prove the last hundredth of a percent.
 _TIME_LIMIT_S = 1.5
+# What SciPy's `milp` answers where that time did not do.
+_TIME_IS_UP = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """Say what is minimised: w1 T + w2 M per sample of progress, against the baseline.
+    """What is minimised: w1 T + w2 M per sample of progress, against the baseline.
 
     Attributes:
         weights: w1, w2; energy is not predicted.
@@ -47,7 +49,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """Hold a plan and what is predicted of it.
+    """A plan and what is predicted of it.
 
     Attributes:
         plan: the plan.
@@ -109,9 +111,18 @@ def require_feasible(profile: Profile, budget_bytes: int) -> None:
 
 
 def smallest(profile: Profile) -> Solution:
-    """Return the plan with the smallest predicted peak; the fastest of them, nearly."""
+    """Return the plan with the smallest predicted peak; the fastest of them, nearly.
+
+    Raises:
+        ProfileError: if the profile's numbers are beyond the solver.
+    """
     goal = Goal(weights=Weights(time=1e-4, memory=1.0))
-    return min(_best_of_each_k(profile, math.inf, goal), key=lambda item: item.peak_bytes)
+    found = _best_of_each_k(profile, math.inf, goal)
+    if not found:
+        raise ProfileError(
+            "has sizes that no solver can compute with", where=f"profile of {profile.job}", allowed="those of a job"
+        )
+    return min(found, key=lambda item: item.peak_bytes)
 
 
 def with_shadow_price(profile: Profile, solution: Solution, budget_bytes: int, goal: Goal | None = None) -> Solution:
@@ -150,7 +161,10 @@ def _best_of_each_k(profile: Profile, usable_bytes: float, goal: Goal) -> list[S
 def _best_at(profile: Profile, table: StepTable, usable_bytes: float, goal: Goal) -> Solution | None:
     """Return the best plan at one k, or ``None`` if none fits."""
     program = _Program(profile, table, usable_bytes, goal)
-    chosen, gap = program.solve()
+    try:
+        chosen, gap = program.solve()
+    except TimeoutError:
+        return _leanest_at(profile, table, usable_bytes, goal)
     if chosen is None:
         return None
     plan = _plan(profile, table, chosen)
@@ -161,6 +175,17 @@ def _best_at(profile: Profile, table: StepTable, usable_bytes: float, goal: Goal
     if peak > usable_bytes * (1 + 1e-9):
         raise AssertionError(f"the program's solution needs {peak} bytes, over {usable_bytes:.0f}")
     return _solution(profile, plan, goal, gap)
+
+
+def _leanest_at(profile: Profile, table: StepTable, usable_bytes: float, goal: Goal) -> Solution | None:
+    """Return the plan that should need least memory at one k, if it fits: what there is where the solver ran late."""
+    space = profile.space
+    plan = space.plan(
+        accumulation_steps=table.accumulation_steps, precision=space.lowest_precision, recomputed=space.recomputable
+    )
+    if profile.table_for(plan) is not table or peak_bytes(profile, plan) > usable_bytes:
+        return None
+    return _solution(profile, plan, goal, gap=1.0)
 
 
 def _solution(profile: Profile, plan: Plan, goal: Goal, gap: float) -> Solution:
@@ -214,7 +239,7 @@ def _plan(profile: Profile, table: StepTable, chosen: dict[str, str]) -> Plan:
 
 
 class _Program:
-    """Hold the mixed-integer program of one k.
+    """The mixed-integer program of one k.
 
     Columns: the choices of each unit, the boundaries, the running totals, the peak. Memory is in MiB, because rows in
     bytes exceed the solver's tolerances; the rows of logic are left unscaled, because scaled ones fall below them.
@@ -222,6 +247,7 @@ class _Program:
 
     def __init__(self, profile: Profile, table: StepTable, usable_bytes: float, goal: Goal) -> None:
         self._table = table
+        self._saved_only = {unit.name for unit in profile.units if not unit.recomputable}
         self._rows: list[tuple[list[int], list[float], float, float]] = []
         self._lower: list[float] = []
         self._upper: list[float] = []
@@ -239,7 +265,11 @@ class _Program:
         self._remember()
 
     def solve(self) -> tuple[dict[str, str] | None, float]:
-        """Return each unit's choice, or ``None`` if nothing fits; and the relative gap."""
+        """Return each unit's choice, or ``None`` if nothing fits; and the relative gap.
+
+        Raises:
+            TimeoutError: if the time that it has passed before it found anything.
+        """
         if self._infeasible:
             return None, 0.0
         rows, columns, values = [], [], []
@@ -256,6 +286,8 @@ class _Program:
             constraints=constraints,
             options={"mip_rel_gap": 1e-6, "time_limit": _TIME_LIMIT_S},
         )
+        if result.status == _TIME_IS_UP and result.x is None:
+            raise TimeoutError
         if result.x is None:
             return None, 0.0
         chosen = {
@@ -280,10 +312,13 @@ class _Program:
             if segment.unit is None:
                 continue
             if segment.unit not in self._options:
-                self._options[segment.unit] = {name: self._column(0, 1, whole=True) for name in segment.costs}
+                # What a lock took away may have been measured all the same.
+                locked = f"/{Storage.RECOMPUTE}" if segment.unit in self._saved_only else None
+                names = [name for name in segment.costs if locked is None or not name.endswith(locked)]
+                self._options[segment.unit] = {name: self._column(0, 1, whole=True) for name in names}
                 self._row([(column, 1.0) for column in self._options[segment.unit].values()], 1.0, 1.0)
-            for name, cost in segment.costs.items():
-                self._cost[self._options[segment.unit][name]] += cost.seconds * self._per_second
+            for name, column in self._options[segment.unit].items():
+                self._cost[column] += segment.costs[name].seconds * self._per_second
 
     def _kept(self) -> list[int]:
         """Add one column per boundary, at least 1 if a neighbour's choice keeps it."""
@@ -361,7 +396,7 @@ class _Program:
         if segment.unit is None:
             return [], what(segment.costs[FIXED]) / _MIB
         options = self._options[segment.unit]
-        return [(options[name], what(cost) / _MIB) for name, cost in segment.costs.items()], 0.0
+        return [(column, what(segment.costs[name]) / _MIB) for name, column in options.items()], 0.0
 
 
 def _forward_need(cost: Cost, gradients: int, *, later: bool) -> float:

@@ -14,9 +14,10 @@ from typing import Any
 
 from autotune.budget import format_bytes
 from autotune.campaign.following import refused_by
-from autotune.campaign.replaying import in_words, windows_of
+from autotune.campaign.replaying import in_words, time_error, windows_of
+from autotune.campaign.run_documents import AttachConfig
 from autotune.campaign.runs import RunDirectory
-from autotune.errors import InputError, RunDirectoryError
+from autotune.errors import RunDirectoryError
 from autotune.live.decision_log import LOG_NAME, read_log, schedule_of
 from autotune.plan import Plan, Storage
 
@@ -134,55 +135,14 @@ def read_attached(folder: Path) -> AttachedRun:
         RunDirectoryError: if it is none, or another verb's.
         InputError: if its log is missing or damaged.
     """
-    config = RunDirectory.open(folder).read("config.json")
-    if config.get("verb") != "attach":
+    config = RunDirectory.open(folder).config
+    if not isinstance(config, AttachConfig):
         raise RunDirectoryError(
-            f"is a run of {config.get('verb')!r}",
+            f"is a run of {config.verb!r}",
             where=str(folder),
             allowed="the run directory of an attached run",
         )
-    log = folder / LOG_NAME
-    events = read_log(log)
-    for number, event in enumerate(events, 1):
-        _check(event, f"{log} line {number}")
-    return _told(folder, events)
-
-
-def _check(event: Mapping[str, Any], where: str) -> None:
-    """Refuse an event that no live tuner wrote, before anything is made of it."""
-    step = event.get("step")
-    if not isinstance(event.get("event"), str) or isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise InputError("an event has no name or step", where=where, allowed="both")
-    needed: dict[str, dict[str, Any]] = {
-        "attached": {"model": str, "units": list, "locks": dict},
-        "decision": {"rules": dict, "predicted": dict},
-        "tripped": {"reason": str},
-        "detached": {"reason": str},
-    }
-    for key, kind in needed.get(event["event"], {}).items():
-        if not isinstance(event.get(key), kind):
-            raise InputError(f"{event['event']} has no {key}", where=where, allowed=f"a {kind.__name__}")
-    if event["event"] == "decision":
-        _check_figures(event["predicted"], ("seconds", "peak_bytes", "gain"), where)
-        if event.get("measured") is not None:
-            _check_figures(event["measured"], ("seconds_per_step", "peak_bytes"), where)
-        if event.get("ran") is not None:
-            _check_figures(event["ran"], ("seconds", "predicted"), where)
-    if event["event"] == "profiled":
-        _check_scores(event.get("scores", []), where)
-
-
-def _check_scores(scores: object, where: str) -> None:
-    rows = [one if isinstance(one, dict) else {} for one in scores] if isinstance(scores, list) else [{}]
-    found = [row.get(key) for row in rows for key in ("predicted_bytes", "measured_bytes")]
-    if not all(type(value) is int and value > 0 for value in found):
-        raise InputError("a profile's scores are no bytes", where=where, allowed="whole numbers above 0")
-
-
-def _check_figures(table: object, keys: Sequence[str], where: str) -> None:
-    found = [table.get(key, "") for key in keys] if isinstance(table, dict) else [""]
-    if not all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in found):
-        raise InputError("a decision's figures are no numbers", where=where, allowed="numbers or null")
+    return _told(folder, read_log(folder))
 
 
 def _told(folder: Path, events: list[dict[str, Any]]) -> AttachedRun:
@@ -190,7 +150,8 @@ def _told(folder: Path, events: list[dict[str, Any]]) -> AttachedRun:
     summary = last if last["event"] == "detached" else {}
     profiles = [event for event in events if event["event"] == "profiled"]
     # On a CPU, peaks are measured on the few steps that are traced, and the last one stands in the log until the next.
-    repeats = first.get("environment", {}).get("device") != "cuda"
+    environment, baseline = first.get("environment") or {}, first.get("baseline") or {}
+    repeats = environment.get("device") != "cuda"
     decisions = _decisions(events)
     windows = [_ran(row, following) for row, following in zip(windows_of(events), _following(events), strict=True)]
     if repeats:
@@ -198,17 +159,19 @@ def _told(folder: Path, events: list[dict[str, Any]]) -> AttachedRun:
         decisions = [replace(one, measured_bytes=peak) for one, peak in zip(decisions, peaks, strict=True)]
         # A window is measured at the decision that follows it.
         windows = [{**row, "measured_bytes": peak} for row, peak in zip(windows, peaks[1:], strict=True)]
-    locks = {**first["locks"], **(profiles[-1].get("locks", {}) if profiles else {}), **summary.get("locks", {})}
+    later = (*profiles[-1:], summary)
+    locks = {**first["locks"], **{name: said for event in later for name, said in (event.get("locks") or {}).items()}}
     shares = [event["overhead_frac"] for event in events if event.get("overhead_frac") is not None]
     known = ("decision", "profiled", "switched", "tripped", "attached", "detached")
+    recomputable = first.get("recomputable")
     return AttachedRun(
         folder=folder,
         name=first["model"],
-        options={key: str(first[key]) for key in ("mode", "stage", "policy") if key in first},
+        options={key: first[key] for key in ("mode", "stage", "policy") if first.get(key) is not None},
         units=tuple(first["units"]),
-        recomputable=tuple(first.get("recomputable", first.get("baseline", {}).get("storage", {}))),
+        recomputable=tuple(baseline.get("storage", ()) if recomputable is None else recomputable),
         locks=locks,
-        environment=first.get("environment", {}),
+        environment=environment,
         steps=max(event["step"] for event in events),
         total_steps=first.get("total_steps"),
         ended=summary.get("reason"),
@@ -241,7 +204,7 @@ def _ran(row: dict[str, Any], following: Mapping[str, Any]) -> dict[str, Any]:
         **row,
         "predicted_s": told,
         "measured_s": seconds,
-        "time_error_frac": seconds / told - 1 if seconds and told else None,
+        "time_error_frac": time_error(seconds, told),
     }
 
 

@@ -11,23 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from autotune.campaign.profiling import read_profile
+from autotune.campaign.results import result_name, result_of, trials_of
+from autotune.campaign.run_documents import CompareConfig, Environment, TuneConfig
 from autotune.campaign.runs import PROFILE, RunDirectory
 from autotune.errors import InputError, RunDirectoryError
-from autotune.measurement import Measurement
 from autotune.physics.profile import Profile
 from autotune.plan import Plan
-from autotune.report.documents import Comparison, Trial, Tuned, check
-
-COMPARED, TUNED = ("compare", "demo"), ("tune",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CampaignRun:
-    """Hold what a campaign's run directory says.
+    """What a campaign's run directory says.
 
     Attributes:
         folder: the run directory.
-        verb: ``compare``, ``demo`` or ``tune``.
         config: what was asked for.
         environment: machine, versions and data.
         document: ``comparison.json`` or ``tuned.json``.
@@ -37,9 +34,8 @@ class CampaignRun:
     """
 
     folder: Path
-    verb: str
-    config: Mapping[str, Any]
-    environment: Mapping[str, Any]
+    config: TuneConfig | CompareConfig
+    environment: Environment
     document: Mapping[str, Any]
     trials: tuple[Mapping[str, Any], ...]
     plan: Plan | None
@@ -48,12 +44,12 @@ class CampaignRun:
     @property
     def job(self) -> str:
         """Return the job's name."""
-        return str(self.config["job"])
+        return self.config.job
 
     @property
     def compared(self) -> bool:
         """Tell whether it is a comparison."""
-        return self.verb in COMPARED
+        return isinstance(self.config, CompareConfig)
 
     @property
     def budget_bytes(self) -> int | None:
@@ -75,63 +71,30 @@ def read_campaign(folder: Path, profile: Path | None = None) -> CampaignRun:
         ProfileError: if the profile is damaged or of another job.
     """
     run = RunDirectory.open(folder)
-    config = run.read("config.json")
-    verb = config.get("verb")
-    if verb not in (*COMPARED, *TUNED) or not isinstance(config.get("job"), str):
+    config = run.config
+    if not isinstance(config, TuneConfig | CompareConfig):
         raise RunDirectoryError(
-            f"a run of {verb!r} has no report", where=str(folder), allowed="attach, tune, compare, demo"
+            f"a run of {config.verb!r} has no report", where=str(folder), allowed="attach, tune, compare, demo"
         )
-    name, kind = ("comparison.json", Comparison) if verb in COMPARED else ("tuned.json", Tuned)
-    if not (folder / name).is_file():
+    name = result_name(config, str(folder))
+    if not run.has(name):
         raise RunDirectoryError(
             f"is not finished: it holds no {name}", where=str(folder), allowed=f"autotune resume {folder} first"
         )
-    document = run.read(name)
-    check(kind, document, f"{folder / name}")
-    _check_plans(document, folder / name)
-    trials = _trials(run)
     return CampaignRun(
         folder=folder,
-        verb=str(verb),
         config=config,
-        environment=run.read("environment.json"),
-        document=document,
-        trials=trials,
+        environment=run.environment,
+        document=result_of(run, config),
+        trials=trials_of(run),
         plan=_plan(run),
-        profile=_profile(folder, config["job"], profile),
+        profile=_profile(folder, config.job, profile),
     )
-
-
-def _check_plans(document: Mapping[str, Any], path: Path) -> None:
-    if "plan" in document:
-        Plan.from_json(document["plan"], where=f"{path}, plan")
-    for arm in document.get("arms", ()):
-        where = f"{path}, arm {arm['name']}"
-        if arm.get("plan") is not None:
-            Plan.from_json(arm["plan"], where=where)
-        elif not all(run.get("plans") for run in arm["runs"]):
-            raise RunDirectoryError("a run has no plan", where=where, allowed="what autotune wrote")
-        for run in arm["runs"]:
-            for number, entry in enumerate(run.get("plans") or ()):
-                Plan.from_json(entry["plan"], where=f"{where}, seed {run['seed']}, plan {number}")
-
-
-def _trials(run: RunDirectory) -> tuple[Mapping[str, Any], ...]:
-    path = run.path / "trials.jsonl"
-    try:
-        rows = run.lines("trials.jsonl")
-    except UnicodeDecodeError as error:
-        raise RunDirectoryError(f"is not UTF-8 text at byte {error.start}", where=str(path)) from error
-    for number, row in enumerate(rows, 1):
-        check(Trial, row, f"{path} line {number}")
-        Plan.from_json(row["plan"], where=f"{path} line {number}, plan")
-        Measurement.from_json(row["measurement"], where=f"{path} line {number}, measurement")
-    return tuple(rows)
 
 
 def _plan(run: RunDirectory) -> Plan | None:
     path = run.path / "plan.json"
-    return Plan.from_json(run.read("plan.json"), where=str(path)) if path.is_file() else None
+    return Plan.from_json(run.read("plan.json"), where=str(path)) if run.has("plan.json") else None
 
 
 def _profile(folder: Path, job: str, given: Path | None) -> Profile | None:

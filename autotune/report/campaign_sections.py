@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
 
 from autotune.budget import format_bytes
 from autotune.plan import Plan
@@ -133,14 +133,11 @@ def _errors_told(pairs: Sequence[tuple[Cost, Cost]]) -> str:
 
 def environment_section(run: CampaignRun) -> Html:
     """Return where the run was made, with what, and from which data."""
-    packages: Mapping[str, Any] = run.environment.get("packages") or {}
-    plain = {key: value for key, value in run.environment.items() if key not in ("version", "packages", "data")}
-    rows = [[key, str(value)] for key, value in plain.items()]
+    found = asdict(run.environment)
+    packages, sources = found.pop("packages"), found.pop("data")
+    rows = [[key, str(value)] for key, value in found.items()]
     rows += [[name, str(version)] for name, version in packages.items() if version is not None]
-    data = [
-        [str(source.get("name")), format_bytes(source.get("size_bytes") or 0), str(source.get("sha256"))]
-        for source in run.environment.get("data") or ()
-    ]
+    data = [[source["name"], format_bytes(source["size_bytes"]), source["sha256"]] for source in sources]
     parts = [table("Environment", ("what", "value"), rows)]
     if data:
         listed = table("Data", ("data", "size", "SHA-256"), data, numbers=(1,))
@@ -153,32 +150,32 @@ def environment_section(run: CampaignRun) -> Html:
 def repeat_section(run: CampaignRun) -> Html:
     """Return the commands that make the run again, and go on from it."""
     folder = shlex.quote(str(run.folder))
-    job = shlex.quote(str(run.config.get("asked", {}).get("job") or "JOB"))
+    job = shlex.quote(run.config.asked.job or "JOB")
     commands = [command_of(run)]
     if run.plan is not None:
         commands += [f"autotune explain {folder}", f"autotune export {folder}/plan.json --job {job} --to deepspeed"]
     if not run.compared:
         commands.append(f"autotune compare {job} --arms baseline,{folder}/plan.json")
     parts = [element("p", "The same again, on this machine or another; then the plan in detail, and for a launcher:")]
-    if run.config.get("asked", {}).get("job") is None:
+    if run.config.asked.job is None:
         parts.append(element("p", "The job was an object of a program: JOB stands for its reference.", class_="note"))
     return join([*parts, element("pre", "\n".join(commands))])
 
 
 def command_of(run: CampaignRun) -> str:
     """Return the command that a run was made with."""
-    asked: Mapping[str, Any] = run.config.get("asked") or {}
-    parts = ["autotune", "compare" if run.compared else "tune", str(asked.get("job") or "JOB")]
+    asked = run.config.asked
+    parts = ["autotune", "compare" if run.compared else "tune", asked.job or "JOB"]
     if run.compared:
-        parts += ["--arms", ",".join(asked.get("arms", [])), "--seeds", str(len(asked.get("seeds", [])))]
+        parts += ["--arms", ",".join(asked.arms or ()), "--seeds", str(len(asked.seeds or ()))]
     else:
-        parts += ["--method", str(asked.get("method"))]
+        parts += ["--method", str(asked.method)]
     for key, option in _OPTIONS.items():
-        if asked.get(key) is not None:
-            parts += [option, str(asked[key])]
-    if asked.get("lean") is False:
+        if getattr(asked, key) is not None:
+            parts += [option, str(getattr(asked, key))]
+    if not asked.lean:
         parts.append("--full")
-    if asked.get("isolate") and asked.get("ranks") is None and asked.get("cluster") is None:
+    if asked.isolate and asked.ranks is None and asked.cluster is None:
         parts.append("--isolate")
     return shlex.join(parts)
 

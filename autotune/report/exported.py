@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -127,5 +128,11 @@ def launched(plan: Plan, job: Job, ranks: int) -> Launched:
         micro_samples=samples // (k * ranks),
         ranks=ranks,
         # Launchers clip at 1 where nothing is said.
-        clip_norm=float(job.clip_norm or 0.0),
+        clip_norm=clip_norm(job),
     )
+
+
+def clip_norm(job: Job) -> float:
+    """Return the largest 2-norm of the job's gradient as a plain number; 0 never clips, as an infinite one does."""
+    norm = float(job.clip_norm or 0.0)
+    return norm if math.isfinite(norm) else 0.0

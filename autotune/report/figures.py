@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from autotune.budget import format_bytes
+from autotune.files import write_atomic
 from autotune.report.curves import edge_of, mean_curve
 from autotune.report.scatter import Trade
 
@@ -47,8 +49,7 @@ def draw_comparison(comparison: Mapping[str, Any], path: Path) -> Path:
             + (" (an indication, not a claim)" if comparison.get("indication_only") else ""),
             fontsize=11,
         )
-        figure.savefig(path, dpi=150)
-        plt.close(figure)
+        _save(figure, path)
     return path
 
 
@@ -85,8 +86,7 @@ def draw_trade(trade: Trade, path: Path) -> Path:
     axes.set(xlabel=trade.x_name, ylabel=trade.y_name, title="Time against memory")
     axes.grid(alpha=0.25)
     axes.legend(fontsize=9, frameon=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    _save(figure, path)
     return path
 
 
@@ -124,8 +124,7 @@ def draw_search(document: Mapping[str, Any], path: Path) -> Path:
     )
     axes.grid(alpha=0.25)
     axes.legend(fontsize=9, frameon=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    _save(figure, path)
     return path
 
 
@@ -161,8 +160,7 @@ def draw_reproduction(document: Mapping[str, Any], path: Path) -> Path:
     axes.set(xlabel="times its own baseline", title=f"{document['table']} with {jobs}, {document['device']}")
     axes.grid(axis="x", alpha=0.25)
     axes.legend(fontsize=9, frameon=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    _save(figure, path)
     return path
 
 
@@ -225,3 +223,13 @@ def _draw_curves(axes: Any, comparison: Mapping[str, Any], colours: Mapping[str,
 def reached_times(arm: Mapping[str, Any]) -> list[float]:
     """Return the times to target of the runs that arrived, in seconds."""
     return [run["time_to_target_s"] for run in arm["runs"] if run["reached"]]
+
+
+def _save(figure: Any, path: Path) -> None:
+    """Write a figure as PNG, over a regular file or a new one, and close it."""
+    import matplotlib.pyplot as plt
+
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=150)
+    plt.close(figure)
+    write_atomic(path, drawn.getvalue())

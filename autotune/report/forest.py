@@ -55,7 +55,7 @@ def forest(title: str, described: str, rows: Sequence[Interval]) -> Figure:
     height = _ROW * len(rows) + 48
 
     def draw(width: int) -> tuple[Html, int]:
-        side = min(max(text_width(row.name) for row in rows) + 12, width / 3)
+        side = min(max((text_width(row.name) for row in rows), default=0) + 12, width / 3)
         return join(_drawn(rows, width, side, reach)), height
 
     return Figure(title=title, described=described, key=_key(), draw=draw)

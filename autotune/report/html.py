@@ -1,4 +1,4 @@
-"""Be the shell of every report: one page, no script, nothing that is fetched, light or dark as the reader has it.
+"""Write the pages of every report: no script, nothing that is fetched, light or dark as the reader has it.
 
 Text is escaped where it enters; what is ``Html`` already is left as it is.
 """
@@ -8,20 +8,21 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 
+from autotune.errors import escaped
 from autotune.report.style import FIGURES, PAGE
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 class Html(str):
-    """Be text that is markup already."""
+    """Text that is markup already."""
 
     __slots__ = ()
 
 
 def escape(text: object) -> Html:
-    """Return text as markup; markup stays what it is."""
-    return text if isinstance(text, Html) else Html(html.escape(str(text)))
+    """Return text as markup, without characters that no page shows; markup stays what it is."""
+    return text if isinstance(text, Html) else Html(_quoted(text))
 
 
 def element(name: str, *content: object, **attributes: object) -> Html:
@@ -33,7 +34,7 @@ def element(name: str, *content: object, **attributes: object) -> Html:
         **attributes: its attributes; a trailing ``_`` is dropped, others become ``-``, and ``None`` leaves one out.
     """
     given = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"'
+        f' {key.rstrip("_").replace("_", "-")}="{_quoted(value)}"'
         for key, value in attributes.items()
         if value is not None
     )
@@ -94,3 +95,7 @@ def page(title: str, *content: object) -> str:
     )
     body = element("body", element("main", *content))
     return f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}</head>\n{body}\n</html>\n'
+
+
+def _quoted(value: object) -> str:
+    return html.escape(escaped(str(value)))

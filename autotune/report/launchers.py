@@ -47,7 +47,7 @@ def to_deepspeed(launched: Launched) -> Export:
         own = plan.changed(precision=dict.fromkeys(plan.precision, Precision.INHERIT))
         files[PLAN_FILE] = own.to_json()
         notes.append(
-            f"{len(recomputed)} units are recomputed ({', '.join(recomputed)}): after deepspeed.initialize, "
+            f"{len(recomputed)} units are recomputed ({_listed(recomputed)}): after deepspeed.initialize, "
             f'tuner = autotune.attach(engine=engine, policy="{PLAN_FILE}", limits=autotune.Limits(gain_frac=-1.0))'
         )
     if held := own_launch(plan.changed(launch=replace(plan.launch, zero_stage=None))):
@@ -117,9 +117,9 @@ def _not_held(launched: Launched, when: str) -> list[str]:
     """
     notes, own = [], launched.by_unit
     if own is not None:
-        lists = [f"{precision}: {', '.join(names)}" for precision, names in _by_precision(own).items()]
+        lists = [f"{precision}: {_listed(names)}" for precision, names in _by_precision(own).items()]
         if recomputed := _recomputed(own):
-            lists.append(f"recomputed: {', '.join(recomputed)}")
+            lists.append(f"recomputed: {_listed(recomputed)}")
         notes.append(f"it holds nothing of single layers ({'; '.join(lists)}): {when}, {'; '.join(APPLY)}")
     if launch := own_launch(launched.plan):
         notes.append(f"it does not hold {launch}")
@@ -143,3 +143,8 @@ def _by_precision(plan: Plan) -> dict[Precision, list[str]]:
 
 def _recomputed(plan: Plan) -> list[str]:
     return [name for name, storage in plan.storage.items() if storage is Storage.RECOMPUTE]
+
+
+def _listed(names: list[str]) -> str:
+    """Return names of units in one line that a terminal shows as it is; a module may be called anything."""
+    return ", ".join(name if name.isprintable() else repr(name) for name in names)

@@ -22,6 +22,8 @@ from autotune.report.tables import judged_arms
 
 Row = Mapping[str, Any]
 Kind = Literal["csv", "parquet"]
+# What a spreadsheet takes for the beginning of a formula.
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def write_sheets(run: CampaignRun, folder: Path, kind: str, intensity: Intensity | None = None) -> list[Path]:
@@ -62,10 +64,17 @@ def sheets_of(run: CampaignRun, intensity: Intensity | None = None) -> dict[str,
 
 def _as_csv(rows: Sequence[Row]) -> str:
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    # A row of somebody else's run may leave out what others have.
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({name: _as_text(value) for name, value in row.items()} for row in rows)
     return text.getvalue()
+
+
+def _as_text(value: Any) -> Any:
+    """Return a value of which no spreadsheet makes a formula: names in a run may be anything."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
 def _as_parquet(rows: Sequence[Row]) -> bytes:
@@ -159,7 +168,7 @@ def _units(run: CampaignRun) -> Iterator[Row]:
     if run.compared:
         plans = [(arm["name"], launched(arm)) for arm in run.document["arms"]]
     else:
-        plans = [(str(run.config.get("method")), Plan.from_json(run.document["plan"]))]
+        plans = [(str(run.config.asked.method), Plan.from_json(run.document["plan"]))]
     for name, plan in plans:
         for unit in dict.fromkeys([*plan.precision, *plan.storage]):
             yield {

@@ -1,7 +1,11 @@
-"""Write a plan as a training script that runs by itself: a plain loop, to be taken over."""
+"""Write a plan as a training script that runs by itself: a plain loop, to be taken over.
+
+What a plan or a reference says enters the script as ``repr`` of plain data, never as source.
+"""
 
 from __future__ import annotations
 
+import json
 import pprint
 import textwrap
 from dataclasses import replace
@@ -10,12 +14,12 @@ from autotune.errors import InputError
 from autotune.job import Job
 from autotune.physics.learning_rate import batch_factor
 from autotune.plan import Plan
-from autotune.report.exported import Export
+from autotune.report.exported import Export, clip_norm
 from autotune.report.launchers import own_launch
 
 FILE = "train_tuned.py"
 
-_SCRIPT = '''"""Train a job under a tuned plan: {plan}."""
+_SCRIPT = '''"""Train a job under a tuned plan."""
 
 import itertools
 import json
@@ -71,10 +75,11 @@ def to_python(plan: Plan, job: Job, reference: str) -> Export:
     """
     if not reference:
         raise InputError("a job was given without its reference", where="export", allowed="what load_job takes")
+    # Numbers of other libraries say their own types in their repr; plain ones are left of them.
+    document = json.loads(json.dumps(plan.to_json()))
     script = _SCRIPT.format(
-        plan=plan,
         reference=reference,
-        document=textwrap.indent(pprint.pformat(plan.to_json(), width=110, sort_dicts=False), " " * 4),
+        document=textwrap.indent(pprint.pformat(document, width=110, sort_dicts=False), " " * 4),
         prepared=_block(1, _prepared(plan, job)),
         taken=_block(2, _taken(plan, job)),
         updated=_block(2, _updated(plan, job)),
@@ -109,7 +114,8 @@ def _taken(plan: Plan, job: Job) -> list[str]:
 
 def _updated(plan: Plan, job: Job) -> list[str]:
     """Return the lines that run one micro-batch and, after the last one, update the weights."""
-    clip = [] if job.clip_norm is None else [f"torch.nn.utils.clip_grad_norm_(parameters, {job.clip_norm!r})"]
+    norm = clip_norm(job)
+    clip = [f"torch.nn.utils.clip_grad_norm_(parameters, {norm!r})"] if norm else []
     loss = "    loss = job.loss(model, piece) * weight"
     if not plan.uses_fp16:
         return [loss, "    loss.backward()", *clip, "optimizer.step()"]

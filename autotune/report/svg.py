@@ -48,8 +48,9 @@ class Figure:
 
     @property
     def name(self) -> str:
-        """Return the name of the figure's file, without an ending."""
-        return "-".join("".join(c if c.isalnum() else " " for c in self.title.lower()).split())
+        """Return the name of the figure's file, without an ending; of a long title, what every disk takes."""
+        words = "".join(c if c.isalnum() else " " for c in self.title.lower()).split()
+        return "-".join(words)[:60].rstrip("-")
 
     @property
     def html(self) -> Html:

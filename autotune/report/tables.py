@@ -216,9 +216,9 @@ def search_verdict(document: Mapping[str, Any]) -> str:
         return f"No other of {count} trials gained more: the recipe's own values remain the best ({gain}); {path}"
     train = f"Train it in full before you rely on it: autotune train --recipe {path}"
     if ahead is None:
-        return (
-            f"Trial {document['best']} is the best of {count} ({gain}); with the recipe's own, training failed. {train}"
-        )
+        failed = any(row["own"] and row["gain_percent"] is None for row in document["trials"])
+        own = "with the recipe's own, training failed" if failed else "how far ahead of the recipe's own is not known"
+        return f"Trial {document['best']} is the best of {count} ({gain}); {own}. {train}"
     low, high = ahead["percent_ci95"]
     shown = "" if low > 0 else " No difference from the recipe's own values is shown."
     return (

@@ -80,7 +80,7 @@ class TuningPage:
 
     @property
     def _method(self) -> str:
-        return str(self.run.config.get("method"))
+        return str(self.run.config.asked.method)
 
     @property
     def _plan(self) -> Plan:
@@ -100,7 +100,7 @@ class TuningPage:
             ("real steps", f"{run.document['tuning_steps']:,}"),
         ]
         told = "no budget" if budget is None else f"budget {format_bytes(budget)}"
-        device = run.environment.get("device", "unknown device")
+        device = run.environment.device
         return join(
             [
                 element("h1", f"{run.job}: tuned with {self._method}"),
@@ -214,7 +214,7 @@ class TuningPage:
     def _carbon_told(self, energy_j: float) -> str:
         if self.intensity is None:
             return ""
-        begun = parse_time(str(self.run.environment.get("time")), where=f"{self.run.folder / 'environment.json'}, time")
+        begun = parse_time(self.run.environment.time, where=f"{self.run.folder / 'environment.json'}, time")
         grams = self.intensity.grams(energy_j, begun, begun)
         told = "the series says nothing of the time of this run" if grams is None else f"{grams:.3g} g"
         return f" Carbon at {self.intensity}: {told}."

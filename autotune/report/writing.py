@@ -47,7 +47,7 @@ def to_json(page: ComparisonPage | TuningPage) -> dict[str, Any]:
     return {
         "version": 1,
         "run": str(run.folder),
-        "verb": run.verb,
+        "verb": run.config.verb,
         "job": run.job,
         "verdict": page.verdict,
         "memory_budget_bytes": run.budget_bytes,
@@ -97,12 +97,17 @@ def draw_figures(page: ComparisonPage | TuningPage, folder: Path) -> list[Path]:
 
 
 def write_figures(drawn: Sequence[Figure], folder: Path) -> list[Path]:
-    """Write figures as SVG files and return their paths.
+    """Write figures as SVG files and return their paths; those of one name are numbered.
 
     Raises:
         OSError: if they cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    paths: list[Path] = []
     for figure in drawn:
-        write_atomic(folder / f"{figure.name}.svg", figure.file)
-    return [folder / f"{figure.name}.svg" for figure in drawn]
+        path = folder / f"{figure.name}.svg"
+        while path in paths:
+            path = folder / f"{figure.name}-{len(paths) + 1}.svg"
+        write_atomic(path, figure.file)
+        paths.append(path)
+    return paths

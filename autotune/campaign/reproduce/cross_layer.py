@@ -19,6 +19,7 @@ from autotune.campaign.reproduce.experiments import Experiment
 from autotune.campaign.reproduce.races import Campaign, Summary, samples_needed, summarised
 from autotune.campaign.reproduce.rows import Row, over
 from autotune.campaign.reproduce.scaling import measure
+from autotune.campaign.run_documents import Run
 from autotune.engines.deepspeed_config import STAGES
 from autotune.engines.deepspeed_engine import imported
 from autotune.engines.inspection import build_model, build_optimizer
@@ -75,7 +76,7 @@ def _best_rate(name: str, job: Job, campaign: Campaign) -> Launch:
     for number, launch in enumerate(launches, 1):
         changed = launched(job, launch)
         run = functools.partial(_pilot, changed)
-        found = campaign.journal.once({"pilot": changed.name, "seed": _PILOT_SEED}, run)
+        found = campaign.journal.once({"pilot": changed.name, "seed": _PILOT_SEED}, run, Run)
         needed.append(samples_needed(found) if found["reached"] else math.inf)
         campaign.reporter.advance(number)
     return launches[min(range(len(launches)), key=needed.__getitem__)] if min(needed) < math.inf else launches[1]

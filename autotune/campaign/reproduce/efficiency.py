@@ -22,6 +22,7 @@ from autotune.campaign.reproduce.races import (
     summarised,
 )
 from autotune.campaign.reproduce.rows import Row, over
+from autotune.campaign.run_documents import Rates
 from autotune.engines.inspection import ask, build_model
 from autotune.job import Job
 from autotune.mechanics.devices import device_kind
@@ -53,7 +54,7 @@ def efficiency(
     profile = campaign.profile(job)
     budget = campaign.budget(job, MEMORY_SHARE)
     arms = [baseline_arm(experiment), paper_arm(experiment), tuned_arm(experiment, profile, budget)]
-    rates = campaign.journal.once({"flops": job.name}, lambda: _rates(job, profile.precisions, device_kind()))
+    rates = campaign.journal.once({"flops": job.name}, lambda: _rates(job, profile.precisions, device_kind()), Rates)
     document = campaign.race(experiment, arms, budget)
     rows = [row for pair in _with_utilisation(numbers) for row in _rows(pair, experiment, document, rates)]
     held = _held(experiment, document, rates)

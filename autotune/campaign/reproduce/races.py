@@ -20,9 +20,11 @@ from autotune.campaign.progress import Reporter
 from autotune.campaign.protocol import Arm, Protocol
 from autotune.campaign.references import measure_references
 from autotune.campaign.reproduce.experiments import Experiment
+from autotune.campaign.run_documents import Run
 from autotune.campaign.runs import RunDirectory
 from autotune.campaign.verdicts import samples_to_target
 from autotune.campaign.windows import make_engine
+from autotune.documents import Count
 from autotune.engines.profiler import ProfilerOptions
 from autotune.job import Job
 from autotune.mechanics.devices import device_name
@@ -121,13 +123,13 @@ class Campaign:
         arrivals = []
         for number, seed in enumerate(pilots):
             found = self.journal.once(
-                {"pilot": job.name, "seed": seed}, functools.partial(self._pilot, job, number, seed)
+                {"pilot": job.name, "seed": seed}, functools.partial(self._pilot, job, number, seed), Run
             )
             arrivals.append(samples_needed(found) if found["reached"] else job.total_samples)
         stride = job.evaluate_every * job.batch_size
         constant = math.ceil(comparison.HORIZON * max(arrivals) / stride) * stride
         find = functools.partial(comparison.find_horizon, experiment.job)
-        return max(constant, int(self.journal.once({"horizon": job.name}, find)))
+        return max(constant, int(self.journal.once({"horizon": job.name}, find, Count)))
 
     def _pilot(self, job: Job, number: int, seed: int) -> dict[str, Any]:
         def on_step(samples: int) -> None:

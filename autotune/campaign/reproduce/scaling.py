@@ -1,6 +1,6 @@
 """Repeat table IV: one, two and four ranks through DeepSpeed, and what their step spends on communication.
 
-``python -m autotune.campaign.reproduce.scaling FOLDER``, started by ``torchrun``, is one rank of it.
+Run as a module, this file is one rank of it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def measure(
             "configurations": configurations,
         }
         run = functools.partial(_on_ranks, asked, count)
-        rounds = campaign.journal.once({"ranks": count, **asked}, run)
+        rounds = campaign.journal.once({"ranks": count, **asked}, run, dict[str, list[dict[str, float]]])
         found.update({f"{name}-{count}": _median(seen) for name, seen in rounds.items()})
         campaign.reporter.advance(done)
     return found

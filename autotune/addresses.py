@@ -1,0 +1,128 @@
+"""Show an address of a database or a server without its secrets, and keep them out of what libraries say.
+
+An address is shown by what is known to be harmless, part by part, not by what is known to be secret: libraries take
+passwords in more places than anybody lists, and a form that is not understood is not shown at all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote, unquote_plus
+
+from autotune.errors import InputError
+
+HIDDEN = "***"
+_USER = re.compile(r"[\w.\-]{1,64}")
+_HOST = re.compile(r"[\w.\-,]*(\[[0-9a-fA-F:.]*\])?(:\d{0,5})?")
+_PATH = re.compile(r"[\w.\-/ ]*")
+_SCHEME = re.compile(
+    r"(postgres(ql)?|mysql|mariadb|mssql|oracle|sqlite|https?|ray|databricks(-uc)?|file|s3|gs)(\+[a-z0-9_]{1,20})?"
+)
+# Servers whose user may be a token; of a database it is a name.
+_NAMELESS = ("http", "https", "databricks", "databricks-uc")
+# Options of an address whose values are no secrets.
+_OPEN_OPTIONS = frozenset({"host", "port", "dbname", "database", "sslmode", "connect_timeout", "uri", "mode"})
+# Variables in which libraries look for a secret of the same servers.
+_SECRET_VARIABLES = ("PGPASSWORD", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "DATABRICKS_TOKEN")
+
+
+def without_secrets(address: str) -> str:
+    """Return an address that may be written down: no password, no token, no value of an unknown option.
+
+    Args:
+        address: a URL as SQLAlchemy, MLflow or libpq take it, or a path.
+    """
+    scheme, mark, rest = address.partition("://")
+    if not mark:
+        # A path, or a form that only some library understands.
+        return address if _PATH.fullmatch(address) else HIDDEN
+    if not _SCHEME.fullmatch(scheme):
+        return HIDDEN
+    authority, path, options = _parts(rest)
+    if "@" in rest[len(authority) :]:
+        # What a password is depends on the library: it may have held a slash, a question mark or a hash.
+        return f"{scheme}://{HIDDEN}"
+    user, at, host = authority.rpartition("@")
+    name = user.partition(":")[0]
+    shown_name = name if _USER.fullmatch(name) and scheme not in _NAMELESS else HIDDEN
+    return "".join(
+        (
+            f"{scheme}://{shown_name if at else ''}{at}",
+            host if _HOST.fullmatch(host) else HIDDEN,
+            path if _PATH.fullmatch(path) else f"/{HIDDEN}",
+            "?" if options else "",
+            "&".join(_option(option) for option in options.split("&") if option),
+        )
+    )
+
+
+def scrubbed(text: str, *addresses: str) -> str:
+    """Return what a library said, with every secret of the addresses and of the environment taken out.
+
+    Args:
+        text: the message.
+        addresses: the addresses that the library was given.
+    """
+    for address in addresses:
+        text = text.replace(address, without_secrets(address))
+    secrets = {secret for address in addresses for secret in _secrets(address)}
+    secrets |= {value for name in _SECRET_VARIABLES if (value := os.environ.get(name))}
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    return text
+
+
+def sqlite_address(path: Path) -> str:
+    """Return the address of an SQLite file, as SQLAlchemy and MLflow take it, whatever characters its path has.
+
+    Raises:
+        InputError: if this version of SQLAlchemy has no way to write the path.
+    """
+    text = str(path.absolute())
+    if "?" not in text and "%" not in text:
+        return f"sqlite:///{text}"
+    import sqlalchemy
+
+    # Versions differ in how they read a path that is quoted.
+    for address in (sqlalchemy.URL.create("sqlite", database=text).render_as_string(), f"sqlite:///{quote(text)}"):
+        if sqlalchemy.make_url(address).database == text:
+            return address
+    raise InputError("its path holds a question mark or a percent sign", where=text, allowed="a path without them")
+
+
+def _parts(rest: str) -> tuple[str, str, str]:
+    """Return what follows the scheme in three parts: user and host, path, options."""
+    before, _, options = rest.partition("#")[0].partition("?")
+    authority, slash, path = before.partition("/")
+    return authority, slash + path, options
+
+
+def _option(option: str) -> str:
+    """Return an option of an address with its value, if that is no secret."""
+    key, named, value = option.partition("=")
+    # Without a value, it may be the end of a password that holds an ampersand.
+    if not named or not _USER.fullmatch(key):
+        return HIDDEN
+    harmless = key in _OPEN_OPTIONS and re.fullmatch(r"[\w.\-/,]{0,100}", value)
+    return f"{key}={value if harmless else HIDDEN}"
+
+
+def _secrets(address: str) -> Iterator[str]:
+    """Return each part of an address that is not shown, as it is written and as it is meant."""
+    scheme, mark, rest = address.partition("://")
+    parts: list[str] = []
+    if not mark:
+        parts += [] if _PATH.fullmatch(address) else re.findall(r"=\s*('[^']*'|[^\s;&]+)", address)
+    else:
+        # As one library reads it, and as another does.
+        parts += [*re.findall(r"^[^:/]*:([^@]*)@", rest), *re.findall(r"^[^:/]*:(.*)@", rest)]
+        if scheme in _NAMELESS and "@" in rest:
+            parts.append(rest.partition("@")[0].partition(":")[0])
+        for options in (_parts(rest)[2], rest.partition("?")[2]):
+            named = (one.partition("=") for one in options.split("&"))
+            parts += [value for key, _, value in named if key not in _OPEN_OPTIONS]
+    for part in parts:
+        yield from {part, unquote_plus(part), quote(unquote_plus(part), safe="")} - {""}

@@ -1,0 +1,171 @@
+"""Write how far a training has come as bytes, and read it back exactly; nothing in those bytes can run.
+
+What the network and the optimizer hold is safetensors, and where the generators stand is JSON beside it. Whatever is
+read was written by somebody: each name, shape and number is checked before anything uses it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from autotune.agents.lever_network import LeverNetwork
+from autotune.agents.recipe import LeverRecipe
+from autotune.errors import InputError
+from autotune.files import parse_json
+
+_ALLOWED = "what a training saved"
+_NUMBERS = "numbers"
+# Of numpy's PCG64, with a sign.
+_NUMBER_BITS = 129
+_KEYS = frozenset({"identity", "decisions", "courses", "position", "has_gauss", "gauss"})
+# What Adam holds of each parameter.
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_TORCH, _NUMPY = "torch", "numpy"
+# Words of numpy's Mersenne Twister.
+_WORDS = 624
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SavedTraining:
+    """Hold how far a training has come: all that decides how it goes on.
+
+    Attributes:
+        decisions: how many were made.
+        weights: of the network, by name of parameter.
+        moments: what Adam holds, by ``MOMENTS`` and name of parameter; empty before its first step.
+        courses: where the generator stood before it drew the courses that come next.
+        torch_state: where torch's global generator stands, shape (bytes,).
+        numpy_state: where numpy's global generator stands, as ``numpy.random.get_state`` returns it.
+    """
+
+    decisions: int
+    weights: Tensors
+    moments: Mapping[str, Tensors]
+    courses: Mapping[str, Any]
+    torch_state: torch.Tensor
+    numpy_state: tuple[str, np.ndarray[Any, Any], int, int, float]
+
+    def to_bytes(self, identity: str) -> bytes:
+        """Return the training as bytes, equal for equal trainings.
+
+        Args:
+            identity: which training it is; only the same one goes on from it.
+        """
+        kind, keys, position, has_gauss, gauss = self.numpy_state
+        assert kind == "MT19937"
+        tensors = {f"weights {name}": tensor for name, tensor in self.weights.items()}
+        for moment, values in self.moments.items():
+            tensors |= {f"{moment} {name}": tensor for name, tensor in values.items()}
+        tensors[_TORCH] = self.torch_state
+        tensors[_NUMPY] = torch.from_numpy(np.asarray(keys).astype(np.int64))
+        numbers = {
+            "identity": identity,
+            "decisions": self.decisions,
+            "courses": self.courses,
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "gauss": float(gauss),
+        }
+        plain = {name: tensor.detach().clone().contiguous() for name, tensor in sorted(tensors.items())}
+        return save_tensors(plain, metadata={_NUMBERS: json.dumps(numbers, sort_keys=True, allow_nan=False)})
+
+    @classmethod
+    def from_bytes(cls, content: bytes, *, identity: str, recipe: LeverRecipe, rollout: int) -> SavedTraining:
+        """Read a training of a recipe.
+
+        Args:
+            content: what :meth:`to_bytes` returned.
+            identity: which training goes on.
+            recipe: its settings.
+            rollout: decisions of a rollout.
+
+        Raises:
+            InputError: if it is another training's, or anything in it is not what a training saves.
+        """
+        try:
+            tensors = load_tensors(content)
+            header = parse_json(content[8 : 8 + int.from_bytes(content[:8], "little")].decode(), where="")
+            numbers = parse_json(header["__metadata__"][_NUMBERS], where="", bits=_NUMBER_BITS)
+        except (SafetensorError, LookupError, TypeError, ValueError) as error:
+            raise InputError("is not safetensors with numbers", allowed=_ALLOWED) from error
+        _require(numbers.keys() == _KEYS, "has other numbers")
+        _require(numbers["identity"] == identity, "is of another training")
+        decisions = numbers["decisions"]
+        whole = type(decisions) is int and decisions % rollout == 0
+        _require(whole and 0 <= decisions < recipe.decisions, "has a count of decisions that no rollout ends at")
+        _check_tensors(tensors, recipe.width, begun=decisions > 0)
+        return cls(
+            decisions=decisions,
+            weights=_part(tensors, "weights"),
+            moments={moment: _part(tensors, moment) for moment in MOMENTS} if decisions else {},
+            courses=_checked_courses(numbers["courses"]),
+            torch_state=_checked_torch_state(tensors[_TORCH]),
+            numpy_state=_checked_numpy_state(tensors[_NUMPY], numbers),
+        )
+
+
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise InputError(problem, allowed=_ALLOWED)
+
+
+def _part(tensors: Tensors, kind: str) -> Tensors:
+    return {name.removeprefix(f"{kind} "): tensor for name, tensor in tensors.items() if name.startswith(f"{kind} ")}
+
+
+def _check_tensors(tensors: Tensors, width: int, *, begun: bool) -> None:
+    """Refuse tensors of other names, shapes or types, and numbers that are none."""
+    with torch.device("meta"):
+        like = dict(LeverNetwork(width).named_parameters())
+    kinds = ("weights", *(MOMENTS if begun else ()))
+    wanted = {f"{kind} {name}": () if kind == "step" else like[name].shape for kind in kinds for name in like}
+    _require(tensors.keys() == wanted.keys() | {_TORCH, _NUMPY}, "has other tensors")
+    for name, shape in wanted.items():
+        tensor = tensors[name]
+        _require(tensor.dtype == torch.float32 and tensor.shape == shape, f"tensor {name!r} has another shape or type")
+        _require(bool(torch.isfinite(tensor).all()), f"tensor {name!r} is not finite")
+        counts = name.startswith(("step ", "exp_avg_sq "))
+        _require(not counts or bool((tensor >= 0).all()), f"tensor {name!r} is below 0")
+
+
+def _checked_torch_state(state: torch.Tensor) -> torch.Tensor:
+    try:
+        torch.Generator().set_state(state)
+    except (RuntimeError, TypeError) as error:
+        raise InputError("torch's generator cannot stand there", allowed=_ALLOWED) from error
+    return state
+
+
+def _checked_numpy_state(
+    keys: torch.Tensor, numbers: Mapping[str, Any]
+) -> tuple[str, np.ndarray[Any, Any], int, int, float]:
+    """Return a state of numpy's global generator, which itself takes positions that lie outside of its words."""
+    position, has_gauss, gauss = (numbers[name] for name in ("position", "has_gauss", "gauss"))
+    words = keys.dtype == torch.int64 and keys.shape == (_WORDS,) and bool(((keys >= 0) & (keys < 2**32)).all())
+    placed = type(position) is int and 0 <= position <= _WORDS and type(has_gauss) is int and has_gauss in (0, 1)
+    _require(words and placed and type(gauss) is float and math.isfinite(gauss), "numpy's generator cannot stand there")
+    return "MT19937", keys.numpy().astype(np.uint32), position, has_gauss, gauss
+
+
+def _checked_courses(state: object) -> dict[str, Any]:
+    generator = np.random.PCG64()
+    try:
+        generator.state = state  # type: ignore[assignment]
+    except (TypeError, ValueError, LookupError, OverflowError) as error:
+        raise InputError("the generator of courses cannot stand there", allowed=_ALLOWED) from error
+    # What it took for something else, it does not give back.
+    taken = dict(generator.state)
+    _require(json.dumps(taken, sort_keys=True) == json.dumps(state, sort_keys=True), "courses are drawn from elsewhere")
+    return taken

@@ -1,0 +1,77 @@
+"""Bring ranks on one machine together over the loopback interface alone.
+
+The store of a process group would listen on all addresses: the ranks of this package get one whose listening socket is
+bound before they start, and their backends are told of the loopback interface.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+_LOOPBACK = "127.0.0.1"
+# Where ranks find the number of the socket that rank 0's store listens on: set where this package started them.
+_STORE = "AUTOTUNE_STORE"
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def listening_socket() -> socket.socket:
+    """Return a socket that listens on a free port of the loopback interface."""
+    found = socket.socket()
+    found.bind((_LOOPBACK, 0))
+    found.listen(128)
+    return found
+
+
+def rank_environment(count: int, store: socket.socket) -> Mapping[str, str]:
+    """Return what ranks find in their environment, their own numbers left out.
+
+    Args:
+        count: how many there are.
+        store: what rank 0's store listens on.
+    """
+    number = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), _STORE: str(store.fileno())}
+    where = {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(store.getsockname()[1])}
+    # As every launcher has it: ranks on one machine share its cores.
+    threads = {} if count == 1 else {"OMP_NUM_THREADS": "1"}
+    return {**threads, **_interfaces(), **number, **where, **_chosen("OMP_NUM_THREADS", *_INTERFACES)}
+
+
+def store_of_ranks(timeout: timedelta) -> Store | None:
+    """Return the store of the ranks that this package started, of which this process is one.
+
+    A process without any rank becomes the only one of a group. ``None`` where somebody else's launcher started it.
+
+    Args:
+        timeout: how long it waits for the other ranks.
+    """
+    from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+
+    if "RANK" not in os.environ:
+        os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": _LOOPBACK})
+        for name, interface in _interfaces().items():
+            os.environ.setdefault(name, interface)
+        alone: Store = HashStore()
+        return alone
+    if _STORE not in os.environ:
+        return None
+    port, world, first = int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"]), os.environ["RANK"] == "0"
+    listening = int(os.environ[_STORE]) if first else None
+    shared: Store = TCPStore(_LOOPBACK, port, world, first, timeout=timeout, master_listen_fd=listening)
+    return shared
+
+
+def _interfaces() -> dict[str, str]:
+    return dict.fromkeys(_INTERFACES, "lo0" if sys.platform == "darwin" else "lo")
+
+
+def _chosen(*names: str) -> dict[str, str]:
+    """Return what the environment says of its own accord."""
+    return {name: os.environ[name] for name in names if name in os.environ}

@@ -1,0 +1,166 @@
+"""Start worker processes that end together, and with whoever asked for them.
+
+Run by its path, as ``python -P supervisor.py MODULE WIRES [STORE]``, and with the standard library alone: it stays
+small, and forks before any library has threads. Every worker runs the module, with the number of its wire and its own
+number as arguments. WIRES are the workers' ends of their sockets, one for each; where STORE is given, the workers are
+the ranks of a process group, and STORE is the socket that its store listens on.
+
+Standard input is a socket to the asker. Its end ends everything, and so does the first worker that fails: what the
+workers started goes with them, whatever group or session it is in. Which worker ended first, and how, is the last thing
+that is written to that socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import runpy
+import select
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+# The exit code of a worker that raised.
+RAISED = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def main() -> None:
+    """Start the workers that the command line names, and see to their end; or be one of them."""
+    module, *numbers = sys.argv[1:]
+    wires, *store = ([int(number) for number in part.split(",")] for part in numbers)
+    _control(_PR_SET_CHILD_SUBREAPER, 1)
+    supervisor, asker, workers = os.getpid(), os.getppid(), dict[int, int]()
+    for number in range(len(wires)):
+        process = os.fork()
+        if process == 0:
+            die_with_parent(supervisor)
+            _become_worker(number, wires, *store)
+            sys.argv = [module, str(wires[number]), str(number)]
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            return
+        workers[process] = number
+    for descriptor in (*wires, *(store[0] if store else ())):
+        os.close(descriptor)
+    first = _watch(workers, asker)
+    _end(workers)
+    if first is not None:
+        with contextlib.suppress(OSError):
+            os.write(0, f"{first[0]} {first[1]}".encode())
+    os._exit(0)
+
+
+def die_with_parent(parent: int) -> None:
+    """End this process with its parent, where the system can do that; at once if the parent is gone already."""
+    _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _control(option: int, value: int) -> None:
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _become_worker(number: int, wires: list[int], store: list[int] | None = None) -> None:
+    """Keep of what is open only what this worker needs, and know its place among the ranks."""
+    # What a job sends to its own group is not for the supervisor.
+    os.setpgid(0, 0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    kept = [wires[number]]
+    if store is not None:
+        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(number)
+        kept += store if number == 0 else []
+    for descriptor in {nothing, *wires, *(store or ())}.difference(kept):
+        os.close(descriptor)
+    for descriptor in kept:
+        os.set_inheritable(descriptor, False)
+
+
+def _watch(workers: dict[int, int], asker: int) -> tuple[int, int] | None:
+    """Wait for the end: of all workers, of the first that fails, or of the asker's interest.
+
+    Returns:
+        The number of the worker that ended it all, and its exit code, below 0 for a signal; ``None`` for the asker.
+    """
+    woken, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes)
+    for number in (signal.SIGCHLD, *_ENDING):
+        signal.signal(number, lambda *_: None)
+    # The asker's end is seen even where a process that it forked keeps the socket open.
+    _control(_PR_SET_PDEATHSIG, signal.SIGCHLD)
+    running = set(workers)
+    while True:
+        ended = [(process, code) for process, code in _ended() if process in workers]
+        # Of some that ended at once, one that was killed or left is the cause of what others raise about it.
+        failed = sorted((code == RAISED, code, workers[process]) for process, code in ended if code)
+        if failed:
+            return failed[0][2], failed[0][1]
+        running.difference_update(process for process, _ in ended)
+        if not running:
+            return 0, 0
+        readable, _, _ = select.select([0, woken], [], [])
+        if 0 in readable or os.getppid() != asker or set(os.read(woken, 64)).intersection(_ENDING):
+            return None
+
+
+def _ended() -> Iterator[tuple[int, int]]:
+    """Yield the processes that have ended since the last time, and their exit codes, below 0 for signals."""
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            yield found[0], os.waitstatus_to_exitcode(found[1])
+
+
+def _end(workers: dict[int, int]) -> None:
+    """End the workers and all that they started, and remove what they left in shared memory."""
+    gone = {*workers, *_descendants()}
+    for worker in workers:
+        # Where the system does not hand their orphans to this process, their groups are what is known of them.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(worker, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            for process in _children().get(os.getpid(), ()):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(process, signal.SIGKILL)
+                gone.add(process)
+            # Once it is gone, what it had started is a child of this process.
+            os.waitpid(-1, 0)
+    _remove_shared_memory(gone)
+
+
+def _children() -> dict[int, list[int]]:
+    """Return every process's children, where the system tells."""
+    found: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # After the name, which is in parentheses: state, parent.
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            found.setdefault(parent, []).append(int(entry.name))
+    return found
+
+
+def _descendants() -> set[int]:
+    children, found, waiting = _children(), set[int](), [os.getpid()]
+    while waiting:
+        below = children.get(waiting.pop(), ())
+        found.update(below)
+        waiting.extend(below)
+    return found
+
+
+def _remove_shared_memory(processes: set[int]) -> None:
+    """Remove what killed processes left in shared memory: torch names its files by process."""
+    for path in Path("/dev/shm").glob("torch_*"):  # noqa: S108 - where torch puts them
+        with contextlib.suppress(OSError, ValueError):
+            if int(path.name.split("_")[1]) in processes:
+                path.unlink()
+
+
+if __name__ == "__main__":
+    main()

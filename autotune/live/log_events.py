@@ -1,0 +1,217 @@
+"""Kinds of the events in a decision log, so that what no live tuner wrote is refused by its line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from annotated_types import Interval, Len
+
+from autotune.documents import Bytes, Count, NotNegative, Positive, Quantity, Seconds, document, shown, validated
+from autotune.errors import InputError
+from autotune.plan import Plan
+
+_Text = Annotated[str, Len(0, 10_000)]
+_Names = Annotated[list[_Text], Len(0, 100_000)]
+_Texts = Annotated[dict[str, _Text], Len(0, 100_000)]
+_Peak = Annotated[int, Interval(ge=1, le=2**60)]
+_Facts = Annotated[dict[str, str | int | float | bool | None], Len(0, 1_000)]
+
+
+@document
+class _Event:
+    event: _Text
+    step: Count
+
+
+@document
+class Attached(_Event):
+    """The first event: what was attached to, and how."""
+
+    version: Count
+    model: _Text
+    units: _Names
+    recomputable: _Names | None = None
+    locks: _Texts
+    total_steps: Count | None = None
+    environment: _Facts | None = None
+    baseline: dict[str, Any] | None = None
+    mode: _Text | None = None
+    stage: _Text | None = None
+    batching: _Text | None = None
+    policy: _Text | None = None
+
+
+@document
+class _Score:
+    predicted_bytes: _Peak
+    measured_bytes: _Peak
+
+
+@document
+class _Predicted:
+    seconds: Seconds | None
+    peak_bytes: NotNegative | None
+    gain: Quantity | None
+
+
+@document
+class _Seen:
+    seconds_per_step: Seconds | None
+    peak_bytes: NotNegative | None
+    loss: Quantity | None = None
+    noise_scale: Quantity | None = None
+    memory_budget_bytes: Bytes | None = None
+    skipped_steps: Count = 0
+    steps: Count = 0
+    total_s: Seconds = 0.0
+
+
+@document
+class _Ran:
+    seconds: Seconds
+    predicted: Positive
+
+
+@document
+class _Cost:
+    seconds: Seconds | None
+    peak_bytes: NotNegative | None
+
+
+@document
+class Profiled(_Event):
+    """The run's own profile came to its end."""
+
+    units: Count
+    square_share: Quantity | None = None
+    growth: Quantity | None = None
+    autocast: _Text | None = None
+    locks: _Texts | None = None
+    scores: list[_Score] | None = None
+    baseline: _Cost | None = None
+    static_bytes: Bytes
+    batch_bytes: Bytes
+
+
+@document
+class Decision(_Event):
+    """A policy proposed a plan, and the rules answered."""
+
+    observation: _Text | None
+    # A policy may propose anything.
+    proposal: Any
+    rules: _Texts
+    applied: bool
+    predicted: _Predicted
+    measured: _Seen | None = None
+    ran: _Ran | None = None
+    memory_budget_bytes: Bytes | None = None
+    placed: Count = 0
+    over_budget_steps: Count = 0
+    overhead_frac: Quantity | None = None
+
+
+@document
+class Switched(_Event):
+    """Another plan was put to work."""
+
+    plan: dict[str, Any]
+
+
+@document
+class Tripped(_Event):
+    """A trip wire took the run back to its baseline."""
+
+    reason: _Text
+    trips: Count = 0
+    open: bool = False
+
+
+@document
+class Late(_Event):
+    """A decision came too late, and the plan was kept."""
+
+    reason: _Text
+
+
+@document
+class BudgetRefused(_Event):
+    """The run named a budget that is none."""
+
+    value: Any
+
+
+@document
+class Detached(_Event):
+    """The last event, with figures of the whole run where the tuner still had them."""
+
+    reason: _Text
+    locks: _Texts | None = None
+    steps: Count = 0
+    total_steps: Count | None = None
+    run_s: Seconds = 0.0
+    stage: _Text | None = None
+    acting: bool = False
+    plan: dict[str, Any] | None = None
+    decided: dict[str, Any] | None = None
+    switches: Count = 0
+    placed: Count = 0
+    trips: list[Any] | None = None
+    over_budget_steps: Count = 0
+    memory_budget_bytes: Bytes | None = None
+    predicted_peak_bytes: NotNegative | None = None
+    measured_peak_bytes: NotNegative | None = None
+    pressure: NotNegative | None = None
+    predicted_s: Seconds | None = None
+    measured_s: Seconds | None = None
+    noise_scale: Quantity | None = None
+    overhead_frac: Quantity | None = None
+
+
+_KINDS: Mapping[str, type[_Event]] = {
+    "attached": Attached,
+    "profiled": Profiled,
+    "decision": Decision,
+    "switched": Switched,
+    "tripped": Tripped,
+    "late": Late,
+    "budget refused": BudgetRefused,
+    "detached": Detached,
+}
+
+
+def check(event: Mapping[str, Any], *, where: str) -> None:
+    """Refuse an event that no live tuner wrote.
+
+    Args:
+        event: a line of the log.
+        where: the file, and the line in it.
+
+    Raises:
+        InputError: naming the first key or value that is not allowed.
+    """
+    name = event.get("event")
+    if not isinstance(name, str) or name not in _KINDS:
+        raise InputError(f"event is {shown(name)}", where=where, allowed=list(_KINDS))
+    found = validated(_KINDS[name], event, where=where)
+    plan = found.plan if isinstance(found, Switched) else found.baseline if isinstance(found, Attached) else None
+    if plan is not None:
+        Plan.from_json(plan, where=where)
+
+
+def check_log(events: Sequence[Mapping[str, Any]], *, version: int, where: str) -> None:
+    """Refuse a log that no live tuner wrote: an unknown event, one that comes before the first or after the last.
+
+    Raises:
+        InputError: naming the line.
+    """
+    if not events or events[0].get("event") != "attached" or events[0].get("version") != version:
+        raise InputError("is no decision log of this version", where=where, allowed=f"version {version}")
+    for number, event in enumerate(events, 1):
+        place = f"{where} line {number}"
+        check(event, where=place)
+        if (event["event"] == "attached") != (number == 1):
+            raise InputError("a run is attached twice", where=place, allowed="one event 'attached', the first")
+        if number > 1 and event["step"] < events[number - 2]["step"]:
+            raise InputError(f"step is {event['step']}", where=place, allowed="steps that never go back")

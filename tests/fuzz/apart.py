@@ -1,0 +1,264 @@
+"""Run the command line in a process of its own that can do no harm, and judge what it did.
+
+What is expensive is cut off where it begins: a process that computes many gradients, starts another process, solves a
+large program or has used its processor time had accepted its command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import resource
+import select
+import signal
+import stat
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import guard
+import hostile
+
+# How a process ends that begins what is expensive.
+WORKING = 77
+CPU_S, WALL_S = 1.0, 60.0
+# A process that was still there after `WALL_S` waited, if it has used less than this of a processor.
+IDLE_S = 0.5
+MEMORY_BYTES = 6 * 2**30
+LARGEST_FILE_BYTES = 2**28
+# Columns of an integer program above which the solver's limit in seconds decides.
+LARGE_PROGRAM = 2000
+# A job is looked at before it is trained, and that takes a few.
+GRADIENTS = 20
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# What may stand on stderr in front of the one line: stages, under --json, and what is logged.
+_BESIDE = re.compile(r"Training .* for real inside |.* \.\.\.$|(INFO|WARNING): |warning: ")
+_Entry = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What one command line came to.
+
+    Attributes:
+        arguments: the command line.
+        ended: its exit code, ``working`` where it was cut off, or ``hang``.
+        seconds: how long it took.
+        wrong: what it did that no command line may do; empty if nothing.
+        foreign: the class of the exception that reached the user as a traceback; empty for none.
+        shown: the end of what it printed.
+    """
+
+    arguments: list[str]
+    ended: str
+    seconds: float
+    wrong: list[str] = field(default_factory=list)
+    foreign: str = ""
+    shown: str = ""
+
+
+def run_apart(arguments: list[str], root: Path, unreadable: Sequence[Path]) -> Result:
+    """Run one command line in ``root/work``, in a process that can write below ``root`` alone.
+
+    Args:
+        arguments: the command line.
+        root: the folder.
+        unreadable: what in it must not be read, even by a process that could.
+    """
+    before = _entries(root)
+    streams = {name: os.memfd_create(name) for name in ("out", "err", "breaches")}
+    began = time.perf_counter()
+    child = os.fork()
+    if child == 0:
+        _be_child(arguments, root, unreadable, streams)
+    status, cpu_s = _wait(child)
+    seconds = time.perf_counter() - began
+    out, err, breaches = (_content(handle) for handle in streams.values())
+    ended = _ended(status, cpu_s)
+    wrong = [
+        *_wrongly_changed(before, _entries(root), ended),
+        *sorted(set(breaches.splitlines())),
+        *_wrongly_told(out, err, ended),
+    ]
+    return Result(
+        arguments=arguments,
+        ended=ended,
+        seconds=round(seconds, 3),
+        wrong=wrong,
+        foreign=_foreign(err),
+        shown=f"{out[-600:]}\n---\n{err[-1500:]}" if wrong else err[-300:],
+    )
+
+
+def _be_child(arguments: list[str], root: Path, unreadable: Sequence[Path], streams: dict[str, int]) -> None:
+    """Run the command line, and end this process."""
+    code = 70
+    try:
+        os.setsid()
+        os.chdir(root / "work")
+        for handle, target in ((os.open(os.devnull, os.O_RDONLY), 0), (streams["out"], 1), (streams["err"], 2)):
+            os.dup2(handle, target)
+        _limit()
+        _cut_off()
+        reads_all = guard.drop_rights()
+        guard.install(
+            [*guard.installation(), *guard.SYSTEM, *_named_elsewhere(arguments, root)],
+            [root],
+            report=lambda line: os.write(streams["breaches"], f"{line}\n".encode("utf-8", "replace")),
+            unreadable=unreadable if reads_all else (),
+        )
+        code = _main(arguments)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _leave(code)
+
+
+def _named_elsewhere(arguments: Sequence[str], root: Path) -> list[str]:
+    """Return what a command line names outside of the folder: whoever types it may have any file read."""
+    words = [*arguments, *(word.partition("=")[2] for word in arguments)]
+    named = [guard.real_path(root / "work" / word) for word in words if word]
+    return [path for path in named if path is not None and not path.startswith(str(root))]
+
+
+def _main(arguments: list[str]) -> int:
+    """Do what the program does, and return its exit code; an exception is shown as Python shows it."""
+    from autotune.cli.main import main
+
+    sys.argv = ["autotune", *arguments]
+    try:
+        main()
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _leave(code: int) -> None:
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _limit() -> None:
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, CPU_S)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    for limit, value in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, LARGEST_FILE_BYTES),
+        (resource.RLIMIT_AS, used + MEMORY_BYTES),
+    ):
+        resource.setrlimit(limit, (value, value))
+
+
+def _cut_off() -> None:
+    """End this process where what is expensive begins."""
+    import multiprocessing.util
+
+    import torch
+
+    from autotune import scratch
+    from autotune.physics import solver
+
+    def few(real: Callable[..., Any], times: int) -> Callable[..., Any]:
+        left = itertools.count(times, -1)
+        return lambda *given, **named: real(*given, **named) if next(left) > 0 else _leave(WORKING)
+
+    def small(costs: Any, **named: Any) -> Any:
+        return solve(costs, **named) if len(costs) <= LARGE_PROGRAM else _leave(WORKING)
+
+    torch.autograd.backward = few(torch.autograd.backward, GRADIENTS)
+    torch.autograd.grad = few(torch.autograd.grad, GRADIENTS)
+    multiprocessing.util.spawnv_passfds = few(multiprocessing.util.spawnv_passfds, 0)
+    scratch.ScratchFolder.__init__ = few(scratch.ScratchFolder.__init__, 0)
+    solve, solver.milp = solver.milp, small
+    starts = ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.exec")
+    sys.addaudithook(lambda event, _: _leave(WORKING) if event in starts else None)
+
+
+def _wait(child: int) -> tuple[int | None, float]:
+    """Wait for a process and end its group; return its status, ``None`` if it did not end, and its processor time."""
+    handle = os.pidfd_open(child)
+    done, _, _ = select.select([handle], [], [], WALL_S)
+    os.close(handle)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    _, status, used = os.wait4(child, 0)
+    return status if done else None, used.ru_utime + used.ru_stime
+
+
+def _ended(status: int | None, cpu_s: float) -> str:
+    if status is None:
+        return "hang" if cpu_s < IDLE_S else "working"
+    if os.WIFSIGNALED(status):
+        return "working" if os.WTERMSIG(status) == signal.SIGPROF else f"signal {os.WTERMSIG(status)}"
+    code = os.WEXITSTATUS(status)
+    return "working" if code == WORKING else str(code)
+
+
+def _content(handle: int) -> str:
+    data = os.pread(handle, os.fstat(handle).st_size, 0)
+    os.close(handle)
+    return data.decode("utf-8", "surrogateescape")
+
+
+def _foreign(err: str) -> str:
+    """Return the class of the exception that Python ended with; one that --verbose logged does not count."""
+    if "Traceback (most recent call last)" not in err or "INFO: what was being done:" in err:
+        return ""
+    named = re.findall(r"^([A-Za-z_][\w.]*)(?::|$)", err[err.rindex("Traceback") :], re.MULTILINE)
+    return named[-1] if named else "unknown"
+
+
+def _wrongly_told(out: str, err: str, ended: str) -> Iterator[str]:
+    """Yield what is wrong with what was printed."""
+    if ended not in ("0", "1", "2", "working"):
+        yield f"ended with {ended}"
+    if "Traceback" in out or _foreign(err):
+        yield f"traceback of {_foreign(err) or 'something'}"
+    for name, text in (("stdout", out), ("stderr", err)):
+        found = _CONTROLS.search(text)
+        if found:
+            yield f"{found.group()!r} on {name}"
+        if hostile.SECRET in text:
+            yield f"password on {name}"
+    lines = err.strip("\n").split("\n")
+    said = [line for line in lines if line.startswith("autotune: ")]
+    if ended in ("1", "2") and len(said) != 1 and "Usage: autotune" not in err:
+        yield f"{len(said)} lines say what is wrong"
+    beside = [line for line in lines if line not in said and not _BESIDE.match(line)]
+    if ended == "2" and said and beside:
+        yield f"{beside[0][:80]!r} beside the error"
+
+
+def _entries(root: Path) -> dict[str, _Entry]:
+    """Return what lies in a folder: kind and number of each entry, and size and time of the files."""
+    found = {}
+    for folder, folders, files in os.walk(root):
+        for name in (*folders, *files):
+            path = f"{folder}/{name}"
+            known = os.lstat(path)
+            kind = stat.S_IFMT(known.st_mode)
+            same = (known.st_size, known.st_mtime_ns) if kind == stat.S_IFREG else ()
+            found[path] = (kind, known.st_ino, *same)
+    return found
+
+
+def _wrongly_changed(before: dict[str, _Entry], after: dict[str, _Entry], ended: str) -> Iterator[str]:
+    """Yield what was written although nothing may be, and what may never be replaced."""
+    for path, known in before.items():
+        if known[0] not in (stat.S_IFREG, stat.S_IFDIR) and after.get(path) != known:
+            yield f"replaced {path!r}"
+    if ended == "2":
+        for path in sorted(path for path in {**before, **after} if before.get(path) != after.get(path)):
+            yield f"wrote {path!r}"

@@ -1,0 +1,205 @@
+"""Record the specimens that the fuzzer of documents mutates: ``python tests/fuzz/record.py``, in the repository's root.
+
+Every document of ``tests/fuzz/specimens`` comes from a real run of a tiny job. Folders are called after what was run,
+paths of the machine that recorded them become relative ones, and its name becomes ``DEVICE``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+SPECIMENS = HERE / "specimens"
+# What the recording machine is called in specimens.
+DEVICE = "the device of the recording"
+# Neither pages and pictures, nor what only libraries read, nor a second document of a kind that is large.
+_LEFT_OUT = (
+    *(".html", ".png", ".svg", ".db", ".pt", ".md", ".log", ".writer", ".tracking", "comparison-tiny.json"),
+    *("compare/profile.json", "jobs-tiny/profile.json", "jobs-narrow/profile.json", "fine-tune/policy/manifest.json"),
+    *("fine-tune/policy/policy.safetensors", "search/recipe.toml", "search/searched.json"),
+)
+_RECIPE = """version = 1
+seeds = [4, 9]
+[jobs]
+training = 2
+validation = 2
+shallowest = 2
+deepest = 2
+windows = 4
+[strengths]
+length = 0.2
+jitter = 0.1
+switch_windows = 0.1
+[planner]
+rise = 0.1
+[ppo]
+decisions = 80
+lanes = 4
+batch = 8
+epochs = 2
+learning_rate = 0.1
+width = 8
+"""
+_CARBON = "time,gCO2/kWh\n" + "".join(f"2026-03-01T{hour:02}:00:00+00:00,{180 + 7 * hour}\n" for hour in range(24))
+
+
+def record(runs: Path) -> dict[str, Path]:
+    """Run everything once and return the folders by what they are called."""
+    import tiny_job
+
+    import autotune
+    from autotune import api
+
+    job = tiny_job.make(evaluate_every=4, target=4.2, max_steps=24)
+    reference = "tests/fuzz/several.py:tiny"
+    settings: dict[str, Any] = {"memory_budget": "90%", "steps": 48, "runs_dir": runs}
+    found = {
+        "tune": api.tune(job, "optuna", trials=4, **settings),
+        "tune-exact": api.tune(job, "exact", lean=True, **settings),
+        "compare": api.compare(job, ["paper", "random", "planner"], seeds=2, trials=3, lean=True, **settings),
+        "jobs": api.compare_jobs([reference, "tests/fuzz/several.py:narrow"], ["paper"], seeds=2, **settings),
+    }
+    recipe = runs / "recipe.toml"
+    recipe.write_text(_RECIPE)
+    found["train"] = api.train(recipe, processes=1, runs_dir=runs)
+    found["search"] = api.search_recipe(recipe, trials=1, decisions=32, processes=1, runs_dir=runs)
+    found["fine-tune"] = api.fine_tune(job, windows=8, runs_dir=runs)
+    found["reproduce"] = _reproduced(runs)
+    folders = {name: Path(document["run"]) for name, document in found.items()}
+    for entry in found["jobs"]["jobs"]:
+        folders[f"jobs-{entry['job']}"] = Path(entry["run"])
+    folders["attach"] = _attached(runs)
+    assert autotune.__version__
+    return folders
+
+
+def _reproduced(runs: Path) -> dict[str, Any]:
+    """Repeat a table of the paper, with tiny jobs in place of its own."""
+    import math
+
+    import tiny_job
+
+    from autotune import api
+    from autotune.campaign.reproduce import experiments
+
+    tasks = {
+        architecture: experiments.Experiment(
+            architecture=architecture,
+            reference="tests/fuzz/several.py:tiny",
+            items=tiny_job.LENGTH,
+            item_unit="bytes/s",
+            quality_unit="perplexity of bytes",
+            quality=math.exp,
+            at_most=0.5,
+        )
+        for architecture in (experiments.CONVOLUTION, experiments.TRANSFORMER)
+    }
+    experiments.SCALES = {**experiments.SCALES, "cpu": tasks}  # what `cpu` names here
+    return api.reproduce("table1", scale="cpu", seeds=2, runs_dir=runs)
+
+
+def _attached(runs: Path) -> Path:
+    from test_live import Wanders
+    from test_report_attached import attach_and_train
+
+    return attach_and_train(runs, Wanders(), 24)
+
+
+def _policy(folder: Path) -> None:
+    """Save a policy that chooses plans by itself, narrow enough to be small."""
+    from autotune.agents.bundle import Training, save_policy
+    from autotune.agents.network import PolicyNetwork
+
+    training = Training(job="tiny", seed=0, windows=4, steps=8, memory_budget_bytes=None)
+    save_policy(folder, PolicyNetwork(8), training)
+
+
+def _loose(runs: Path, folder: Path) -> None:
+    """Write what stands in no run: a recipe, carbon intensities, a convergence model, a measurement, a plan."""
+    import tiny_job
+
+    from autotune.campaign.convergence import measure_convergence
+    from autotune.files import write_json
+
+    (folder / "recipe.toml").write_text(_RECIPE)
+    (folder / "carbon.csv").write_text(_CARBON)
+    write_json(folder / "convergence.json", measure_convergence(tiny_job.make(max_steps=24)).to_json())
+    trial = json.loads(next(runs.glob("*-tune-*/trials.jsonl")).read_text().splitlines()[-1])
+    write_json(folder / "measurement.json", trial["measurement"])
+    write_json(folder / "launched.json", {**trial["plan"], "launch": {"zero_stage": 1, "optimizer": "sgd"}})
+
+
+def _sent(folder: Path) -> None:
+    """Send what a run recorded for a tracking server, so that it has a cursor."""
+    from autotune.campaign.tracking import send_pending
+
+    own = Path(tempfile.mkdtemp())
+    shutil.copytree(folder, own / "tune")
+    del os.environ["MLFLOW_TRACKING_URI"]
+    send_pending(own)
+    shutil.copy(own / "tune" / "tracking-sent.json", folder)
+    shutil.rmtree(own)
+
+
+def resealed(line: str) -> str:
+    """Return a journal's record with the checksum that belongs to it."""
+    record = json.loads(line)
+    if isinstance(record, dict) and record.pop("crc32", None) is not None:
+        record["crc32"] = zlib.crc32(json.dumps(record, sort_keys=True).encode())
+    return json.dumps(record) + "\n"
+
+
+def _kept(source: Path, target: Path, names: dict[str, str]) -> None:
+    """Copy a folder's documents, without what tells of this machine."""
+    for path in sorted(source.rglob("*")):
+        out = target / path.relative_to(source)
+        spool = path.name == "tracking.jsonl" and target.name != "tune"
+        seed = path.name.startswith("seed-") or path.parent.parent.name == "trials"
+        if not path.is_file() or str(out).endswith(_LEFT_OUT) or spool or seed:
+            continue
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".safetensors":
+            shutil.copyfile(path, out)
+            continue
+        text = path.read_text()
+        for before, after in names.items():
+            text = text.replace(before, after)
+        if path.name == "journal.jsonl":
+            text = "".join(resealed(line) for line in text.splitlines())
+        out.write_text(text)
+
+
+def main() -> None:
+    """Record everything anew."""
+    import platform
+
+    from autotune.mechanics.devices import device_name
+
+    os.environ["MLFLOW_TRACKING_URI"] = "nowhere:"
+    runs = Path(tempfile.mkdtemp()) / "runs"
+    folders = record(runs)
+    _sent(folders["tune"])
+    loose = runs / "loose"
+    loose.mkdir()
+    _loose(runs, loose)
+    _policy(runs / "policy")
+    folders |= {"loose": loose, "policy": runs / "policy"}
+    names = {path.name: name for name, path in folders.items()}
+    names |= {str(runs): "runs", str(HERE.parents[1]) + "/": "", device_name(): DEVICE, platform.platform(): "Linux"}
+    shutil.rmtree(SPECIMENS, ignore_errors=True)
+    for name, path in folders.items():
+        _kept(path, SPECIMENS / name, names)
+    shutil.rmtree(runs.parent)
+    print(sum(path.stat().st_size for path in SPECIMENS.rglob("*") if path.is_file()), "bytes")  # noqa: T201
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(HERE.parent), str(HERE)]
+    main()

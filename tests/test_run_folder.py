@@ -1,0 +1,86 @@
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import tiny_job
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune.campaign.runs import RunDirectory
+from autotune.errors import RunLockedError
+from autotune.live.decision_log import make_run_folder
+from autotune.run_folder import WriterLock, new_run_folder
+
+NAMES = [
+    "../../..",
+    "/etc",
+    "org/model",
+    "..",
+    "...",
+    "",
+    "A" * 300,
+    "ж" * 300,
+    "a\0b",
+    "a\nb",
+    "\ud800",
+    "\x1b[31m",
+    "~",
+    "C:\\x",
+]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_a_run_lies_in_the_runs_folder_whatever_it_is_called_after(name: str, tmp_path: Path) -> None:
+    made = [
+        make_run_folder(tmp_path / "runs", name, {}),
+        RunDirectory.create(tmp_path / "runs", "tune", name, {}).path,
+    ]
+    assert sorted(made) == sorted((tmp_path / "runs").iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_a_job_with_a_name_of_300_characters_has_a_run(tmp_path: Path) -> None:
+    job = tiny_job.make(name="n" * 300)
+    run = RunDirectory.create(tmp_path, "tune", job, {})
+    assert run.read("config.json")["job"] == job.name
+
+
+@given(st.text())
+def test_a_name_is_one_part_of_a_path_that_any_file_system_takes(name: str) -> None:
+    path = new_run_folder(Path("runs"), "tune", name)
+    assert path.parent == Path("runs")
+    assert len(path.name.encode()) <= 255
+    assert path.name.isprintable()
+
+
+def test_letters_of_any_alphabet_stay() -> None:
+    assert "-tune-größe_1-Модель-" in new_run_folder(Path("runs"), "tune", "größe_1 Модель").name
+
+
+def test_two_runs_of_one_second_do_not_meet() -> None:
+    assert new_run_folder(Path("runs"), "tune", "x") != new_run_folder(Path("runs"), "tune", "x")
+
+
+def test_a_lock_leaves_no_trace_and_only_one_of_many_holds_it(tmp_path: Path) -> None:
+    inside, most, taken = threading.Semaphore(1), [], Counter()
+
+    def compete(name: int) -> None:
+        for _ in range(200):
+            try:
+                with WriterLock(tmp_path):
+                    # Who else is inside would have taken this.
+                    most.append(inside.acquire(blocking=False))
+                    taken[name] += 1
+                    inside.release()
+            except RunLockedError:
+                continue
+
+    threads = [threading.Thread(target=compete, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(most)
+    assert sum(taken.values()) > 50
+    assert list(tmp_path.iterdir()) == []

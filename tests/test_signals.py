@@ -1,0 +1,100 @@
+"""A signal that asks the command line to end is one line, its own exit code, and the end of all that was started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kills import JOB, PROGRAM
+from leftovers import MARK, processes, wait_until
+
+from autotune.cli.signals import EndedError, end_in_order
+
+
+def started(runs: Path, *before: str) -> subprocess.Popen[str]:
+    """Return a tuning that is measuring plans in a child of its own."""
+    process = subprocess.Popen(
+        [
+            *before,
+            *PROGRAM,
+            "tune",
+            str(JOB),
+            "--method",
+            "random",
+            "--steps",
+            "9000",
+            "--isolate",
+            "--runs-dir",
+            str(runs),
+        ],
+        env={**os.environ, "PYTHONPATH": str(JOB.parent.parent), "OMP_NUM_THREADS": "1", MARK: str(runs)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    wait_until(lambda: bool(list(runs.glob("*-tune-*/trials.jsonl"))), "it measures nothing")
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
+def test_it_ends_with_one_line_and_the_signals_exit_code_though_it_is_asked_twice(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    process = started(tmp_path)
+    process.send_signal(number)
+    # As ``timeout`` does it.
+    os.killpg(process.pid, number)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + number
+    assert said.splitlines()[-1] == f"autotune: ended by {number.name}"
+    assert "Traceback" not in said
+    wait_until(lambda: not processes(str(tmp_path)), "a process lives on")
+
+
+@pytest.mark.slow
+def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+    process = started(tmp_path, "nohup")
+    process.send_signal(signal.SIGHUP)
+    trials = next(iter(tmp_path.glob("*-tune-*/trials.jsonl")))
+    count = len(trials.read_text().splitlines())
+    wait_until(lambda: len(trials.read_text().splitlines()) > count + 3, "it has stopped")
+    process.send_signal(signal.SIGTERM)
+    assert "ended by SIGTERM" in process.communicate(timeout=60)[1]
+    assert process.returncode == 143
+
+
+FORKED = """
+import os, signal, time
+from autotune.cli.signals import end_in_order
+
+end_in_order()
+if not (child := os.fork()):
+    time.sleep(600)
+time.sleep(0.5)
+os.kill(child, signal.SIGTERM)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != -signal.SIGTERM)
+"""
+
+
+def test_what_a_job_forked_ends_as_it_would_without_this() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_is_under_way_is_left_by_an_exception() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        end_in_order()
+        with pytest.raises(EndedError, match="ended by SIGTERM") as caught:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert caught.value.code == 143
+        # The same request, once more.
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
