@@ -145,6 +145,7 @@ def test_an_arm_that_learns_more_per_sample_than_the_baseline_is_not_comparable(
         assert judge(ARM, other, base, PROTOCOL, "min")["verdict"] in ("faster", "slower")
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_is_scaled_wrongly_is_flagged_on_a_real_job() -> None:
     def runs(rate: float) -> list[RunRecord]:
         def optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -259,6 +260,7 @@ def test_the_tables_say_what_the_document_says(document: dict) -> None:
     assert "an indication, not a claim" in line or "Nothing can be compared" in line or "No arm" in line
 
 
+@pytest.mark.slow
 def test_a_target_that_is_met_before_training_or_never_is_said_and_is_no_error(tmp_path: Path) -> None:
     met = autotune.compare(tiny_job.already_met(), ["uniform-bf16"], seeds=2, runs_dir=tmp_path)
     assert met["against_baseline"][0]["verdict"] == "not comparable"

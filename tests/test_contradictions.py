@@ -96,6 +96,7 @@ def test_a_metric_that_is_no_number_at_first_is_left_out(tmp_path: Path) -> None
     assert all(run["reached"] for arm in found["arms"] for run in arm["runs"])
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_never_a_number_is_a_failure_of_the_run(tmp_path: Path) -> None:
     job = tiny_job.make(evaluate=lambda model: float("nan"), max_steps=6)
     found = autotune.compare(job, ["baseline", "recompute-all"], seeds=2, steps=48, lean=True, runs_dir=tmp_path)
@@ -206,6 +207,7 @@ def test_what_cannot_be_asked_for_is_refused_before_anything_is_written(
     assert sorted(path.name for path in run.iterdir() if path.name[0] != ".") == before
 
 
+@pytest.mark.slow
 def test_a_plan_in_a_journal_that_is_none_leaves_no_result(compared: Path) -> None:
     journal = (compared / "journal.jsonl").read_text()
     begun(compared)

@@ -146,7 +146,7 @@ def assert_untouched(model: nn.Module) -> None:
         assert not module._forward_pre_hooks
 
 
-@pytest.mark.parametrize("k", [1, 3, 4])
+@pytest.mark.parametrize("k", [1, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("job", "batches"),
     [
@@ -175,6 +175,7 @@ def test_training_in_bf16_and_with_validation_between_is_bit_identical(tmp_path:
     assert_identical(plain, tuned)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("stored", ["save", "recompute"])
 def test_the_peak_is_predicted_though_gradients_are_cleared_within_the_step(

@@ -202,6 +202,7 @@ def test_training_with_the_callback_is_bit_identical(
     assert shape_of(tuned.trainer.model) == shape_of(plain.trainer.model)
 
 
+@pytest.mark.slow
 def test_a_last_step_of_an_epoch_with_fewer_micro_batches_changes_nothing(tmp_path: Path) -> None:
     options = {"gradient_accumulation_steps": 5, "max_steps": -1, "num_train_epochs": 6}
     plain = train(tmp_path, attached=False, **options)
@@ -210,6 +211,7 @@ def test_a_last_step_of_an_epoch_with_fewer_micro_batches_changes_nothing(tmp_pa
     assert_identical(plain, tuned)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["ppo", "exact"])
 def test_every_named_policy_follows_a_budget_and_changes_no_bit(policy: str, tmp_path: Path) -> None:
     options = {"gradient_accumulation_steps": 2, "max_steps": 20}
@@ -223,6 +225,7 @@ def test_every_named_policy_follows_a_budget_and_changes_no_bit(policy: str, tmp
     assert_identical(plain, tuned)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("stored", ["save", "recompute"])
 def test_the_peak_is_predicted_with_accumulated_gradients(stored: str, k: int, tmp_path: Path) -> None:
@@ -247,6 +250,7 @@ def test_the_peak_is_predicted_with_accumulated_gradients(stored: str, k: int, t
     assert 0.97 <= ratio <= 1.05
 
 
+@pytest.mark.slow
 def test_evaluating_and_saving_while_training_changes_no_bit(tmp_path: Path) -> None:
     options = {"eval_strategy": "steps", "eval_steps": 7, "save_strategy": "steps", "save_steps": 14}
     plain = train(tmp_path, attached=False, **options)
@@ -275,6 +279,7 @@ def test_a_resumed_training_is_bit_identical_and_the_checkpoint_loads_without_th
     assert answer.stdout.strip() == "LlamaForCausalLM"
 
 
+@pytest.mark.slow
 def test_a_model_copied_or_pickled_while_it_trains_is_a_plain_one(tmp_path: Path) -> None:
     made: list[nn.Module] = []
 
@@ -325,6 +330,7 @@ def assert_untouched(model: nn.Module) -> None:
         assert not module._forward_pre_hooks
 
 
+@pytest.mark.slow
 def test_a_failing_forward_passes_its_exception_on(tmp_path: Path) -> None:
     class Broken(LlamaForCausalLM):
         calls = 0
@@ -344,6 +350,7 @@ def test_a_failing_forward_passes_its_exception_on(tmp_path: Path) -> None:
     assert_untouched(model)
 
 
+@pytest.mark.slow
 def test_a_loss_that_calls_the_model_twice_detaches_and_changes_no_bit(tmp_path: Path) -> None:
     class Twice(Trainer):
         def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
@@ -365,6 +372,7 @@ def test_a_loss_that_calls_the_model_twice_detaches_and_changes_no_bit(tmp_path:
     assert "more than once" in str(callback.tuner.detached_because)
 
 
+@pytest.mark.slow
 def test_the_variable_that_kills_leaves_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = train(tmp_path, attached=False)
     monkeypatch.setenv(attach_module.KILL_VARIABLE, "1")
@@ -399,6 +407,7 @@ def test_a_callback_that_may_lowers_the_precision(model: Any, collate: Any, k: i
     assert losses[0] == pytest.approx(losses[1], rel=0.05)
 
 
+@pytest.mark.slow
 def test_without_a_loss_of_the_models_own_the_precision_stays(tmp_path: Path) -> None:
     class Outside(Trainer):
         def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
@@ -454,6 +463,7 @@ def test_what_cannot_be_attached_to_is_refused_with_its_remedy(
     assert shape_of(model) == before
 
 
+@pytest.mark.slow
 def test_wrong_options_stop_the_training_before_its_first_step(tmp_path: Path) -> None:
     for wrong, said in (({"stage": "go"}, "stage is 'go'"), ({"limits": 5}, "limits is 5"), ({"policy": 7}, "decide")):
         trainer = trainer_for(tmp_path, llama(), padded, [AutotuneCallback(runs_dir=None, **wrong)])  # type: ignore[arg-type]
@@ -617,6 +627,7 @@ def tuned_trainer(folder: Path, model: nn.Module, collate: Any, tuning: dict[str
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "collate"), [pytest.param(llama, padded, id="llama"), pytest.param(bert, labelled, id="bert")]
 )

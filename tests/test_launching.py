@@ -215,6 +215,7 @@ def undropped() -> type[nn.Module]:
     return Network
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_copy_of_a_compiled_model_runs_its_own_weights_and_can_be_pickled() -> None:
     model = compiled(tiny_job.Network(), tiny_job.job()).eval()

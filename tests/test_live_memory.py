@@ -159,6 +159,7 @@ def ragged(seed: int, count: int) -> list[int]:
     return [int(length) for length in np.random.default_rng(seed).integers(SHORT, LONG + 1, count)]
 
 
+@pytest.mark.slow
 def test_ragged_steps_stay_within_a_budget_that_moves_from_the_second_step_on(bounds: tuple[int, int]) -> None:
     low, high = bounds
     # The largest ones first, while nothing is known.

@@ -322,6 +322,7 @@ def test_an_adaptive_step_consumes_k_batches_and_weighs_them_by_their_items(k: i
     assert status["steps"] < 80 // k + 14
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [None, 10**9])
 def test_under_adaptive_batching_k_differ_by_the_update_that_their_batches_share(budget: int | None) -> None:
     policy = Notes(2)
@@ -341,6 +342,7 @@ def test_under_adaptive_batching_k_differ_by_the_update_that_their_batches_share
             assert seconds == pytest.approx(k * single + update, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_an_adaptive_steps_seconds_are_those_of_all_its_batches_and_of_nothing_between(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -372,6 +374,7 @@ def test_an_adaptive_steps_seconds_are_those_of_all_its_batches_and_of_nothing_b
     assert min(step.seconds for step in steps[-5:]) < 0.2
 
 
+@pytest.mark.slow
 def test_a_plan_that_none_is_known_to_stand_in_for_runs_as_it_was_decided() -> None:
     tuned = train(
         lambda: TinyGPT(width=16, blocks=6, dropout=0.0), texts(80), gpt_loss, policy=Mixes(4), mode="tolerant",
@@ -383,6 +386,7 @@ def test_a_plan_that_none_is_known_to_stand_in_for_runs_as_it_was_decided() -> N
     assert status["plan"].precision == status["decided"].precision
 
 
+@pytest.mark.slow
 def test_an_adaptive_run_equals_the_same_steps_by_hand() -> None:
     batches = list(padded(110))
     seeded()

@@ -334,6 +334,7 @@ def train_followed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trace:
     return followed
 
 
+@pytest.mark.slow
 def test_a_followed_run_is_bit_identical_and_all_that_a_dead_server_refused_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,7 @@ def profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path
     file = tmp_path / "some_job.py"
     shutil.copy(TINY, file)
     reference = f"{file}:job"
-    options = ProfilerOptions(seconds=1.0, max_rounds=2, calibration_plans=2)
+    options = ProfilerOptions.lean(0)
     _, path, _ = cached_profile(load_job(reference), tmp_path / "runs", options=options)
     remember(reference, path, tmp_path / "runs")
     return reference, tmp_path / "runs"

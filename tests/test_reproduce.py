@@ -192,6 +192,7 @@ def test_only_the_papers_recipe_has_a_schedule(tiny: None):
     assert [arm.job.schedule is None for arm in component_arms(task, space)] == [True, True, True, False, False]
 
 
+@pytest.mark.slow
 def test_an_efficiency_table_is_measured_for_real(tiny: None, tmp_path: Path):
     document = autotune.reproduce("table1", scale="cpu", seeds=2, runs_dir=tmp_path)
     rows = document["rows"]

@@ -199,6 +199,7 @@ def tell(search: OptunaSearch, plan: Plan) -> None:
     search.tell(plan, seen, known_cost(plan))
 
 
+@pytest.mark.slow
 def test_a_study_that_is_taken_up_proposes_what_it_would_have_proposed(tmp_path: Path) -> None:
     first = [SPACE.baseline(), SPACE.leanest()]
 

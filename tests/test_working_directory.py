@@ -103,10 +103,10 @@ def lay(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("job", "beside", "reference"),
     [
-        ("my_job.py", ".", "my_job:job"),
+        pytest.param("my_job.py", ".", "my_job:job", marks=pytest.mark.slow),
         ("my_job.py", ".", "my_job.py:job"),
-        ("jobs/my_job.py", ".", "jobs.my_job:job"),
-        ("jobs/my_job.py", ".", "jobs/my_job.py:job"),
+        pytest.param("jobs/my_job.py", ".", "jobs.my_job:job", marks=pytest.mark.slow),
+        pytest.param("jobs/my_job.py", ".", "jobs/my_job.py:job", marks=pytest.mark.slow),
         ("jobs/my_job.py", "jobs", "jobs/my_job.py"),
         ("jobs/my.odd job.py", "jobs", "jobs/my.odd job.py"),
     ],
@@ -157,6 +157,7 @@ def test_a_job_of_the_catalog_has_no_neighbours(tmp_path: Path) -> None:
     assert done.stdout == "hidden\n", done.stderr
 
 
+@pytest.mark.slow
 def test_what_lies_in_the_working_directory_comes_before_what_lies_beside_the_file(tmp_path: Path) -> None:
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "my_job.py").write_text("import helper\nraise SystemExit(helper.WHERE)\n")
