@@ -1,4 +1,4 @@
-"""Read a memory budget: a size, or a share of the baseline's peak."""
+"""Read a memory budget: a size, or a share of the baseline's peak; of what is allocated, or of what is reserved."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from autotune.errors import BudgetError
+from autotune.physics.fragmentation import allocated_within
 
 _UNITS = {
     "B": 1,
@@ -23,9 +24,9 @@ _UNITS = {
 _LARGEST_TIB, _LARGEST_PERCENT = 1024, 10_000
 _ALLOWED = (
     "a size such as 20GiB or 900MiB, or a share of the baseline's peak such as 75%, up to "
-    f"{_LARGEST_TIB}TiB or {_LARGEST_PERCENT}%"
+    f"{_LARGEST_TIB}TiB or {_LARGEST_PERCENT}%; 20GiB:reserved for what nvidia-smi shows"
 )
-_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+|%)")
+_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+|%)(:reserved)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +36,12 @@ class MemoryBudget:
     Attributes:
         size_bytes: the size, at most 1024 TiB; ``None`` if the budget is a share.
         share: the share, above 0 and at most 100; ``None`` if the budget is a size.
+        reserved: whether the size bounds what an accelerator's allocator reserves, and not what tensors take of it.
     """
 
     size_bytes: int | None = None
     share: float | None = None
+    reserved: bool = False
 
     def __post_init__(self) -> None:
         value = self.size_bytes if self.share is None else self.share
@@ -57,17 +60,22 @@ class MemoryBudget:
         if match is None or match[2] not in {*_UNITS, "%"}:
             raise BudgetError(f"memory budget is {text!r}", where="--memory-budget", allowed=_ALLOWED)
         number = float(match[1])
-        if match[2] == "%":
+        if match[2] == "%" and not match[3]:
             return cls(share=number / 100)
-        size = number * _UNITS[match[2]]
+        size = number * _UNITS.get(match[2], math.inf)
         if not math.isfinite(size):
             raise BudgetError(f"memory budget is {text!r}", where="--memory-budget", allowed=_ALLOWED)
-        return cls(size_bytes=int(size))
+        return cls(size_bytes=int(size), reserved=bool(match[3]))
 
-    def resolve(self, baseline_peak_bytes: int) -> int:
-        """Return the budget in bytes."""
+    def resolve(self, baseline_peak_bytes: int, fragments_bytes: int = 0) -> int:
+        """Return the budget in bytes of what is allocated.
+
+        Args:
+            baseline_peak_bytes: of which a share is meant.
+            fragments_bytes: what the job was seen to reserve beyond what it allocates.
+        """
         if self.size_bytes is not None:
-            return self.size_bytes
+            return allocated_within(self.size_bytes, fragments_bytes) if self.reserved else self.size_bytes
         return int((self.share or 0.0) * baseline_peak_bytes)
 
 

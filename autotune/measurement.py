@@ -13,7 +13,7 @@ from autotune.errors import InputError
 
 MEASUREMENT_VERSION = 1
 ABSENT = "absent"
-ENERGY_SOURCES = ("measured:nvml", "measured:rapl", "estimated:tdp", ABSENT)
+ENERGY_SOURCES = ("measured:nvml", "measured:amdsmi", "measured:rapl", "estimated:tdp", ABSENT)
 
 
 class Failure(StrEnum):
@@ -97,6 +97,7 @@ class Measurement:
         samples_per_step: mean samples of a timed step; ``None`` if no step was timed.
         batch_bytes: bytes of the tensors of a batch, mean and largest, of the batches consumed; ``None`` if unknown.
         peak_bytes: true peak of model state, gradients, activations and workspace; ``None`` if unmeasured.
+        reserved_bytes: peak of what an accelerator's allocator had taken for it; ``None`` on a CPU, or if unmeasured.
         memory_budget_bytes: the budget that the engine held the window to; ``None`` for no budget.
         loss: mean training loss per loss-bearing item over the window; ``None`` if no step completed.
         gradient: gradient statistics at the last sampled step; ``None`` if none was sampled.
@@ -105,7 +106,7 @@ class Measurement:
         skipped_steps: steps whose update was skipped for a gradient that was not finite.
         energy_j: energy of the timed steps; ``None`` where it cannot be read.
         total_energy_j: energy of the whole window; ``None`` where it cannot be read.
-        energy_source: ``measured:nvml``, ``measured:rapl``, ``estimated:tdp`` or ``absent``.
+        energy_source: ``measured:nvml``, ``measured:amdsmi``, ``measured:rapl``, ``estimated:tdp`` or ``absent``.
         failure: what ended the window early, or ``None``.
         failure_detail: one line about it.
     """
@@ -121,6 +122,7 @@ class Measurement:
     samples_per_step: float | None = None
     batch_bytes: tuple[float, float] | None = None
     peak_bytes: int | None = None
+    reserved_bytes: int | None = None
     memory_budget_bytes: int | None = None
     loss: float | None = None
     gradient: GradientStatistics | None = None
@@ -137,7 +139,7 @@ class Measurement:
         for name in ("steps", "samples", "items", "skipped_steps", "total_s"):
             value = getattr(self, name)
             _require(_is_number(value) and value >= 0, name, value, ">= 0")
-        for name in ("peak_bytes", "memory_budget_bytes"):
+        for name in ("peak_bytes", "reserved_bytes", "memory_budget_bytes"):
             value = getattr(self, name)
             _require(value is None or (_is_number(value) and value >= 0), name, value, ">= 0")
         _require(_is_number(self.learning_rate), "learning_rate", self.learning_rate, "a finite number")
@@ -180,6 +182,13 @@ class Measurement:
         if self.memory_budget_bytes is None:
             return True
         return self.peak_bytes is not None and self.peak_bytes <= self.memory_budget_bytes
+
+    @property
+    def fragments_bytes(self) -> int:
+        """Return what was reserved beyond what was allocated, each at its peak; 0 where it was not measured."""
+        if self.reserved_bytes is None or self.peak_bytes is None:
+            return 0
+        return max(self.reserved_bytes - self.peak_bytes, 0)
 
     @property
     def throughput(self) -> float | None:

@@ -15,9 +15,9 @@ import torch
 from small_models import TinyGPT
 
 from autotune import EngineOptions, Plan, TorchEngine, load_job
+from autotune.mechanics.devices import is_out_of_memory
 from autotune.mechanics.memory_meter import (
     MemoryMeter,
-    is_out_of_memory,
     resident_tensors,
     tensor_bytes,
 )

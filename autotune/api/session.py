@@ -45,7 +45,7 @@ from autotune.errors import InputError, JobError
 from autotune.gym.reward import Objective
 from autotune.job import Job
 from autotune.launching import launched, split, suffix
-from autotune.mechanics.devices import device_name
+from autotune.mechanics.devices import device_kind, device_name, is_accelerator
 from autotune.mechanics.energy_meter import require_watts
 from autotune.physics.carbon import Intensity
 from autotune.physics.cost import Weights
@@ -124,8 +124,7 @@ class Session:
             )
         require_writable(self.runs)
         self._refuse_budget_early()
-        if self.ranks is not None:
-            # Before other ranks hold the devices' memory.
+        if self._fills_device:
             self._profile([method])
         with contextlib.closing(self._engine()) as engine:
             references = self._references(engine, with_leanest=method not in PLANNERS)
@@ -187,6 +186,8 @@ class Session:
         refuse_broken_policies([split(name, where="--arms")[0] for name in names])
         require_distinct(names)
         self._refuse_budget_early()
+        if self._fills_device:
+            self._profile(self._by_launch(names)[0])
         with contextlib.closing(self._engine()) as engine:
             run, tracker, arms, references = self._arms(engine, names, seeds, verb)
         del engine
@@ -290,6 +291,8 @@ class Session:
             job=launched(self.job, launch),
             budget=None if budget is None else MemoryBudget(size_bytes=budget),
         )
+        if self._fills_device:
+            session._profile(names)
         with contextlib.closing(session._engine()) as engine:
             references = session._references(engine)
             profile = session._profile(names)
@@ -404,6 +407,11 @@ class Session:
             self.job, self.runs, options=self.profiler, on_progress=self.reporter.advance, ranked=ranked
         )
         return profile
+
+    @property
+    def _fills_device(self) -> bool:
+        """Return whether an engine holds memory that a profile must find free: then the profile is taken first."""
+        return self.ranks is not None or is_accelerator(device_kind())
 
     @property
     def _ranked(self) -> Ranked | None:

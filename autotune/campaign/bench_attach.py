@@ -27,7 +27,7 @@ from autotune.job import Job
 from autotune.live.attach import attach
 from autotune.live.limits import Limits
 from autotune.live.placement import Placements, usable
-from autotune.mechanics import controls, randomness, stepping
+from autotune.mechanics import controls, devices, randomness, stepping
 from autotune.mechanics.devices import device_name
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors, tensor_bytes
 from autotune.mechanics.trees import tensors
@@ -71,8 +71,7 @@ class Arm:
             randomness.restore(self.random)
             began = time.perf_counter()
             loss = self.step(batch)
-            if loss.is_cuda:
-                torch.cuda.synchronize(loss.device)
+            devices.synchronize(loss.device)
             self.seconds.append(time.perf_counter() - began)
             self.random = randomness.capture()
         self.losses.append(float(loss.detach()))

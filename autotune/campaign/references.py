@@ -62,7 +62,7 @@ def measure_references(
     baseline = engine.run(WINDOW_STEPS + 1)
     if baseline.failure is not None or baseline.peak_bytes is None:
         raise JobError(f"the baseline ends with {baseline.failure}: {baseline.failure_detail}", where="job")
-    size = None if budget is None else budget.resolve(baseline.peak_bytes)
+    size = None if budget is None else budget.resolve(baseline.peak_bytes, baseline.fragments_bytes)
     leanest = None
     if with_leanest or (size is not None and size < _DOUBTFUL * baseline.peak_bytes):
         engine.apply(engine.space.leanest())

@@ -250,6 +250,8 @@ class Environment:
 
     time: _Text
     device: _Text
+    fp32: dict[str, _Text] | None = None
+    settings: dict[str, Any] | None = None
     cores: Count | None
     threads: Count
     python: _Text

@@ -19,7 +19,7 @@ from autotune.documents import validated
 from autotune.errors import InputError, RunDirectoryError
 from autotune.files import append_json_line, read_json, read_json_lines, require_plain, write_json
 from autotune.job import Job
-from autotune.mechanics.devices import device_name
+from autotune.mechanics.devices import device_kind, device_name, fp32_arithmetic, settings
 from autotune.plan import Plan
 from autotune.run_folder import WriterLock, new_run_folder
 
@@ -255,6 +255,8 @@ def describe_environment(job: Job | None = None) -> dict[str, Any]:
         "version": 1,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device_name(),
+        "fp32": fp32_arithmetic(device_kind()),
+        "settings": settings(device_kind()),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": sys.version.split()[0],

@@ -102,7 +102,8 @@ def _budget(given: str | None, spec: DeviceSpec, profile: Profile) -> int:
 
     if given is None:
         return int(spec.memory_bytes * (1 - _HEADROOM))
-    return MemoryBudget.parse(given).resolve(peak_bytes(profile, profile.space.baseline()))
+    baseline = peak_bytes(profile, profile.space.baseline())
+    return MemoryBudget.parse(given).resolve(baseline, profile.fragments_bytes)
 
 
 def _rows(profile: Profile, best: Any, budget: int) -> list[dict[str, Any]]:

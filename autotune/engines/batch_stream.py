@@ -28,6 +28,8 @@ class BatchStream:
         self._device = device
         self._epoch = 0
         self._iterator: Iterator[Any] | None = None
+        # A batch that was drawn and could not be handed out.
+        self._kept: list[Any] = []
         self.position = 0
 
     def take(self) -> Any:
@@ -37,18 +39,26 @@ class BatchStream:
             JobError: if the job has no batches at all.
         """
         batch = self._next_on_host()
+        try:
+            moved = map_tensors(lambda leaf: leaf.to(self._device, non_blocking=True), batch)
+        except BaseException:
+            # Where the device has no room for it now, it is the next one still.
+            self._kept = [batch]
+            raise
         self.position += 1
-        return map_tensors(lambda leaf: leaf.to(self._device, non_blocking=True), batch)
+        return moved
 
     def seek(self, position: int) -> None:
         """Go to a position; going back begins anew and skips."""
         if position < self.position:
-            self._epoch, self._iterator, self.position = 0, None, 0
+            self._epoch, self._iterator, self._kept, self.position = 0, None, [], 0
         while self.position < position:
             self._next_on_host()
             self.position += 1
 
     def _next_on_host(self) -> Any:
+        if self._kept:
+            return self._kept.pop()
         for _ in range(2):
             if self._iterator is None:
                 self._iterator = iter(self._job.batches(self._seed + self._epoch * _EPOCH_STRIDE))

@@ -17,6 +17,7 @@ from autotune.cluster import Cluster, ClusterOptions, Place
 from autotune.engines.pool_engine import PoolEngine, Worker
 from autotune.engines.torch_engine import EngineOptions
 from autotune.errors import InputError, WorkerLostError
+from autotune.mechanics.devices import device_kind
 
 # Seconds in which a worker must have built the job's model.
 _OPENING_S = 600.0
@@ -91,7 +92,7 @@ class Trainer:
         engine = IsolatedEngine(
             self._opening["job"],
             seed=self._opening["seed"],
-            device="cuda" if self._gpu else "cpu",
+            device=device_kind() if self._gpu else "cpu",
             options=EngineOptions(**self._opening["options"]),
             threads=threads,
         )

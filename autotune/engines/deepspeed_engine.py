@@ -28,8 +28,7 @@ from autotune.engines.rendezvous import store_of_ranks
 from autotune.engines.torch_engine import EngineOptions, Snapshot, TorchEngine
 from autotune.errors import EngineError, InputError, JobError
 from autotune.job import Job
-from autotune.mechanics import randomness, stepping
-from autotune.mechanics.devices import device_kind
+from autotune.mechanics import devices, randomness, stepping
 from autotune.mechanics.energy_meter import EnergyMeter, estimate
 from autotune.mechanics.gradient_stats import GradientProbe
 from autotune.mechanics.sharded import ShardedProbe, ShardedUpdate
@@ -53,7 +52,8 @@ class DeepSpeedEngine(TorchEngine):
         job: the job; its batches are the global ones.
         zero_stage: 0 to 3.
         seed: of weights, batches and everything random.
-        device: ``cpu``, or ``cuda`` for the device of each rank's own number; ``None`` for what this machine has.
+        device: ``cpu``, or an accelerator's type for the one of each rank's own number; ``None`` for what this machine
+            has.
         options: how to measure.
         config: a DeepSpeed configuration of the user's own, as a mapping; ``None`` for none.
 
@@ -84,7 +84,7 @@ class DeepSpeedEngine(TorchEngine):
         # Stage 3 learns in one step in which order modules are used, and gathers ahead from the next.
         self.settling_steps = 1 if zero_stage == 3 else 0
         self._config = engine_config(job, zero_stage, config)
-        device = device or device_kind(int(os.environ.get("WORLD_SIZE", "1")))
+        device = device or devices.device_kind(_ranks_here())
         self._deepspeed = imported(device)
         connect(self._deepspeed, device)
         self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
@@ -94,7 +94,7 @@ class DeepSpeedEngine(TorchEngine):
                 where=f"job {job.name!r}",
                 allowed="a sample for every rank at least",
             )
-        where = f"cuda:{os.environ['LOCAL_RANK']}" if device == "cuda" else device
+        where = devices.rank_device(device, int(os.environ.get("LOCAL_RANK", "0")))
         self._bearing: list[bool] = []
         super().__init__(job, seed=seed, device=where, options=options)
         if self.rank:
@@ -105,7 +105,7 @@ class DeepSpeedEngine(TorchEngine):
 
     def energy_meter(self) -> EnergyMeter:
         """Return what reads the machine's processors; several GPUs are not read, since a rank sees its own alone."""
-        if self.world > 1 and self.device.type == "cuda":
+        if self.world > 1 and devices.is_accelerator(self.device):
             return estimate(self.options.watts)
         return super().energy_meter()
 
@@ -292,24 +292,28 @@ def imported(device: str) -> ModuleType:
 
 def connect(library: ModuleType, device: str) -> None:
     """Join the process group of the ranks that this process is one of, or make one of this process alone."""
+    place = devices.rank_device(device, int(os.environ.get("LOCAL_RANK", "0")))
     if distributed.is_initialized():
         if not library.comm.is_initialized():
             library.init_distributed(dist_backend=distributed.get_backend(), auto_mpi_discovery=False)
         return
     from deepspeed.constants import default_pg_timeout
 
-    backend, store = "nccl" if device == "cuda" else "gloo", store_of_ranks(default_pg_timeout)
-    rank, world, place = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    if device == "cuda":
-        torch.cuda.set_device(place)
+    backend, store = devices.collective_backend(device), store_of_ranks(default_pg_timeout)
+    rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     with redirect_stdout(sys.stderr):
         if store is not None:
             # As DeepSpeed does it: a rank alone has nobody whom it could reach.
-            where = torch.device("cuda", place) if device == "cuda" and world > 1 else None
+            where = place if devices.is_accelerator(place) and world > 1 else None
             distributed.init_process_group(
                 backend, store=store, rank=rank, world_size=world, timeout=default_pg_timeout, device_id=where
             )
         library.init_distributed(dist_backend=backend, auto_mpi_discovery=False)
+
+
+def _ranks_here() -> int:
+    """Return how many of the ranks are on this machine, and share its devices."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
 
 
 def _digest(value: Any) -> str:

@@ -16,7 +16,7 @@ from autotune.job import Job
 from autotune.measurement import Failure
 from autotune.mechanics import controls, stepping
 from autotune.mechanics.activations import foreign_argument
-from autotune.mechanics.memory_meter import is_out_of_memory
+from autotune.mechanics.devices import is_out_of_memory
 from autotune.mechanics.precision import excluded_precisions, useful_precisions
 from autotune.plan import PlanSpace, Precision
 from autotune.units import Unit, units_of

@@ -39,7 +39,7 @@ from autotune.engines.watched import WatchedEngine
 from autotune.errors import JobError
 from autotune.job import Job
 from autotune.measurement import Failure
-from autotune.mechanics.devices import device_kind
+from autotune.mechanics import devices
 from autotune.mechanics.memory_meter import tensor_bytes
 from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.step_trace import Phase
@@ -142,8 +142,8 @@ def profile_key(job: Job, device_name: str) -> str:
         "device": device_name,
         "threads": torch.get_num_threads(),
         "versions": [torch.__version__, PROFILE_VERSION],
-        # The device's name does not tell where the job trains.
-        **({"kind": "cuda"} if device_kind() == "cuda" else {}),
+        # The device's name does not tell where the job trains, nor how.
+        **devices.settings(devices.device_kind()),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -250,6 +250,7 @@ class _Profiler:
             seconds=0.0,
             steps=0,
             length_spread=self._length_spread,
+            fragments_bytes=engine.fragments_bytes,
             warnings=tuple(self._warnings),
         )
         result = self._calibrate(result)

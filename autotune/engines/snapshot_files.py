@@ -53,7 +53,7 @@ def _plain(snapshot: Snapshot) -> dict[str, Any]:
             "python": snapshot.random.python,
             "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
             "cpu": snapshot.random.cpu,
-            "cuda": snapshot.random.cuda,
+            "accelerators": snapshot.random.accelerators,
         },
         "progress": asdict(snapshot.progress),
         "statistics": {
@@ -79,7 +79,7 @@ def _snapshot(document: dict[str, Any]) -> Snapshot:
             python=random["python"],
             numpy=(kind, keys.numpy().astype(np.uint32), *rest),
             cpu=random["cpu"],
-            cuda=tuple(random["cuda"]),
+            accelerators=tuple(random["accelerators"]),
         ),
         progress=Progress(**document["progress"]),
         statistics=MonitorState(**statistics),

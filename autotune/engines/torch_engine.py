@@ -22,9 +22,8 @@ from autotune.engines.window import StepReport, Window, spent
 from autotune.errors import EngineError
 from autotune.job import Job
 from autotune.measurement import Failure, Measurement
-from autotune.mechanics import controls, randomness, stepping
+from autotune.mechanics import controls, devices, randomness, stepping
 from autotune.mechanics.buffers import copy_buffers, drop_constants, write_buffers
-from autotune.mechanics.devices import device_kind
 from autotune.mechanics.energy_meter import EnergyMeter, find_meter
 from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe, MonitorState
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors, tensor_bytes
@@ -131,7 +130,10 @@ class TorchEngine:
         self.job = job
         self.options = options or EngineOptions()
         self.memory_budget_bytes: int | None = None
-        self.device = torch.device(device or device_kind())
+        self.device = devices.resolved(device)
+        if devices.is_accelerator(self.device):
+            # Models that stand in cycles would be in the peaks of this one.
+            devices.release(self.device)
         self.progress = Progress()
         with randomness.isolated():
             randomness.seed_all(seed)
@@ -151,6 +153,7 @@ class TorchEngine:
         self.energy = self.energy_meter()
         # Peak and batch size at which it was metered, per plan: a smaller batch cannot need more.
         self._peaks: dict[Plan, tuple[int, int]] = {}
+        self._reserved: dict[Plan, int] = {}
         self._steps_under_plan = 0
         self._closed = False
         self._plan = self._space.baseline()
@@ -205,6 +208,7 @@ class TorchEngine:
         peak = self._peaks.get(self._plan)
         return window.measurement(
             peak_bytes=None if peak is None else peak[0],
+            reserved_bytes=self._reserved.get(self._plan),
             memory_budget_bytes=self.memory_budget_bytes,
             gradient=self.monitor.aged(self.progress.steps) if self.monitor.state.sampled_at >= first_step else None,
             loss_scale=self.update.loss_scale if self.update.scaled else None,
@@ -278,11 +282,14 @@ class TorchEngine:
 
     def _advance(self, window: Window, *, sample: bool) -> None:
         """Try one step; on failure, end the window and put everything back."""
-        began, began_j = time.perf_counter(), self.energy.read()
-        batches = self._take_batches()
-        undo = _Undo(randomness.capture(), copy_buffers(self.model), self.monitor.state)
+        # A driver's counter of energy takes up to ten milliseconds to read.
+        began_j, began = self.energy.read(), time.perf_counter()
+        batches, undo, problem = self._begin_step()
+        if undo is None:
+            devices.release(self.device)
+            window.fail(Failure.OUT_OF_MEMORY, problem)
+            return
         attempt = _Attempt(self, batches, sample=sample)
-        problem: tuple[Failure, str] | None = None
         try:
             with self.metering(batches) as metered:
                 attempt.accumulate(metered=metered)
@@ -291,16 +298,18 @@ class TorchEngine:
             if attempt.updating or not self.recovers:
                 # Weights may be half updated: nobody can put that back, so it is the caller's to know.
                 raise
-            problem = classify(error), f"{type(error).__name__}: {error}"
+            failure, problem = classify(error), f"{type(error).__name__}: {error}"
         except BaseException:
             # An interrupt ends the run, not the state: whoever catches it can go on.
             if not attempt.updating:
                 self._put_back(undo)
             raise
-        if problem is not None:
+        if problem:
             # Outside the except block: a traceback keeps the failed step's tensors alive (pytorch#27600).
             self._put_back(undo)
-            window.fail(*problem)
+            # A recomputed step leaves them in cycles as well.
+            devices.release(self.device)
+            window.fail(failure, problem)
             return
         drop_constants(self.model, undo.buffers)
         if not attempt.stepped and not attempt.overflowed:
@@ -309,16 +318,25 @@ class TorchEngine:
         self._count(window, attempt, began, began_j)
         self._judge(window, attempt)
 
+    def _begin_step(self) -> tuple[list[Any], _Undo | None, str]:
+        """Return the step's batches and what undoes it; where even these have no room, what was said."""
+        try:
+            return self._take_batches(), _Undo(randomness.capture(), copy_buffers(self.model), self.monitor.state), ""
+        except Exception as error:
+            if not devices.is_out_of_memory(error):
+                raise
+            return [], None, f"{type(error).__name__}: {error}"
+
     def _count(self, window: Window, attempt: _Attempt, began: float, began_j: float | None) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        devices.synchronize(self.device)
+        seconds = time.perf_counter() - began
         self.progress.steps += 1
         self.progress.samples += attempt.samples
         self.progress.batches += len(attempt.batches)
         self._steps_under_plan += 1
         window.reports.append(
             StepReport(
-                seconds=time.perf_counter() - began,
+                seconds=seconds,
                 energy_j=spent(began_j, self.energy.read()),
                 timed=attempt.representative and self._steps_under_plan > self.options.discard_steps,
                 samples=attempt.samples,
@@ -378,6 +396,8 @@ class TorchEngine:
             yield True
         if self._meter.peak_bytes is not None:
             self._peaks[self._plan] = max(known[0], int(self.agreed(self._meter.peak_bytes))), size
+        if self._meter.reserved_bytes is not None:
+            self._reserved[self._plan] = int(self.agreed(self._meter.reserved_bytes))
 
     def resident(self, batches: Sequence[Any]) -> list[torch.Tensor]:
         """Return the tensors that live before a step begins."""
@@ -438,8 +458,6 @@ class TorchEngine:
         write_buffers(self.model, undo.buffers)
         randomness.restore(undo.random)
         self.monitor.state = undo.statistics
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 class _Attempt:

@@ -14,9 +14,10 @@ from autotune.engines.deepspeed_engine import DeepSpeedEngine
 from autotune.engines.torch_engine import TorchEngine
 from autotune.job import Job
 from autotune.measurement import Measurement
-from autotune.mechanics import controls
+from autotune.mechanics import controls, devices
+from autotune.mechanics.devices import stamp_for
 from autotune.mechanics.memory_meter import collection_paused, tensor_bytes
-from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch, seconds_by_place, stamp_for
+from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch, seconds_by_place
 from autotune.mechanics.trees import tensors
 from autotune.plan import Plan
 
@@ -30,6 +31,7 @@ class WatchedEngine(TorchEngine):
     tracer: StepTracer | None = None
     static_bytes: int = 0
     batch_bytes: int = 0
+    fragments_bytes: int = 0
 
     def phase(self, name: Phase) -> None:
         """Pass the phase on to whoever watches."""
@@ -41,17 +43,28 @@ class WatchedEngine(TorchEngine):
         """Trace or watch the body, where that was asked for."""
         if self.tracer is not None:
             self.batch_bytes = tensor_bytes(tensors(batches))
-            static = tensor_bytes(self.resident([]))
+            static = self._static()
             self.watch = self.tracer.watch
             with collection_paused(), self.tracer.tracing():
                 yield True
             self.static_bytes = max(self.static_bytes, static + self._behind(static))
+            seen = devices.allocated(self.device)
+            if seen is not None:
+                self.fragments_bytes = max(self.fragments_bytes, seen.reserved_peak - seen.peak)
         elif self.watch is not None:
             with self.watch:
                 yield False
         else:
             yield False
         self.watch = None
+
+    def _static(self) -> int:
+        """Return the bytes that are alive between steps; of an accelerator all of them, whoever holds them.
+
+        Libraries take workspaces that no tensor of the job shows.
+        """
+        seen = devices.allocated(self.device)
+        return tensor_bytes(self.resident([])) if seen is None else seen.current - self.batch_bytes
 
     def _behind(self, static: int) -> int:
         """Return by how much the last trace's peak lies below that of the rank with the highest."""
@@ -65,6 +78,10 @@ class WatchedEngine(TorchEngine):
         """Run one step and trace its memory."""
         if self.settling_steps:
             self.run(self.settling_steps)
+        if devices.is_accelerator(self.device):
+            # What earlier steps left, in cycles or in the cache, is not this one's.
+            devices.release(self.device)
+            devices.forget_peaks(self.device)
         tracer = self.tracer = StepTracer(self.model, self._unit_names(), self.device)
         try:
             return self.run(1), tracer

@@ -108,7 +108,7 @@ class TuningEnv(gymnasium.Env[dict[str, Array], NDArray[np.int64]]):
                 where=f"job {self.job.name!r}",
             )
         if self._budget is not None:
-            self.memory_budget_bytes = self._budget.resolve(reference.peak_bytes or 0)
+            self.memory_budget_bytes = self._budget.resolve(reference.peak_bytes or 0, reference.fragments_bytes)
         self._engine.memory_budget_bytes = self.memory_budget_bytes
         self._samples += reference.samples
         self.observation = self._observe(self.plan_space.baseline(), reference, reference, None)

@@ -35,7 +35,7 @@ from autotune.live.pilot import Pilot
 from autotune.live.ranks import Ranks
 from autotune.live.screen import screen_of
 from autotune.live.tuner import LiveTuner
-from autotune.mechanics import controls, randomness
+from autotune.mechanics import controls, devices, randomness
 from autotune.mechanics.precision import useful_precisions
 from autotune.mechanics.sharded import ShardedUpdate
 from autotune.mechanics.stepping import Update
@@ -89,7 +89,8 @@ def attach(
         lr_rule: under adaptive batching, ``linear`` or ``sqrt`` multiply the learning rate of a step by its samples
             over a batch's; ``none`` leaves it.
         memory_budget_bytes: bytes, a size (``"20GiB"``), or a function that returns bytes and is asked before every
-            step; ``None`` for what the device has.
+            step; ``None`` for what the device has. It bounds what tensors take; ``"20GiB:reserved"`` bounds what the
+            accelerator's allocator reserves for them, which ``nvidia-smi`` shows.
         clip_norm: largest 2-norm of the gradient, if ``step()`` shall clip; ``None`` never clips.
         total_steps: length of the run in optimizer steps, if it is known.
         accumulation_steps: batches that the loop itself accumulates before each update. It stays, and memory is
@@ -127,7 +128,7 @@ def attach(
     adaptive = is_adaptive(batching, lr_rule, chosen_mode, batches, parallel=model is not inner)
     if mlflow and runs_dir is None:
         raise AttachError("mlflow is set and runs_dir is None", where="attach", allowed="a folder for the run's log")
-    budget = budget_of(memory_budget_bytes)
+    budget, reserved = budget_of(memory_budget_bytes)
     if os.environ.get(KILL_VARIABLE, "0") not in ("", "0"):
         device = next(inner.parameters()).device
         return _inert(inner, model, optimizer, sharded or _update(device, optimizer, clip_norm))
@@ -147,6 +148,7 @@ def attach(
         stage=chosen_stage,
         limits=limits,
         budget=budget,
+        reserved=reserved,
         total_steps=total_steps,
         adaptive=adaptive,
         lr_rule=lr_rule,
@@ -198,11 +200,11 @@ def _log_of(facts: Attached, policy: object, runs: Path | None) -> tuple[Path | 
 
 
 def _environment(device: torch.device) -> dict[str, Any]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device.type,
-        "device_name": name,
+        "device_name": devices.device_name(device) if devices.is_accelerator(device) else platform.machine(),
+        "fp32": devices.fp32_arithmetic(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -31,6 +31,7 @@ class Attached:
         stage: how far the tuner goes.
         limits: its limits.
         budget: the memory budget, or what returns it; ``None`` for what the device has.
+        reserved: whether the budget is of what the allocator reserves, and not of what tensors take of it.
         total_steps: length of the run; ``None`` if it is not known.
         adaptive: whether a step consumes k batches.
         lr_rule: how the learning rate follows the samples of a step, where it does.
@@ -50,6 +51,7 @@ class Attached:
     budget: Budget
     total_steps: int | None
     accumulation_steps: int
+    reserved: bool = False
     adaptive: bool = False
     lr_rule: LearningRateRule = "none"
     bucket_bytes: int = 0

@@ -138,10 +138,10 @@ def choices_of_k(value: object) -> tuple[int, ...]:
     return choices
 
 
-def budget_of(value: object) -> Budget:
-    """Return bytes, or the function that is asked for them."""
+def budget_of(value: object) -> tuple[Budget, bool]:
+    """Return bytes, or the function that is asked for them, and whether what the allocator reserves is meant."""
     if value is None or callable(value):
-        return value
+        return value, False
     if isinstance(value, str):
         try:
             parsed = MemoryBudget.parse(value)
@@ -149,13 +149,15 @@ def budget_of(value: object) -> Budget:
             raise AttachError(error.problem, where="memory_budget_bytes", allowed=error.allowed) from error
         if parsed.size_bytes is None:
             raise AttachError(
-                f"memory_budget_bytes is {value!r}", where="attach", allowed="bytes, or a size such as 20GiB"
+                f"memory_budget_bytes is {value!r}",
+                where="attach",
+                allowed="bytes, or a size such as 20GiB or 20GiB:reserved",
             )
-        return parsed.size_bytes
+        return parsed.size_bytes, parsed.reserved
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise AttachError(
             f"memory_budget_bytes is {value!r}",
             where="attach",
-            allowed="bytes, a size such as 20GiB, a function that returns bytes, or None",
+            allowed="bytes, a size such as 20GiB or 20GiB:reserved, a function that returns bytes, or None",
         )
-    return value
+    return value, False

@@ -45,7 +45,7 @@ class Limits:
         follow_batches: whether, between decisions, each batch gets the fastest storage that fits its own size and the
             budget of the moment. It is what makes varying lengths pay.
         statistics_every: optimizer steps from one sampled gradient to the next; ``None`` samples none.
-        pressure_frac: share of the budget above which a measured peak trips.
+        pressure_frac: share of the budget above which a measured peak trips; above what plans may use.
         slowdown_frac: how much longer than it should take a window's median step may be before it trips.
         overhead_frac: the tuner's own share of the run's time above which it detaches itself.
         pause_steps: optimizer steps that the first trip pauses acting for; each further trip doubles them.
@@ -60,7 +60,7 @@ class Limits:
     gain_frac: float = 0.03
     follow_batches: bool = True
     statistics_every: int | None = 50
-    pressure_frac: float = 0.92
+    pressure_frac: float = 1.02
     slowdown_frac: float = 0.05
     overhead_frac: float = 0.03
     pause_steps: int = 200

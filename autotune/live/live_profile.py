@@ -67,13 +67,20 @@ _Kind = tuple[str, int]
 
 
 def seen_of(
-    plan: Plan, trace: StepTrace, *, batch_bytes: int, static_bytes: int, gradients: Sequence[int] | None
+    plan: Plan,
+    trace: StepTrace,
+    seconds: dict[tuple[Phase, int], float],
+    *,
+    batch_bytes: int,
+    static_bytes: int,
+    gradients: Sequence[int] | None,
 ) -> Seen:
     """Return what a traced step showed.
 
     Args:
         plan: the plan that it ran under.
         trace: the trace.
+        seconds: of each phase and segment, in all micro-batches.
         batch_bytes: the batch that it held.
         static_bytes: model and optimizer state.
         gradients: what each segment's backward pass leaves, as another trace showed it.
@@ -86,17 +93,8 @@ def seen_of(
         batch_bytes=batch_bytes,
         traced_bytes=batch_bytes,
         static_bytes=static_bytes,
-        seconds=_traced_seconds(trace),
+        seconds=seconds,
     )
-
-
-def _traced_seconds(trace: StepTrace) -> dict[tuple[Phase, int], float]:
-    seconds: dict[tuple[Phase, int], float] = {}
-    for place, began, ended in zip(trace.places, trace.times, trace.times[1:], strict=False):
-        key = (place.phase, place.segment)
-        # Nanoseconds in a trace.
-        seconds[key] = seconds.get(key, 0.0) + (ended - began) * 1e-9
-    return seconds
 
 
 class _Clock:

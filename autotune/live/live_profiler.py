@@ -26,8 +26,9 @@ from autotune.live.live_profile import Seen, Timed, build_profile, seen_of
 from autotune.live.placement import Placements, usable
 from autotune.live.probe import UnitProbe
 from autotune.live.shadow import AUTOCAST_TOLERANCE, FP32_TOLERANCE, Outcome, k_lock, precision_lock
+from autotune.mechanics import devices
 from autotune.mechanics.memory_meter import resident_tensors, tensor_bytes
-from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch, seconds_by_place, stamp_for
+from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch, seconds_by_place
 from autotune.physics.profile import Profile
 from autotune.physics.solver import SAFETY_MARGIN
 from autotune.plan import Plan, PlanSpace, Precision
@@ -87,6 +88,7 @@ class LiveProfiler:
         failed: why there will be none; ``None`` if there will.
         growth: how memory grows with a batch's size.
         latest_peak: measured peak of the last traced step; ``None`` before the first.
+        fragments: the most bytes that a traced step reserved beyond what it allocated at its peak; 0 on a CPU.
         autocast: dtype of the user's own autocast; ``None`` for none.
         scores: of predicted peaks. Where two, or the last, are too low by more than the reserve, nobody acts.
 
@@ -102,6 +104,7 @@ class LiveProfiler:
         self.failed: str | None = None if attached.space.units else "the model has no units"
         self.growth = Growth()
         self.latest_peak: int | None = None
+        self.fragments = 0
         self.autocast: torch.dtype | None = None
         self.scores: list[Score] = []
         # The plan whose peak is predicted, for batches of at most so many bytes, that peak, and what of it is static.
@@ -238,15 +241,15 @@ class LiveProfiler:
             resident = resident_tensors(attached.model, attached.optimizer, [])
             self._residents = {tensor.untyped_storage().data_ptr() for tensor in resident}
             self._static = tensor_bytes(resident) - self._gradients + attached.bucket_bytes
-            if attached.device.type == "cuda":
-                # A teacher, an average of the weights or a data set on the device takes room as well.
-                held = torch.cuda.memory_allocated(attached.device) - self._gradients - self._size
-                self._static = max(self._static, held)
+            seen = devices.allocated(attached.device)
+            if seen is not None:
+                # A teacher, an average of the weights, a library's workspace or a data set takes room as well.
+                self._static = max(self._static, seen.current - self._gradients - self._size)
             self._tracer = StepTracer(attached.model, names, attached.device)
             self._watch = self._tracer.watch
             self._hooks.enter_context(self._tracer.tracing())
         else:
-            self._watch = StepWatch(attached.model, names, stamp_for(attached.device))
+            self._watch = StepWatch(attached.model, names, devices.stamp_for(attached.device))
             self._hooks.enter_context(self._watch)
 
     def phase(self, name: Phase) -> None:
@@ -448,6 +451,9 @@ class LiveProfiler:
             # The last step of an epoch may be a short one, which does not show what later micro-batches need.
             return False
         self._traces += 1
+        held = devices.allocated(self._attached.device)
+        if held is not None:
+            self.fragments = max(self.fragments, held.reserved_peak - held.peak)
         began = tracer.trace.times[0] - 1
         # What else is alive from before, and released in the step: outputs that the loop holds until it has others.
         older = sum(size for address, size in tracer.trace.older.items() if address not in self._residents)
@@ -457,6 +463,7 @@ class LiveProfiler:
         seen = seen_of(
             plan,
             trace,
+            seconds_by_place(tracer.watch, self._attached.device),
             batch_bytes=size,
             static_bytes=self._static,
             gradients=None if first is None else first.attribution.gradients,

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from autotune.gym.observation import Observation
 from autotune.live.attached import Attached, Step
 from autotune.live.deciding import Decider, RecordedPolicy
@@ -24,12 +22,14 @@ from autotune.live.live_profiler import LiveProfiler
 from autotune.live.placement import Placements, usable
 from autotune.live.ranks import Ranks
 from autotune.live.shadow import Outcome
+from autotune.live.step_peaks import StepPeaks
 from autotune.live.window import Ran, Window
-from autotune.live.wires import Reading, Wires, allocator_retries, compiled_graphs
+from autotune.live.wires import Reading, Wires, compiled_graphs
 from autotune.measurement import Measurement
 from autotune.mechanics import controls
 from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe
 from autotune.mechanics.step_trace import Phase
+from autotune.physics.fragmentation import allocated_within
 from autotune.physics.profile import Profile
 from autotune.plan import Plan
 
@@ -103,6 +103,9 @@ class Pilot:
         self._wires = Wires(attached.limits)
         self._check = SlowdownCheck()
         self._budget: int | None = None
+        self._peaks = StepPeaks(attached.device)
+        self._pressure: float | None = None
+        self._room = self._peaks.room(self._profiler.fragments)
 
     @property
     def acting(self) -> bool:
@@ -177,6 +180,7 @@ class Pilot:
         sampled = every is not None and self.step % every == every - 1 and not self._profiler.watching
         self._apply(self._of_several(plan, largest) if sampled else plan)
         self._profiler.begin()
+        self._peaks.begin(self.plan, largest, self._budget)
         if sampled:
             self._probe = GradientProbe([p for group in self.attached.optimizer.param_groups for p in group["params"]])
             self._probe.__enter__()
@@ -223,6 +227,7 @@ class Pilot:
     def after_step(self, step: Step) -> None:
         """Take in a step; decide, where one is due."""
         self._end_probe()
+        self._peaks.end()
         watched = self._profiler.watching
         if self._profiler.end(step):
             self._news = True
@@ -323,8 +328,9 @@ class Pilot:
         if not (value is None or (isinstance(value, int | float) and math.isfinite(value) and value > 0)):
             self.log.write("budget refused", self.step, value=value)
             return self._budget
-        room = _device_room(self.attached.device)
-        found = [int(size) for size in (value, room) if size is not None]
+        if value is not None and self.attached.reserved:
+            value = allocated_within(int(value), self._profiler.fragments)
+        found = [int(size) for size in (value, self._room) if size is not None]
         return min(found) if found else None
 
     # What was seen.
@@ -366,25 +372,19 @@ class Pilot:
         """Return the window since the last decision and how many losses were not finite, and begin another window."""
         window = self._past = self._window
         self._window = Window()
+        self._pressure = self._peaks.pressure
+        # A driver's answer takes its time: it is asked once in a window.
+        self._room = self._peaks.room(self._profiler.fragments)
         losses = window.loss_values()
         every = self.attached.limits.statistics_every
         measured = window.measurement(
             losses,
-            peak_bytes=self._measured_peak(),
+            peak_bytes=self._peaks.take() or self._profiler.latest_peak,
             memory_budget_bytes=self._budget,
             gradient=self._monitor.aged(self.step) if every is not None else None,
             learning_rate=float(self.attached.optimizer.param_groups[0]["lr"]),
         )
         return measured, sum(not math.isfinite(loss) for loss in losses)
-
-    def _measured_peak(self) -> int | None:
-        """Return the peak since it was last asked for; on a CPU that of the last traced step."""
-        device = self.attached.device
-        if device.type != "cuda":
-            return self._profiler.latest_peak
-        peak = torch.cuda.max_memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return int(peak)
 
     def _observe(self, window: Measurement) -> Observation:
         total = self.attached.total_steps
@@ -574,12 +574,10 @@ class Pilot:
         return reason is not None
 
     def _reading(self, window: Measurement, non_finite: int) -> Reading:
-        device, budget, baseline = self.attached.device, window.memory_budget_bytes, self.baseline
-        metered = device.type == "cuda" and window.peak_bytes is not None and budget
-        k = self.decided.accumulation_steps
+        baseline, k = self.baseline, self.decided.accumulation_steps
         return Reading(
-            pressure=window.peak_bytes / budget if metered else None,  # type: ignore[operator]
-            retries=allocator_retries(device),
+            pressure=self._pressure,
+            retries=self._peaks.retries,
             graphs=compiled_graphs(),
             placed=self.placed,
             non_finite=non_finite,
@@ -626,11 +624,3 @@ def _seen(window: Measurement) -> dict[str, Any]:
         "steps": window.steps,
         "total_s": window.total_s,
     }
-
-
-def _device_room(device: torch.device) -> int | None:
-    """Return what this process may hold on its device: what it holds and what is free; ``None`` on a CPU."""
-    if device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free + torch.cuda.memory_reserved(device))

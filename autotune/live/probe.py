@@ -21,7 +21,7 @@ from autotune.mechanics import randomness
 from autotune.mechanics.activations import Recomputation, foreign_argument, without_empty_cache
 from autotune.mechanics.buffers import copy_buffers, write_buffers
 from autotune.mechanics.controls import ControlledForward
-from autotune.mechanics.memory_meter import is_out_of_memory
+from autotune.mechanics.devices import is_out_of_memory
 
 
 class UnitProbe:

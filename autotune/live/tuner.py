@@ -25,7 +25,7 @@ from autotune.live.scaled_loss import is_scaled
 from autotune.live.screen import Screen
 from autotune.live.shadow import Attempt, undone
 from autotune.live.view import Snapshot, farewell
-from autotune.mechanics import controls, stepping
+from autotune.mechanics import controls, devices, stepping
 from autotune.mechanics.memory_meter import tensor_bytes
 from autotune.mechanics.step_trace import Phase
 from autotune.mechanics.stepping import Count, Update
@@ -435,8 +435,8 @@ class LiveTuner:
 
     def _end(self, running: _Running, norm: float, stepped: bool) -> None:
         """Report the step to the pilot, and let it decide about the next ones."""
-        if self._facts.device.type == "cuda" and self._pilot is not None and self._pilot.wants_time:
-            torch.cuda.synchronize(self._facts.device)
+        if self._pilot is not None and self._pilot.wants_time:
+            devices.synchronize(self._facts.device)
         self._largest_bytes = max(self._largest_bytes, running.size)
         average = running.average
         report = Step(
@@ -483,6 +483,10 @@ class LiveTuner:
         largest = max(running.size, self._largest_bytes) if several else running.size
         self._safely(lambda pilot: pilot.before_step(running.size, largest, running.samples))
         running.own_s = time.perf_counter() - running.began
+        if self._pilot is not None and self._pilot.wants_time and devices.is_accelerator(self._facts.device):
+            # What the device still does is of the steps before.
+            devices.synchronize(self._facts.device)
+            running.began, running.own_s = time.perf_counter(), 0.0
         plan = self.plan
         self._update.scaled = plan.uses_fp16
         if self._facts.adaptive:

@@ -9,8 +9,6 @@ import itertools
 import sys
 from dataclasses import dataclass
 
-import torch
-
 from autotune.live.limits import Limits
 
 # Windows, or skipped steps, in a row: one may be chance.
@@ -90,13 +88,6 @@ class Wires:
     def _grown(self, name: str) -> list[int]:
         values = [getattr(one, name) for one in self._readings]
         return [later - one for one, later in itertools.pairwise(values)]
-
-
-def allocator_retries(device: torch.device) -> int:
-    """Return how often a device's allocator had to free its cache and try again; 0 where nobody counts."""
-    if device.type != "cuda":
-        return 0
-    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
 
 
 def compiled_graphs() -> int:

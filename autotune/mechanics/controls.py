@@ -19,6 +19,7 @@ from torch import nn
 from autotune.errors import PlanError
 from autotune.mechanics.activations import Recomputation
 from autotune.mechanics.precision import canonical, computing_in
+from autotune.mechanics.trees import tensors
 from autotune.plan import Plan, Precision, Storage
 
 
@@ -72,7 +73,7 @@ class ControlledForward:
             if precision is Precision.FP32:
                 # Under an outer autocast of the user's own a unit can be handed 16-bit inputs.
                 args, kwargs = canonical(args), canonical(kwargs)
-            with computing_in(precision, _device_type(self.module)):
+            with computing_in(precision, _device_type(self.module, args, kwargs)):
                 outputs = original(*args, **kwargs)
                 return outputs if passes else canonical(outputs)
 
@@ -277,6 +278,9 @@ def _set(module: nn.Module, precision: Precision, storage: Storage, *, passes_16
     forward.passes_16_bit = passes_16_bit
 
 
-def _device_type(module: nn.Module) -> str:
-    parameter = next(module.parameters(), None)
-    return "cpu" if parameter is None else parameter.device.type
+def _device_type(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Return where a unit computes: where its parameters are, or, without any, what it is handed."""
+    found: torch.Tensor | None = next(module.parameters(), None)
+    if found is None:
+        found = next(iter(tensors((args, dict(kwargs)))), None)
+    return "cpu" if found is None else found.device.type

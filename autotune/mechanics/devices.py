@@ -1,29 +1,393 @@
-"""Say where jobs train on this machine."""
+"""The device layer: how devices differ, and nothing else.
+
+No other file names a backend. What a device can do is asked of it: each backend is a module of torch
+(``torch.get_device_module``) with more or fewer of the same functions.
+"""
 
 from __future__ import annotations
 
+import functools
+import gc
+import os
 import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
+from torch.autograd.profiler import record_function
+from torch.profiler import ProfilerActivity, profile
+
+from autotune.errors import InputError
+
+AnyDevice = torch.device | str
+
+_FP32 = "fp32"
+
+# What torch, the host's allocator, drivers and libraries say where memory runs out; all but the first two raise a plain
+# RuntimeError. MPS: "MPS backend out of memory". NCCL and RCCL allocate for themselves, and say so in two lines.
+_OUT_OF_MEMORY_SIGNS = (
+    "out of memory",
+    "can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "HIPBLAS_STATUS_ALLOC_FAILED",
+    "ROCBLAS_STATUS_MEMORY_ERROR",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    # What cuDNN says where no algorithm finds room for its workspace.
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "miopenStatusAllocFailed",
+    "hipErrorOutOfMemory",
+    "cudaErrorMemoryAllocation",
+    "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
+    "UR_RESULT_ERROR_OUT_OF_RESOURCES",
+    "Failed to CUDA calloc async",
+    "Invalid buffer size",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocated:
+    """What a device's allocator says of this process's memory, in bytes.
+
+    Attributes:
+        current: in blocks that are in use; each block is rounded up.
+        peak: the largest ``current`` since the peaks were last forgotten.
+        reserved: in segments taken from the driver, used or not; what ``nvidia-smi`` counts, but for the context.
+        reserved_peak: the largest ``reserved`` since the peaks were last forgotten.
+        retries: allocations, since the process began, for which the cache had to be given back first.
+    """
+
+    current: int
+    peak: int
+    reserved: int
+    reserved_peak: int
+    retries: int
 
 
 def device_kind(ranks: int = 1) -> str:
-    """Return where a job trains on this machine if nobody says otherwise: ``cuda``, or ``cpu``.
+    """Return where a job trains on this machine if nobody says otherwise: its accelerator's type, or ``cpu``.
 
     Args:
-        ranks: how many processes train it, each on a GPU of its own.
+        ranks: how many processes train it on this machine, each on a device of its own.
     """
-    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= ranks else "cpu"
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or torch.accelerator.device_count() < ranks or unusable(found):
+        return "cpu"
+    return found.type
 
 
-def device_name() -> str:
-    """Return what the job's device is called: the GPU's name, or the processor's."""
-    if torch.cuda.is_available():
-        return str(torch.cuda.get_device_name())
+def resolved(device: AnyDevice | None, where: str = "device") -> torch.device:
+    """Return a device that a job can train on; ``None`` for where jobs train on this machine.
+
+    Raises:
+        InputError: if there is no such device here, or it lacks what no job can do without.
+    """
+    allowed = ", ".join(dict.fromkeys(["cpu", device_kind()]))
+    try:
+        found = torch.device(device_kind() if device is None else device)
+    except RuntimeError:
+        raise InputError(f"device is {str(device)!r}", where=where, allowed=allowed) from None
+    if found.type == "cpu":
+        return found
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if here is None or here.type != found.type:
+        raise InputError(f"there is no device {str(found)!r} here", where=where, allowed=allowed)
+    count = torch.accelerator.device_count()
+    if found.index is not None and found.index >= count:
+        raise InputError(
+            f"there is no device {str(found)!r} here",
+            where=where,
+            allowed=f"{found.type}:0 to {found.type}:{count - 1}",
+        )
+    reason = unusable(found)
+    if reason is not None:
+        raise InputError(f"device {str(found)!r} cannot be used: {reason}", where=where, allowed=allowed)
+    return found
+
+
+def is_accelerator(device: AnyDevice) -> bool:
+    """Return whether a device has memory, a clock and an allocator of its own."""
+    return torch.device(device).type not in ("cpu", "meta")
+
+
+def rank_device(kind: str, local_rank: int) -> torch.device:
+    """Return the device of one of the ranks on this machine, and make it this process's own.
+
+    Args:
+        kind: ``cpu``, or an accelerator's type.
+        local_rank: the rank's number on this machine.
+    """
+    if not is_accelerator(kind):
+        return torch.device(kind)
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(kind, local_rank)
+
+
+def collective_backend(kind: str) -> str:
+    """Return which library ranks on a kind of device reach each other by."""
+    return str(torch.distributed.get_default_backend_for_device(kind))
+
+
+def device_name(device: AnyDevice | None = None) -> str:
+    """Return what a device is called: the accelerator's name, or the processor's.
+
+    Args:
+        device: the device; ``None`` for where jobs train on this machine.
+    """
+    found = torch.device(device_kind() if device is None else device)
+    if is_accelerator(found):
+        named = _function(found, "get_device_name")
+        return found.type if named is None else str(named(found))
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+# ---------------------------------------------------------------------------------------------- what a device can do
+
+
+@functools.cache
+def lacks(device: AnyDevice) -> Mapping[str, str]:
+    """Return what a device lacks, each with what of this package is done without."""
+    found = torch.device(device)
+    if not is_accelerator(found):
+        return MappingProxyType({})
+    missing = {}
+    if _function(found, "memory_stats") is None or _function(found, "reset_peak_memory_stats") is None:
+        missing["peak statistics"] = "peaks are not measured, so no budget is watched"
+    if _function(found, "mem_get_info") is None:
+        missing["free memory"] = "without a budget of yours there is none"
+    if _function(found, "Event") is None:
+        missing["events"] = "units are timed by waiting for the device, which makes a timed step slower"
+    if torch.bfloat16 not in autocast_dtypes(found):
+        missing["bf16"] = "plans have no bf16"
+    if torch.float16 not in autocast_dtypes(found):
+        missing["fp16"] = "plans have no fp16"
+    if not traces_memory(found):
+        missing["traces of memory"] = "no job can be profiled on it, and attached runs are only observed"
+    return MappingProxyType(missing)
+
+
+@functools.cache
+def unusable(device: AnyDevice) -> str | None:
+    """Return why no job can be profiled on a device; ``None`` if one can."""
+    found = torch.device(device)
+    if not is_accelerator(found) or traces_memory(found):
+        return None
+    return "torch's profiler does not see its allocations"
+
+
+@functools.cache
+def traces_memory(device: AnyDevice) -> bool:
+    """Return whether torch's profiler sees a device's allocations; one is made to find out."""
+    found = torch.device(device)
+    try:
+        # The host's calls suffice: what listens to the device itself (CUPTI) need not be there.
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, record_function("probe"):
+            torch.ones(1024, device=found)
+        profiler: Any = seen.profiler
+        return any(
+            event.name() == "[memory]" and event.device_type() != DeviceType.CPU
+            for event in profiler.kineto_results.events()
+        )
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def autocast_dtypes(device: AnyDevice) -> tuple[torch.dtype, ...]:
+    """Return the 16-bit formats that autocast offers on a device."""
+    found = torch.device(device)
+    if not torch.amp.autocast_mode.is_autocast_available(found.type):
+        return ()
+    named = _function(found, "get_amp_supported_dtype")
+    both = (torch.bfloat16, torch.float16)
+    return both if named is None else tuple(dtype for dtype in both if dtype in named())
+
+
+# ------------------------------------------------------------------------------------------------------------- time
+
+
+def synchronize(device: AnyDevice) -> None:
+    """Wait for all that a device was given to do."""
+    wait = _function(device, "synchronize") if is_accelerator(device) else None
+    if wait is not None:
+        wait()
+
+
+def stamp_for(device: AnyDevice) -> Callable[[], Any]:
+    """Return what takes the time on a device: an event in its stream, or the clock once it has done its work."""
+    if not is_accelerator(device):
+        return time.perf_counter
+    event = _function(device, "Event")
+    if event is None:
+        return functools.partial(_settled_clock, torch.device(device))
+
+    def stamp() -> Any:
+        made = event(enable_timing=True)
+        made.record()
+        return made
+
+    return stamp
+
+
+def _settled_clock(device: torch.device) -> float:
+    synchronize(device)
+    return time.perf_counter()
+
+
+def seconds_between(stamps: Sequence[Any], device: AnyDevice) -> list[float]:
+    """Return the seconds from the first of some stamps of :func:`stamp_for` to each of them."""
+    if not stamps:
+        return []
+    synchronize(device)
+    first = stamps[0]
+    if isinstance(first, float):
+        return [stamp - first for stamp in stamps]
+    return [first.elapsed_time(stamp) / 1e3 for stamp in stamps]
+
+
+# ----------------------------------------------------------------------------------------------------------- memory
+
+
+def allocated(device: AnyDevice) -> Allocated | None:
+    """Return what a device's allocator says; ``None`` where there is none, or it says nothing of peaks."""
+    statistics = _function(device, "memory_stats") if is_accelerator(device) else None
+    if statistics is None:
+        return None
+    found = statistics(torch.device(device))
+    return Allocated(
+        current=int(found.get("allocated_bytes.all.current", 0)),
+        peak=int(found.get("allocated_bytes.all.peak", 0)),
+        reserved=int(found.get("reserved_bytes.all.current", 0)),
+        reserved_peak=int(found.get("reserved_bytes.all.peak", 0)),
+        retries=int(found.get("num_alloc_retries", 0)),
+    )
+
+
+def forget_peaks(device: AnyDevice) -> None:
+    """Let the allocator's peaks be what is allocated now."""
+    reset = _function(device, "reset_peak_memory_stats") if is_accelerator(device) else None
+    if reset is not None:
+        reset(torch.device(device))
+
+
+def free_bytes(device: AnyDevice) -> int | None:
+    """Return what the driver has left for anybody; ``None`` where nobody can say."""
+    info = _function(device, "mem_get_info") if is_accelerator(device) else None
+    return None if info is None else int(info(torch.device(device))[0])
+
+
+def total_bytes(device: AnyDevice) -> int | None:
+    """Return how much memory a device has; ``None`` where nobody can say."""
+    info = _function(device, "mem_get_info") if is_accelerator(device) else None
+    return None if info is None else int(info(torch.device(device))[1])
+
+
+def release(device: AnyDevice) -> None:
+    """Give back what nobody uses any more: garbage in cycles first, which may hold tensors, then the cache."""
+    gc.collect()
+    empty = _function(device, "empty_cache") if is_accelerator(device) else None
+    if empty is not None:
+        empty()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception says that memory ran out, on whatever device or on the host."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY_SIGNS)
+
+
+# ------------------------------------------------------------------------------------------------- random generators
+
+
+def random_states() -> tuple[torch.Tensor, ...]:
+    """Return the states of the generators of all of this process's accelerators; none before the first is used."""
+    module = _initialized_module()
+    if module is None:
+        return ()
+    every = getattr(module, "get_rng_state_all", None)
+    return tuple(every()) if every is not None else (module.get_rng_state(),)
+
+
+def restore_random_states(states: Sequence[torch.Tensor]) -> None:
+    """Set the generators of all accelerators to what :func:`random_states` returned."""
+    module = _initialized_module() if states else None
+    if module is None:
+        return
+    every = getattr(module, "set_rng_state_all", None)
+    if every is not None:
+        every(list(states))
+    else:
+        module.set_rng_state(states[0])
+
+
+def _initialized_module() -> Any:
+    """Return the accelerator's module if this process has used it; asking would otherwise begin a context there."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    module = None if found is None else torch.get_device_module(found)
+    began = getattr(module, "is_initialized", None)
+    return module if module is not None and (began is None or began()) else None
+
+
+# ------------------------------------------------------------------------------------------------ what "fp32" computes
+
+
+def settings(device: AnyDevice) -> dict[str, Any]:
+    """Return what else than its name decides how an accelerator computes: torch's settings; nothing on a CPU."""
+    if not is_accelerator(device):
+        return {}
+    return {
+        "kind": torch.device(device).type,
+        "fp32": fp32_arithmetic(device),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "convolutions": [torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic],
+        "allocator": [os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")],
+    }
+
+
+def fp32_arithmetic(device: AnyDevice) -> dict[str, str]:
+    """Return how products of fp32 numbers are computed on a device, by kind: ``fp32``, ``tf32`` or ``bf16``.
+
+    Torch's default on NVIDIA's GPUs is TF32, with 10 bits of mantissa, for convolutions alone.
+    """
+    if torch.device(device).type == "cuda":
+        switches: dict[str, Any] = {
+            "matrix products": torch.backends.cuda.matmul,
+            "convolutions": getattr(torch.backends.cudnn, "conv", None),
+        }
+    elif is_accelerator(device):
+        return {"matrix products": _FP32, "convolutions": _FP32}
+    else:
+        onednn: Any = torch.backends.mkldnn
+        switches = {"matrix products": onednn.matmul, "convolutions": onednn.conv}
+    return {kind: _arithmetic(switch) for kind, switch in switches.items()}
+
+
+def _arithmetic(switch: Any) -> str:
+    overall: Any = torch.backends
+    for one in (switch, overall):
+        try:
+            chosen = one.fp32_precision
+        except RuntimeError:
+            # Set by an older switch, which torch lets nobody mix with this one.
+            return "tf32" if getattr(one, "allow_tf32", False) else _FP32
+        if chosen != "none":
+            return _FP32 if chosen == "ieee" else str(chosen)
+    return _FP32
+
+
+def _function(device: AnyDevice, name: str) -> Any:
+    """Return a function of a device's module; ``None`` where it has none of that name."""
+    try:
+        return getattr(torch.get_device_module(torch.device(device)), name, None)
+    except RuntimeError:
+        return None

@@ -20,6 +20,7 @@ import torch
 
 from autotune.errors import InputError
 from autotune.measurement import ABSENT
+from autotune.mechanics import devices
 
 POWERCAP = Path("/sys/class/powercap")
 _WINDOW = "autotune"
@@ -124,8 +125,8 @@ class RaplMeter:
         return self._total_uj / 1e6
 
 
-class NvmlMeter:
-    """Read a GPU's energy through zeus.
+class GpuMeter:
+    """Read a GPU's energy through zeus: from NVIDIA's NVML, or AMD's SMI.
 
     Args:
         device: the GPU, as torch counts them.
@@ -134,12 +135,11 @@ class NvmlMeter:
         LookupError: if zeus finds no such GPU.
     """
 
-    source = "measured:nvml"
-
     def __init__(self, device: torch.device) -> None:
         from zeus.monitor import ZeusMonitor
 
-        index = torch.cuda.current_device() if device.index is None else device.index
+        self.source = "measured:amdsmi" if torch.version.hip else "measured:nvml"
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
         # No CPU: zeus would have a process look at each package.
         self._monitor: Any = ZeusMonitor(gpu_indices=[index], cpu_indices=[])
         if len(self._monitor.gpus) <= index:
@@ -166,8 +166,8 @@ def find_meter(device: torch.device, watts: float | None = None) -> EnergyMeter:
     """
     require_watts(watts)
     try:
-        if device.type == "cuda" and importlib.util.find_spec("zeus") is not None:
-            return NvmlMeter(device)
+        if devices.is_accelerator(device) and importlib.util.find_spec("zeus") is not None:
+            return GpuMeter(device)
         if device.type == "cpu":
             return RaplMeter(POWERCAP)
     except Exception as error:  # noqa: BLE001 - drivers and their libraries fail in many ways; training goes on

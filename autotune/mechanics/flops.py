@@ -11,8 +11,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from autotune.mechanics import devices
+
 # Sides of the square matrices that are multiplied, and how often.
-_SIDES = {"cpu": (512, 1024, 1536), "cuda": (4096, 8192)}
+_SIDES, _ACCELERATORS_SIDES = (512, 1024, 1536), (4096, 8192)
 _REPETITIONS = 6
 
 
@@ -42,7 +44,8 @@ def matmul_peak(dtype: torch.dtype, device: str = "cpu") -> float:
         dtype: of both matrices.
         device: where they live.
     """
-    return max(_rate(side, dtype, device) for side in _SIDES[torch.device(device).type])
+    sides = _ACCELERATORS_SIDES if devices.is_accelerator(device) else _SIDES
+    return max(_rate(side, dtype, device) for side in sides)
 
 
 def _rate(side: int, dtype: torch.dtype, device: str) -> float:
@@ -50,9 +53,9 @@ def _rate(side: int, dtype: torch.dtype, device: str) -> float:
     seconds = []
     # The first product chooses its kernel.
     for _ in range(1 + _REPETITIONS):
+        devices.synchronize(device)
         began = time.perf_counter()
         left @ right
-        if torch.device(device).type == "cuda":
-            torch.cuda.synchronize(device)
+        devices.synchronize(device)
         seconds.append(time.perf_counter() - began)
     return 2 * side**3 / min(seconds[1:])

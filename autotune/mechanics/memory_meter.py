@@ -1,8 +1,8 @@
 """Measure the true peak memory of a step.
 
-On CUDA the allocator's own statistics are read. On a CPU the resident set says nothing (the allocator keeps pages), so
-the allocation events of torch's profiler are summed over one step: peak = what lives before the step + the largest
-running sum within it. Both count model, optimizer, gradients, activations and workspace, not the interpreter.
+On an accelerator the allocator's own statistics are read. On a CPU the resident set says nothing (the allocator keeps
+pages), so the allocation events of torch's profiler are summed over one step: peak = what lives before the step + the
+largest running sum within it. Both count model, optimizer, gradients, activations and workspace, not the interpreter.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from torch import nn
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
+from autotune.mechanics import devices
 from autotune.mechanics.collectives import settled_collectives
 from autotune.mechanics.trees import tensors
-
-# What the host's allocator, the driver and cuBLAS say where torch raises no exception of its own for it.
-_OUT_OF_MEMORY_SIGNS = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class MemoryMeter:
@@ -30,15 +28,17 @@ class MemoryMeter:
 
     Attributes:
         peak_bytes: the largest peak since :meth:`reset`; ``None`` if nothing was metered since.
+        reserved_bytes: the same of what an accelerator's allocator reserved; ``None`` on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.peak_bytes: int | None = None
+        self.reserved_bytes: int | None = None
 
     def reset(self) -> None:
         """Forget the peak."""
-        self.peak_bytes = None
+        self.peak_bytes = self.reserved_bytes = None
 
     @contextmanager
     def metering(self, resident: Iterable[torch.Tensor]) -> Iterator[None]:
@@ -48,16 +48,21 @@ class MemoryMeter:
             resident: the tensors that live throughout the body: parameters, buffers, optimizer state, the batch.
         """
         static = tensor_bytes(resident)
-        meter = self._cuda if self._device.type == "cuda" else self._cpu
+        meter = self._accelerator if devices.is_accelerator(self._device) else self._cpu
         with meter(static):
             yield
 
     @contextmanager
-    def _cuda(self, _static: int) -> Iterator[None]:
-        torch.cuda.synchronize(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
+    def _accelerator(self, _static: int) -> Iterator[None]:
+        devices.synchronize(self._device)
+        # Segments that other plans left behind are not this one's.
+        devices.release(self._device)
+        devices.forget_peaks(self._device)
         yield
-        self._raise_to(torch.cuda.max_memory_allocated(self._device))
+        seen = devices.allocated(self._device)
+        if seen is not None:
+            self._raise_to(seen.peak)
+            self.reserved_bytes = max(self.reserved_bytes or 0, seen.reserved_peak)
 
     @contextmanager
     def _cpu(self, static: int) -> Iterator[None]:
@@ -122,10 +127,3 @@ def tensor_bytes(values: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the tensors' storages; a storage that several tensors share counts once."""
     storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in values}
     return sum(storages.values())
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an exception says that memory ran out, on a device or on the host."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY_SIGNS)

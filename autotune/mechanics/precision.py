@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from autotune.mechanics import devices
 from autotune.plan import Precision
 
 DTYPES = MappingProxyType(
@@ -63,6 +64,9 @@ def excluded_precisions(device_type: str) -> MappingProxyType[Precision, str]:
     """
     reasons = {}
     for precision in (Precision.BF16, Precision.FP16):
+        if DTYPES[precision] not in devices.autocast_dtypes(device_type):
+            reasons[precision] = f"autocast has no {precision} on {device_type}"
+            continue
         try:
             ratios = {
                 name: _ratio(probe, DTYPES[precision], device_type)
@@ -120,14 +124,9 @@ def _fastest(run: Callable[[], torch.Tensor], device_type: str) -> float:
     """Return the seconds of the fastest of four forward and backward passes."""
     best = float("inf")
     for _ in range(4):
-        _synchronize(device_type)
+        devices.synchronize(device_type)
         start = time.perf_counter()
         run().sum().backward()
-        _synchronize(device_type)
+        devices.synchronize(device_type)
         best = min(best, time.perf_counter() - start)
     return best
-
-
-def _synchronize(device_type: str) -> None:
-    if device_type == "cuda":
-        torch.cuda.synchronize()

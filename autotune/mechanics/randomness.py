@@ -11,25 +11,26 @@ from typing import Any
 import numpy as np
 import torch
 
+from autotune.mechanics import devices
+
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """Hold the states of the python, numpy, torch CPU and torch CUDA generators."""
+    """The states of the generators of python, numpy, the CPU, and the accelerators that this process has used."""
 
     python: Any
     numpy: Any
     cpu: torch.Tensor
-    cuda: tuple[torch.Tensor, ...]
+    accelerators: tuple[torch.Tensor, ...]
 
 
 def capture() -> RandomState:
     """Return the current states of all generators."""
-    initialized = torch.cuda.is_available() and torch.cuda.is_initialized()
     return RandomState(
         python=random.getstate(),
         numpy=np.random.get_state(),  # noqa: NPY002 - user code may draw from the legacy generator
         cpu=torch.get_rng_state(),
-        cuda=tuple(torch.cuda.get_rng_state_all()) if initialized else (),
+        accelerators=devices.random_states(),
     )
 
 
@@ -38,8 +39,7 @@ def restore(state: RandomState) -> None:
     random.setstate(state.python)
     np.random.set_state(state.numpy)  # noqa: NPY002
     torch.set_rng_state(state.cpu)
-    if state.cuda:
-        torch.cuda.set_rng_state_all(list(state.cuda))
+    devices.restore_random_states(state.accelerators)
 
 
 def seed_all(seed: int) -> None:

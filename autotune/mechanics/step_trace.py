@@ -6,7 +6,6 @@ call c as 2c and the call itself as 2c + 1, so that after n calls the last segme
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +19,7 @@ from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
+from autotune.mechanics import devices
 from autotune.mechanics.collectives import settled_collectives
 from autotune.mechanics.memory_meter import quiet_profiler
 from autotune.mechanics.trees import tensors
@@ -223,30 +223,18 @@ class StepWatch:
 
 
 def seconds_by_place(watch: StepWatch, device: torch.device) -> dict[tuple[Phase, int], float]:
-    """Return the seconds spent in each phase and segment of a step stamped by :func:`stamp_for`, all micro-batches."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        moments = [watch.stamps[0].elapsed_time(stamp) / 1e3 for stamp in watch.stamps]
-    else:
-        moments = list(watch.stamps)
+    """Return the seconds spent in each phase and segment of a step, in all micro-batches.
+
+    Args:
+        watch: what watched it, with :func:`autotune.mechanics.devices.stamp_for` as its clock.
+        device: where it ran.
+    """
+    moments = devices.seconds_between(watch.stamps, device)
     seconds: dict[tuple[Phase, int], float] = {}
     for place, began, ended in zip(watch.places, moments, moments[1:], strict=False):
         key = (place.phase, place.segment)
         seconds[key] = seconds.get(key, 0.0) + ended - began
     return seconds
-
-
-def stamp_for(device: torch.device) -> Callable[[], Any]:
-    """Return what takes the time on a device: an event in its stream, or the clock."""
-    if device.type != "cuda":
-        return time.perf_counter
-
-    def stamp() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    return stamp
 
 
 class StepTracer:
@@ -262,10 +250,11 @@ class StepTracer:
         device: whose memory is traced.
     """
 
-    _MARK = "autotune.step_trace"
+    _STEP, _MARK = "autotune.step", "autotune.step_trace"
 
     def __init__(self, model: nn.Module, units: Iterable[str], device: torch.device) -> None:
         self._device = device
+        self._stamp = devices.stamp_for(device)
         self._seen: list[tuple[Literal["input", "output", "saved"], Place, int, int]] = []
         self.watch = StepWatch(model, units, self._mark, self._note)
         self.trace: StepTrace | None = None
@@ -273,22 +262,22 @@ class StepTracer:
     @contextmanager
     def tracing(self) -> Iterator[None]:
         """Trace the body, one optimizer step."""
-        activities = [ProfilerActivity.CPU]
-        if self._device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
         with (
             quiet_profiler(),
             settled_collectives(),
-            profile(activities=activities, profile_memory=True) as profiled,
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
+            # Of what an accelerator releases between operations, the profiler keeps only what has a parent.
+            record_function(self._STEP),
             self.watch,
             saved_tensors_hooks(self._pack, lambda tensor: tensor),
         ):
             yield
         self.trace = self._read(profiled)
 
-    def _mark(self) -> None:
+    def _mark(self) -> Any:
         with record_function(self._MARK):
-            pass
+            # What the host does at that moment, an accelerator may do much later.
+            return self._stamp()
 
     def _note(self, role: Literal["input", "output"], place: Place, found: Sequence[torch.Tensor]) -> None:
         if place.micro_batch == 0:

@@ -179,6 +179,7 @@ class Profile:
         steps: real optimizer steps that it took.
         length_spread: standard deviation of the logarithm of a batch's bytes, over the job's first batches; 0 where all
             are alike.
+        fragments_bytes: the most that a step reserved beyond what it allocated, each at its peak; 0 on a CPU.
         warnings: what a reader should know.
         estimated: whether it was estimated for a device that was not there, instead of measured.
     """
@@ -202,6 +203,7 @@ class Profile:
     seconds: Seconds
     steps: Count
     length_spread: Quantity = 0.0
+    fragments_bytes: Bytes = 0
     warnings: tuple[str, ...] = ()
     estimated: bool = False
 

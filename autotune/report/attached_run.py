@@ -151,7 +151,7 @@ def _told(folder: Path, events: list[dict[str, Any]]) -> AttachedRun:
     profiles = [event for event in events if event["event"] == "profiled"]
     # On a CPU, peaks are measured on the few steps that are traced, and the last one stands in the log until the next.
     environment, baseline = first.get("environment") or {}, first.get("baseline") or {}
-    repeats = environment.get("device") != "cuda"
+    repeats = environment.get("device") == "cpu"
     decisions = _decisions(events)
     windows = [_ran(row, following) for row, following in zip(windows_of(events), _following(events), strict=True)]
     if repeats:

@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import distributed
 
 from autotune.agents.rules import RULES
@@ -141,7 +140,7 @@ def _notes(ranks: Sequence[int]) -> list[str]:
         "one thread a rank; baseline: fp32 at ZeRO stage 0; paper: its recipe at ZeRO stage 2",
         "communication: seconds of rank 0 in collectives, waiting for the slowest rank included",
     ]
-    if not torch.cuda.is_available() and max(ranks) > cores:
+    if device_kind() == "cpu" and max(ranks) > cores:
         notes.append(
             f"{max(ranks)} ranks share {cores} core(s) here: above {cores} rank(s) the efficiency says how cores are "
             "shared, not how DeepSpeed scales"

@@ -1,0 +1,76 @@
+"""Read, on an accelerator, what each step of a live run needed; the user's own statistics of peaks are left alone.
+
+The allocator tells the largest peak since the user last forgot it. Where a step raised it, that is the step's own peak.
+Where it did not, the step is taken to need what its plan did for a batch at least as small: what happens between steps,
+such as an evaluation, is no plan's doing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from autotune.mechanics import devices
+from autotune.physics.fragmentation import allocated_within
+from autotune.plan import Plan
+
+
+class StepPeaks:
+    """The peaks of the steps of a window.
+
+    Attributes:
+        pressure: the largest peak over the budget of its step; ``None`` while none is known.
+        retries: allocations, since the process began, for which the cache had to be given back first.
+
+    Args:
+        device: where the run trains; on a CPU nothing is known.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.pressure: float | None = None
+        self.retries = 0
+        self._largest: int | None = None
+        # Size of the largest batch for which a plan's peak was seen, and that peak.
+        self._known: dict[Plan, tuple[int, int]] = {}
+        self._running: tuple[Plan, int, int | None, int] | None = None
+
+    def begin(self, plan: Plan, size: int, budget_bytes: int | None) -> None:
+        """Note what a step begins with.
+
+        Args:
+            plan: the plan that it runs under.
+            size: bytes of its largest batch.
+            budget_bytes: the budget of the moment; ``None`` for none.
+        """
+        seen = devices.allocated(self._device)
+        self._running = None if seen is None else (plan, size, budget_bytes, seen.peak)
+
+    def end(self) -> None:
+        """Read what the step that began last needed."""
+        seen = devices.allocated(self._device)
+        if self._running is None or seen is None:
+            return
+        (plan, size, budget, before), self._running = self._running, None
+        self.retries = seen.retries
+        largest, peak = self._known.get(plan, (0, 0))
+        if seen.peak > before:
+            largest, peak = self._known[plan] = size, seen.peak
+        if not peak or size < largest:
+            return
+        self._largest = max(self._largest or 0, peak)
+        if budget:
+            self.pressure = max(self.pressure or 0.0, peak / budget)
+
+    def take(self) -> int | None:
+        """Return the window's largest peak, as far as it is known, and begin another window."""
+        largest, self._largest, self.pressure = self._largest, None, None
+        return largest
+
+    def room(self, fragments_bytes: int) -> int | None:
+        """Return what this process's blocks may take on its device: what it has reserved and what is free.
+
+        Args:
+            fragments_bytes: what its steps were seen to reserve beyond what they allocate.
+        """
+        free, seen = devices.free_bytes(self._device), devices.allocated(self._device)
+        return None if free is None or seen is None else allocated_within(free + seen.reserved, fragments_bytes)
