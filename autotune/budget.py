@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass
 
 from autotune.errors import BudgetError
-from autotune.physics.fragmentation import allocated_within
 
 _UNITS = {
     "B": 1,
@@ -20,6 +19,13 @@ _UNITS = {
     "GB": 10**9,
     "TB": 10**12,
 }
+# An accelerator's allocator reserves whole segments (torch on NVIDIA's GPUs: 2 MiB for small blocks, 20 MiB for those
+# of 1 to 10 MiB, multiples of 2 MiB beyond), and parts of them stay unused. How much hangs on the order of a step's
+# blocks, so it is measured while a job is profiled; other plans leave other gaps than those that were seen.
+_FRAGMENTS_RESERVE = 1.5
+# Beyond this share, the allocator gives its cache back and begins anew.
+_FRAGMENTS_SHARE = 0.3
+
 # No device has more, and sums of such sizes stay exact in JSON.
 _LARGEST_TIB, _LARGEST_PERCENT = 1024, 10_000
 _ALLOWED = (
@@ -77,6 +83,16 @@ class MemoryBudget:
         if self.size_bytes is not None:
             return allocated_within(self.size_bytes, fragments_bytes) if self.reserved else self.size_bytes
         return int((self.share or 0.0) * baseline_peak_bytes)
+
+
+def allocated_within(reserved_bytes: int, fragments_bytes: int) -> int:
+    """Return how many bytes of tensors fit into what an accelerator's allocator may reserve.
+
+    Args:
+        reserved_bytes: what it may reserve.
+        fragments_bytes: the most that a step was seen to reserve beyond what it allocated, each at its peak.
+    """
+    return reserved_bytes - int(min(_FRAGMENTS_RESERVE * fragments_bytes, _FRAGMENTS_SHARE * reserved_bytes))
 
 
 def format_bytes(size: float) -> str:

@@ -35,11 +35,11 @@ def _examine(runs: Path) -> dict[str, Any]:
     from autotune.campaign.tracking import tracking_uri
     from autotune.catalog import catalog
     from autotune.errors import RunDirectoryError
-    from autotune.mechanics.devices import device_kind, device_name
+    from autotune.mechanics import devices
     from autotune.mechanics.energy_meter import find_meter
     from autotune.mechanics.precision import excluded_precisions, useful_precisions
 
-    kind = device_kind()
+    kind = devices.device_kind()
     try:
         require_writable(runs)
         writable = "yes"
@@ -48,7 +48,10 @@ def _examine(runs: Path) -> dict[str, Any]:
     return {
         "autotune": __version__,
         "torch": torch.__version__,
-        "device": device_name(),
+        "device": devices.device_name(),
+        "fp32": devices.fp32_arithmetic(kind),
+        "settings": devices.settings(kind),
+        "lacks": devices.lacks_here(),
         "threads": torch.get_num_threads(),
         "precisions": [str(precision) for precision in useful_precisions(kind)],
         "precisions_excluded": {str(key): reason for key, reason in excluded_precisions(kind).items()},

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
+from autotune.budget import allocated_within
 from autotune.gym.observation import Observation
 from autotune.live.attached import Attached, Step
 from autotune.live.deciding import Decider, RecordedPolicy
@@ -29,7 +30,6 @@ from autotune.measurement import Measurement
 from autotune.mechanics import controls
 from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe
 from autotune.mechanics.step_trace import Phase
-from autotune.physics.fragmentation import allocated_within
 from autotune.physics.profile import Profile
 from autotune.plan import Plan
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from autotune.budget import allocated_within
 from autotune.mechanics import devices
-from autotune.physics.fragmentation import allocated_within
 from autotune.plan import Plan
 
 

@@ -176,6 +176,12 @@ def lacks(device: AnyDevice) -> Mapping[str, str]:
     return MappingProxyType(missing)
 
 
+def lacks_here() -> dict[str, str]:
+    """Return what this machine's accelerator lacks, also where jobs train on the processor because of it."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return {} if found is None else dict(lacks(found))
+
+
 @functools.cache
 def unusable(device: AnyDevice) -> str | None:
     """Return why no job can be profiled on a device; ``None`` if one can."""
