@@ -3,8 +3,8 @@
 A unit is probed where it is called: its forward and backward passes run twice on copies of its inputs, once saving and
 once recomputing, and every gradient, buffer and generator must come out the same to the last bit. Nothing of it stays.
 
-Where the device itself does not repeat to the last bit (flash attention's backward pass adds in any order, as do sums by
-atomics), two passes that both save say by how much; recomputing may then differ as they do, and not more.
+Where the device itself does not repeat to the last bit (flash attention's backward pass adds in any order, as do sums
+by atomics), two passes that both save say by how much; recomputing may then differ as they do, and not more.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from autotune.mechanics.devices import is_out_of_memory
 # Relative differences, by 2-norms, up to which two passes over one input differ by rounding alone: so many units in the
 # last place, and never what dropout does (a rate of 0.1 differs by 0.4).
 _ROUNDING_ULPS, _ROUNDING_FRAC = 32.0, 0.02
-# Two passes are a sample of what passes differ by.
-_PASSES_LIKE_THEM = 4.0
+# So many passes are a sample of what passes differ by, which may be so many times as much.
+_REPEATS, _PASSES_LIKE_THEM = 3, 4.0
 
 
 class UnitProbe:
@@ -149,17 +149,22 @@ def storage_lock(
         recomputed = again()
         if saved.same(recomputed):
             return None
-        repeats = []
-        for _ in range(1 if _repeats_by_promise() else 3):
+        repeated = []
+        for _ in range(1 if _repeats_by_promise() else _REPEATS):
             undo()
-            repeats.append(plainly())
+            repeated.append(plainly())
+        return _judged(saved, recomputed, repeated)
     except Exception as error:  # noqa: BLE001 - whatever it is, the unit is left alone
         return "ran out of memory while probed" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
     finally:
         undo()
-    if all(saved.same(other) for other in repeats):
+
+
+def _judged(saved: _Outcome, recomputed: _Outcome, repeated: Sequence[_Outcome]) -> str | None:
+    """Return what speaks against a recomputed pass that differs from a saved one; ``None`` if saved ones do as well."""
+    if all(saved.same(other) for other in repeated):
         return "recomputed, its gradients, buffers or generators differ"
-    apart = max(saved.apart(other) for other in repeats)
+    apart = max(saved.apart(other) for other in repeated)
     if _repeats_by_promise() or apart > 1:
         return "two passes over one input differ: it has a randomness of its own"
     if saved.apart(recomputed) > min(_PASSES_LIKE_THEM * apart, 1.0):
