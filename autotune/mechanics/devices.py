@@ -379,7 +379,7 @@ def fp32_arithmetic(device: AnyDevice) -> dict[str, str]:
 
 
 def fp32_name(device: AnyDevice) -> str:
-    """Return how a device computes with fp32 numbers: ``fp32``, ``tf32``, or in words what each kind of product does."""
+    """Return how a device computes with fp32 numbers: ``fp32``, ``tf32``, or what each kind of product does."""
     found = fp32_arithmetic(device)
     products, convolutions = found["matrix products"], found["convolutions"]
     return products if products == convolutions else f"{products}, convolutions in {convolutions}"
