@@ -37,7 +37,7 @@ LIVELY = Limits(decide_every=5, pause_steps=5, min_steps_between_switches=5, ove
 @pytest.fixture(autouse=True)
 def _asked_anew(accelerator: ModuleType) -> Iterator[None]:
     """Let what a device can do be asked again: here it changes."""
-    for known in (devices.lacks, devices.unusable, devices.traces_memory):
+    for known in (devices.lacks, devices.traces_memory):
         known.cache_clear()
     yield
     gc.collect()

@@ -13,6 +13,7 @@ import torch
 from test_accelerator import DEVICE, LIVELY, Loop, _asked_anew, engine  # noqa: F401
 
 import autotune
+from autotune.campaign.references import measure_references
 from autotune.cli.main import run
 from autotune.engines.profiler import ProfilerOptions, profile
 from autotune.engines.torch_engine import TorchEngine
@@ -68,6 +69,9 @@ def test_a_device_without_statistics_trains_and_is_profiled_without_them(acceler
         window = running.run(3)
         assert window.failure is None
         assert window.peak_bytes is None
+        assert window.seconds_per_step is not None
+        with pytest.raises(InputError, match="the device does not say how much memory a step takes"):
+            measure_references(running, None)
 
 
 def test_a_format_that_a_device_lacks_is_in_no_plan(accelerator: ModuleType) -> None:
@@ -102,12 +106,26 @@ def test_a_device_that_vanishes_ends_the_window_and_comes_back(accelerator: Modu
     accelerator.vanish(False)
 
 
-def test_where_another_process_takes_the_memory_a_profile_ends_in_one_line(accelerator: ModuleType) -> None:
+@pytest.mark.parametrize(
+    ("free", "said"),
+    [
+        (0, "device 'fake' cannot be used: nothing can be allocated on it"),
+        (1, "job 'transformer': model raised OutOfMemoryError"),
+        # Before the update, and in it.
+        (2, "the first step ends with out_of_memory"),
+        (4, "the first step ends with out_of_memory"),
+    ],
+)
+def test_where_another_process_has_the_memory_a_profile_ends_in_one_line(
+    accelerator: ModuleType, free: int, said: str
+) -> None:
     accelerator.capacity(64 * 2**20)
-    accelerator.others(63 * 2**20)
-    with pytest.raises(InputError, match="the first step ends with out_of_memory|out of memory") as caught:
+    accelerator.small_segments(64)
+    accelerator.others((64 - free) * 2**20)
+    with pytest.raises(InputError, match=said) as caught:
         profile(device_jobs.make(), device_name="fake", device=DEVICE, options=ProfilerOptions.lean(0))
     assert "\n" not in str(caught.value)
+    assert devices.device_kind() == DEVICE
 
 
 def test_the_devices_generator_is_its_own_and_is_kept(accelerator: ModuleType) -> None:
