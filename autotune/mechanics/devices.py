@@ -31,6 +31,8 @@ _FP32, _TF32 = "fp32", "tf32"
 # What can be chosen for products of fp32 numbers, by what torch calls it; and the first that computes in TF32.
 _FP32_CHOICES = {_FP32: "ieee", _TF32: "tf32"}
 _TF32_CAPABILITY = (8, 0)
+# Where kernel modules of NVIDIA's and AMD's tell their version.
+_DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
 
 # What torch, the host's allocator, drivers and libraries say where memory runs out; all but the first two raise a plain
 # RuntimeError. MPS: "MPS backend out of memory". NCCL and RCCL allocate for themselves, and say so in two lines.
@@ -153,6 +155,15 @@ def device_name(device: AnyDevice | None = None) -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def driver(device: AnyDevice) -> str | None:
+    """Return which driver, and which version of its platform's libraries, a device is used through, where they say."""
+    if not is_accelerator(device):
+        return None
+    modules = [path.read_text(errors="replace").split("\n")[0].strip() for path in _DRIVERS if path.is_file()]
+    versions = [(name, getattr(torch.version, name, None)) for name in ("cuda", "hip", "xpu")]
+    return "; ".join([*modules, *(f"{name} {version}" for name, version in versions if version)]) or None
 
 
 # ---------------------------------------------------------------------------------------------- what a device can do
