@@ -149,7 +149,8 @@ class _Bench:
             if "baseline" not in entry:
                 self._job_part("known", entry, profiles, self._share_s(waiting))
             for place, arm in enumerate(arms):
-                if "baseline" in entry and arm not in entry and arm not in entry["arms"]:
+                # The first part has seen already what being attached costs the first job.
+                if "baseline" in entry and not (arm == _ATTACHED and arm in entry):
                     self._arm(arm, entry, profiles, self._share_s(waiting - 1 - place))
 
     def _share_s(self, waiting: int) -> float:

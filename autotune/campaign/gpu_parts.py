@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,7 +23,7 @@ from autotune.campaign.gpu_jobs import gpu_jobs
 from autotune.campaign.gpu_windows import Windows
 from autotune.campaign.runs import benchmark_folder, describe_environment
 from autotune.catalog import load_job
-from autotune.data import DATA_VARIABLE
+from autotune.data import pointed_at
 from autotune.engines.processes import fail, leave, opened
 from autotune.engines.profiler import ProfilerOptions, profile
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
@@ -58,12 +57,10 @@ def machine(asked: Mapping[str, Any]) -> Iterator[Found]:
     """Yield what is measured on and with, before anything is trained.
 
     Raises:
-        InputError: if there is no such device, job or folder of data.
+        InputError: if there is no such device or job.
     """
     if asked["device"] is None and devices.device_kind() == "cpu":
         raise InputError("there is no accelerator here", where="--device", allowed="cpu, to try the command")
-    if asked["data"] is not None and not Path(asked["data"]).is_dir():
-        raise InputError(f"{asked['data']!r} is no folder", where="--data", allowed="a folder with the data sets")
     device = devices.resolved(asked["device"], "--device")
     jobs = gpu_jobs(asked["jobs"], device)
     arms = ["baseline", *([TF32_ARM] if devices.has_tf32(device) else []), *RULE_ARMS, *PLANNED_ARMS, ATTACHED]
@@ -286,11 +283,10 @@ def main() -> None:
     wire, asked, number = opened()
     with contextlib.suppress(EOFError, OSError):
         try:
-            if asked["data"] is not None:
-                os.environ[DATA_VARIABLE] = asked["data"]
-            for found in PARTS[asked["part"]](asked):
-                # What is no number says nothing, and documents have none.
-                wire.send({"found": json.loads(json.dumps(found), parse_constant=lambda _: None)})
+            with pointed_at(asked["data"]):
+                for found in PARTS[asked["part"]](asked):
+                    # What is no number says nothing, and documents have none.
+                    wire.send({"found": json.loads(json.dumps(found), parse_constant=lambda _: None)})
         except Exception as error:  # noqa: BLE001 - whatever it is, the asker classifies
             fail(wire, number, error)
         wire.send({"done": True})
