@@ -288,7 +288,7 @@ def _on_random_tokens(name: str, model: Callable[[], nn.Module], batch: int, len
         model=model,
         batches=batches,
         batch_size=batch,
-        evaluate=lambda model: math.exp(mean_loss(model, next(batches(0))).item()),
+        evaluate=lambda model: math.exp(mean_loss(model, next(batches(0)).to(next(model.parameters()).device)).item()),
         data_sources=lambda: [DataSource(name="random tokens", size_bytes=0, sha256="")],
     )
 

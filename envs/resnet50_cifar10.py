@@ -188,11 +188,16 @@ def random() -> Job:
             images = torch.randn(BATCH, 3, 32, 32, generator=generator)
             yield images, torch.randint(CLASSES, (BATCH,), generator=generator)
 
+    def evaluate(model: nn.Module) -> float:
+        device = next(model.parameters()).device
+        images, answers = next(batches(0))
+        return mean_loss(model, (images.to(device), answers.to(device))).item()
+
     return dataclasses.replace(
         job,
         name="resnet50_random",
         batches=batches,
-        evaluate=lambda model: mean_loss(model, next(batches(0))).item(),
+        evaluate=evaluate,
         goal="min",
         data_sources=lambda: [DataSource(name="random images", size_bytes=0, sha256="")],
     )

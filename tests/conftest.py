@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_accelerator.fixtures import accelerator  # noqa: F401
 from hypothesis import settings
 
 # Times differ by machine; what is asserted never depends on them.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import tiny_job
 import torch
+import torch.nn.functional as F
 from small_jobs import adamw, convolution_job, gpt_job, image_batches, token_batches
 from small_models import TinyConvolution, TinyGPT
 from torch import nn
@@ -25,6 +27,8 @@ from autotune.physics.time_model import seconds_per_step
 from autotune.plan import Plan, Precision
 
 A100 = find_device("a100")
+# The same rates, and memory as a CPU has it: blocks of any size, no workspaces.
+ON_CPU = replace(A100, block_bytes=1, workspace_bytes=0, context_bytes=0, tf32=None)
 QUICK = ProfilerOptions(seconds=1.0, max_rounds=2, calibration_plans=2)
 
 
@@ -49,12 +53,21 @@ def large_convolution() -> Job:
     )
 
 
+class OnlyConvolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(1, 5, 3, padding=1), nn.Conv2d(5, 5, 3, padding=1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).mean((2, 3))
+
+
 # Large enough that the state of the CPU's generator, which recomputed units keep outside a GPU's memory, is small.
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [large_gpt, large_convolution])
 def test_estimated_peaks_are_those_that_a_real_step_shows(make) -> None:
     job = without_foreach(make())
-    measured, estimated = profile(job, device_name="here", options=QUICK), estimate(job, A100)
+    measured, estimated = profile(job, device_name="here", options=QUICK), estimate(job, ON_CPU)
     assert estimated.estimated
     assert not measured.estimated
     assert estimated.units == measured.units
@@ -136,8 +149,100 @@ def test_a_step_that_depends_on_values_is_named() -> None:
 
 def test_an_estimate_can_be_planned_with() -> None:
     found = estimate(tiny_job.make(), A100)
-    budget = int(peak_bytes(found, found.space.baseline()) * 0.8)
+    above = peak_bytes(found, found.space.baseline()) - A100.workspace_bytes
+    budget = A100.workspace_bytes + int(above * 0.8)
     assert solve(found, budget).peak_bytes <= budget
+
+
+def test_every_block_is_rounded_up_as_the_allocator_does() -> None:
+    assert [A100.allocated(size) for size in (0, 1, 512, 513, 2**30 + 1)] == [0, 512, 512, 1024, 2**30 + 512]
+    assert [ON_CPU.allocated(size) for size in (0, 1, 513)] == [0, 1, 513]
+    on_gpu, on_cpu = (estimate(tiny_job.make(accumulation_choices=(1, 2)), spec) for spec in (A100, ON_CPU))
+    parameters = list(tiny_job.Network().parameters())
+    # Weights and two moments; the step counters stay in host memory.
+    exact = [3 * parameter.numel() * 4 for parameter in parameters]
+    rounded = [3 * A100.allocated(parameter.numel() * 4) for parameter in parameters]
+    assert on_cpu.static_bytes == sum(exact)
+    assert on_gpu.static_bytes == sum(rounded) + A100.workspace_bytes
+    for table in on_gpu.tables:
+        costs = [cost for segment in table.segments for cost in segment.costs.values()]
+        sizes = [cost.saved_bytes for cost in costs] + [boundary.size_bytes for boundary in table.boundaries]
+        sizes += [table.batch_bytes, table.update_peak_bytes, *(segment.gradient_bytes for segment in table.segments)]
+        sizes += [peak for cost in costs for peak in (*cost.forward_peak_bytes, *cost.backward_peak_bytes)]
+        assert not any(size % A100.block_bytes for size in sizes)
+
+
+def test_workspaces_of_both_threads_are_in_every_peak() -> None:
+    job, spec = tiny_job.make(accumulation_choices=(1, 2)), find_device("h100")
+    found, without = estimate(job, spec), estimate(job, replace(spec, workspace_bytes=0))
+    for precision in (Precision.FP32, Precision.BF16):
+        plan = found.space.plan(accumulation_steps=2, precision=precision)
+        assert peak_bytes(found, plan) - peak_bytes(without, plan) == 2 * 32 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("device", "per_thread"),
+    [
+        ("t4", 8_519_680),
+        ("a100", 8_519_680),
+        ("rtx4090", 8_519_680),
+        ("h100", 32 * 2**20),
+        ("b200", 32 * 2**20),
+        ("rtx5090", 32 * 2**20),
+        ("mi300x", 76 * 2**20),
+        ("mi355x", 76 * 2**20),
+    ],
+)
+def test_workspaces_are_those_of_the_generation(device: str, per_thread: int) -> None:
+    assert find_device(device).workspace_bytes == 2 * per_thread
+
+
+def test_convolutions_round_to_tf32_by_default_and_products_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = {
+        "convolution": convolution_job(
+            model=OnlyConvolutions,
+            loss=lambda model, batch: F.cross_entropy(model(batch["images"]), batch["labels"]),
+            accumulation_choices=(1,),
+        ),
+        "product": tiny_job.make(accumulation_choices=(1,)),
+    }
+    # So slow at computing that nothing else counts.
+    devices = {
+        key: replace(
+            spec,
+            flops={precision: rate / 1e9 for precision, rate in spec.flops.items()},
+            tf32=None if spec.tf32 is None else spec.tf32 / 1e9,
+        )
+        for key in ("a100", "v100", "mi300x")
+        for spec in [find_device(key)]
+    }
+
+    def baseline_s() -> dict[tuple[str, str], float]:
+        found = {
+            (name, key): estimate(job, spec)
+            for name, job in jobs.items()
+            for key, spec in devices.items()
+            if (name, key) != ("product", "v100")
+        }
+        return {key: seconds_per_step(profile, profile.space.baseline()) for key, profile in found.items()}
+
+    before = baseline_s()
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    torch.set_float32_matmul_precision("high")
+    try:
+        factors = {key: seconds / before[key] for key, seconds in baseline_s().items()}
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert factors == pytest.approx(
+        {
+            ("convolution", "a100"): 156 / 19.5,
+            ("convolution", "v100"): 1.0,
+            ("convolution", "mi300x"): 1.0,
+            ("product", "a100"): 19.5 / 156,
+            ("product", "mi300x"): 163.4 / 653.7,
+        },
+        rel=1e-3,
+    )
 
 
 def test_the_table_names_its_sources_and_refuses_other_devices() -> None:
@@ -146,20 +251,68 @@ def test_the_table_names_its_sources_and_refuses_other_devices() -> None:
         assert spec.memory_bytes > 0
         assert all(rate >= spec.flops[Precision.FP32] for rate in spec.flops.values())
         assert spec.precisions[0] is Precision.FP32
+        assert spec.tf32 is None or spec.flops[Precision.FP32] <= spec.tf32 < spec.flops[Precision.BF16]
+        assert spec.workspace_bytes > 0
+        assert spec.usable_bytes == spec.memory_bytes - 500 * 10**6
+    assert DEVICES["mi355x"].tf32 is None
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA GB200", "gb200"),
+        ("B200", "b200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA L40S", "l40s"),
+        ("Tesla T4", "t4"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("RTX 5090", "rtx5090"),
+        ("4090", "rtx4090"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("AMD Instinct MI300X VF", "mi300x"),
+        ("MI325X", "mi325x"),
+        ("AMD Instinct MI355X", "mi355x"),
+    ],
+)
+def test_devices_are_found_by_what_torch_calls_them(name: str, key: str) -> None:
+    assert find_device(name) is DEVICES[key]
+    assert find_device(DEVICES[key].name) is DEVICES[key]
+
+
+@pytest.mark.parametrize(
+    "name", ["abacus", "", "NVIDIA", "NVIDIA H100 PCIe", "NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 3090 Ti", "cpu"]
+)
+def test_other_devices_are_refused(name: str) -> None:
     with pytest.raises(InputError, match="h200"):
-        find_device("abacus")
+        find_device(name)
 
 
 def test_the_command_plans_and_says_that_it_estimated(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
     job = tiny_job.__file__ + ":job"
     path = tmp_path / "plan.json"
-    assert run(["plan", job, "--device", "h200", "--memory-budget", "80%", "--json", "--output", str(path)]) == 0
+    assert run(["plan", job, "--device", "h200", "--memory-budget", "99.9%", "--json", "--output", str(path)]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["estimated"] is True
     assert document["predicted"]["peak_bytes"] <= document["memory_budget_bytes"]
     assert Plan.from_json(document["plan"]) == Plan.from_json(json.loads(path.read_text()))
+    assert document["workspace_bytes"] == 64 * 2**20
     assert run(["plan", job, "--device", "h200"]) == 0
-    assert "estimated, not measured" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "estimated, not measured" in shown
+    assert "64.0 MiB of library workspaces" in shown
+    assert "the driver's context takes 476.8 MiB" in shown
+
+
+def test_the_whole_device_is_what_the_driver_leaves_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", tiny_job.__file__ + ":job", "--device", "NVIDIA GeForce RTX 4090", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["context_bytes"] == 500 * 10**6
+    assert document["memory_budget_bytes"] == int((24 * 10**9 - 500 * 10**6) * 0.9)
 
 
 def test_a_budget_that_the_update_alone_exceeds_says_so(capsys: pytest.CaptureFixture[str]) -> None:

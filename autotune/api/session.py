@@ -45,7 +45,13 @@ from autotune.errors import InputError, JobError
 from autotune.gym.reward import Objective
 from autotune.job import Job
 from autotune.launching import launched, split, suffix
-from autotune.mechanics.devices import device_kind, device_name, is_accelerator, require_fp32_choice
+from autotune.mechanics.devices import (
+    device_kind,
+    device_name,
+    is_accelerator,
+    require_devices,
+    require_fp32_choice,
+)
 from autotune.mechanics.energy_meter import require_watts
 from autotune.physics.carbon import Intensity
 from autotune.physics.cost import Weights
@@ -514,6 +520,8 @@ def session_of(
     """
     if ranks is not None and cluster is not None:
         raise InputError("stands beside ranks", where="--cluster", allowed="one of both: ranks are on one machine")
+    if ranks is not None:
+        require_devices(ranks.count, "--ranks")
     isolate = isolate or ranks is not None or cluster is not None
     if isolate and not isinstance(job, str):
         raise JobError(

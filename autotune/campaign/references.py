@@ -60,8 +60,10 @@ def measure_references(
     engine.apply(engine.space.baseline())
     # The engine's first step cannot be metered, so that two are not timed.
     baseline = engine.run(WINDOW_STEPS + 1)
-    if baseline.failure is not None or baseline.peak_bytes is None:
+    if baseline.failure is not None:
         raise JobError(f"the baseline ends with {baseline.failure}: {baseline.failure_detail}", where="job")
+    if baseline.peak_bytes is None:
+        raise JobError("the device does not say how much memory a step takes", where="job", allowed="autotune doctor")
     size = None if budget is None else budget.resolve(baseline.peak_bytes, baseline.fragments_bytes)
     leanest = None
     if with_leanest or (size is not None and size < _DOUBTFUL * baseline.peak_bytes):

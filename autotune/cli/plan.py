@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from autotune.physics.devices import DeviceSpec
     from autotune.physics.profile import Profile
 
-# Left free of a device's capacity for what an estimate does not see: the driver's context, what kernels need for
+# Left free of what the driver leaves of a device's capacity, for what an estimate does not see: what kernels need for
 # themselves, and fragmentation.
 _HEADROOM = 0.1
 
 
 def command(
     job: Annotated[str, typer.Argument(help="A catalog name, package.module:attribute, or file.py:attribute.")],
-    device: Annotated[str, typer.Option("--device", help="The device: h200, h100, a100, rtx3090, ...")],
+    device: Annotated[str, typer.Option("--device", help="The device: b200, h100, a100, rtx4090, mi300x, ...")],
     memory_budget: BudgetOption = None,
     output: Annotated[
         Path | None, typer.Option("--output", callback=output_file, help="Write the plan to this file.")
@@ -36,6 +36,7 @@ def command(
 
     Nothing of the model is allocated: a job far larger than this machine can be planned. Every figure is an estimate.
     """
+    from autotune.budget import format_bytes
     from autotune.catalog import load_job
     from autotune.engines.estimator import estimate
     from autotune.errors import BudgetError
@@ -64,6 +65,8 @@ def command(
                 "estimated": True,
                 "source": spec.source,
                 "memory_budget_bytes": budget,
+                "context_bytes": spec.context_bytes,
+                "workspace_bytes": spec.workspace_bytes,
                 "plan": plan.to_json(),
                 "predicted": {
                     "seconds_per_step": solution.seconds_per_step,
@@ -77,7 +80,8 @@ def command(
     console = shared.console(as_json=False)
     console.print(_table(rows, f"{found.name} on {spec.name}: estimated, not measured"))
     console.print(
-        f"Rates from {spec.source}; {_HEADROOM:.0%} of the memory is left free unless --memory-budget says otherwise. "
+        f"Rates from {spec.source}. Every peak holds {format_bytes(spec.workspace_bytes)} of library workspaces. "
+        f"{_limit(memory_budget, spec, budget)} "
         f"Measure on the device before you rely on it: autotune profile, then tune --method exact.",
         soft_wrap=True,
     )
@@ -101,9 +105,23 @@ def _budget(given: str | None, spec: DeviceSpec, profile: Profile) -> int:
     from autotune.physics.memory_model import peak_bytes
 
     if given is None:
-        return int(spec.memory_bytes * (1 - _HEADROOM))
-    baseline = peak_bytes(profile, profile.space.baseline())
-    return MemoryBudget.parse(given).resolve(baseline, profile.fragments_bytes)
+        return int(spec.usable_bytes * (1 - _HEADROOM))
+    budget = MemoryBudget.parse(given)
+    resolved = budget.resolve(peak_bytes(profile, profile.space.baseline()))
+    # How much of what is reserved stays unused, only a measured step shows.
+    return int(resolved * (1 - _HEADROOM)) if budget.reserved else resolved
+
+
+def _limit(given: str | None, spec: DeviceSpec, budget: int) -> str:
+    """Return a sentence that says where the budget comes from."""
+    from autotune.budget import format_bytes
+
+    if given is not None:
+        return f"The budget is {format_bytes(budget)}."
+    return (
+        f"The budget is {format_bytes(budget)}: the driver's context takes {format_bytes(spec.context_bytes)} of "
+        f"{format_bytes(spec.memory_bytes)}, and {_HEADROOM:.0%} of the rest is left free."
+    )
 
 
 def _rows(profile: Profile, best: Any, budget: int) -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """Estimate a profile for a device that is not there: the job's own step, on fake tensors.
 
 Nothing is allocated and nothing computed: memory follows from the lifetimes of what the step's operators would
-allocate, time from a table of the device's published rates. The profile says that it is estimated.
+allocate, as the device's allocator counts it, and time from a table of its published rates. The profile says that it is
+estimated.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ class _Estimator:
         space = self._space(model)
         fake = map_tensors(self._mode.from_tensor, self._batch)
         self._run(model, optimizer, fake, space.baseline(), None)
-        static = _bytes(resident_tensors(model, optimizer, []))
+        steps = _host_steps(optimizer)
+        resident = [tensor for tensor in resident_tensors(model, optimizer, []) if id(tensor) not in steps]
+        static = self._bytes(resident) + self._device.workspace_bytes
         ks = spread_choices(space.accumulation_choices, _MAX_TABLES)
         plans = homogeneous_plans(space, ks)
         choices: dict[Probe, Choice] = {}
@@ -152,7 +155,7 @@ class _Estimator:
         plan: Plan,
         first: Choice | None,
     ) -> Choice:
-        tracer = FakeTracer(model, [unit.name for unit in space.units], self._operator_time)
+        tracer = FakeTracer(model, [unit.name for unit in space.units], self._operator_time, self._device.allocated)
         tracer.know(resident_tensors(model, optimizer, [batch]))
         self._run(model, optimizer, batch, plan, tracer)
         controls.remove(model)
@@ -168,7 +171,7 @@ class _Estimator:
             factor = 1.0 if place.phase == "update" else plan.accumulation_steps / traced
             seconds[key] = seconds.get(key, 0.0) + value * factor
         seconds.setdefault(("update", -1), 0.0)
-        held = _bytes(tensors(batch)) * (1 if space.k_splits else plan.accumulation_steps)
+        held = self._bytes(tensors(batch)) * (1 if space.k_splits else plan.accumulation_steps)
         return Choice(plan, seen, tracer.trace.calls, held, seconds=[seconds])
 
     def _run(
@@ -206,11 +209,25 @@ class _Estimator:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    def _operator_time(self, operations: float, moved: float, dtype: torch.dtype) -> float:
-        return self._device.seconds(operations, moved, _PRECISION_OF.get(dtype, Precision.FP32))
+    def _operator_time(self, operations: float, moved: float, dtype: torch.dtype, convolution: bool) -> float:
+        # As torch is set here: by default convolutions may round to TF32, matrix products may not.
+        backends: Any = torch.backends
+        rounding = backends.cudnn.conv.fp32_precision if convolution else backends.cuda.matmul.fp32_precision
+        tf32 = rounding == "tf32" and (self._device.tf32_convolutions or not convolution)
+        return self._device.seconds(operations, moved, _PRECISION_OF.get(dtype, Precision.FP32), tf32=tf32)
+
+    def _bytes(self, values: list[torch.Tensor]) -> int:
+        """Return what the device's allocator counts for fake tensors' storages, each once."""
+        storages = {value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in values}
+        return sum(self._device.allocated(size) for size in storages.values())
 
 
-def _bytes(values: list[torch.Tensor]) -> int:
-    """Return the bytes of fake tensors' storages, each once."""
-    storages = {value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in values}
-    return sum(storages.values())
+def _host_steps(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the ids of the step counters that torch's optimizers keep in host memory."""
+    return {
+        id(optimizer.state[parameter].get("step"))
+        for group in optimizer.param_groups
+        if not (group.get("capturable") or group.get("fused"))
+        for parameter in group["params"]
+        if parameter in optimizer.state
+    }

@@ -86,7 +86,7 @@ class Progress:
 
 @dataclass(slots=True)
 class _Undo:
-    """Hold what a step that fails must put back. Weights and optimizer change only when it succeeds."""
+    """What a step that fails must put back. Weights and optimizer change in its update alone."""
 
     random: randomness.RandomState
     buffers: dict[str, torch.Tensor]
@@ -138,7 +138,7 @@ class TorchEngine:
         self.progress = Progress()
         with randomness.isolated():
             randomness.seed_all(seed)
-            self.model = build_model(job).to(self.device)
+            self.model = ask(job, "model", lambda: build_model(job).to(self.device))
             self.model.train()
             self._stream = BatchStream(job, seed, self.device)
             self._pending: list[Any] = [ask(job, "batches", self._stream.take)]
@@ -296,8 +296,9 @@ class TorchEngine:
                 attempt.accumulate(metered=metered)
                 attempt.finish()
         except Exception as error:
-            if attempt.updating or not self.recovers:
-                # Weights may be half updated: nobody can put that back, so it is the caller's to know.
+            # Weights may be half updated, which nobody can put back. That memory runs out there, where a first update
+            # makes the optimizer's states, is an answer all the same; anything else is the caller's to know.
+            if not self.recovers or (attempt.updating and not devices.is_out_of_memory(error)):
                 raise
             failure, problem = classify(error), f"{type(error).__name__}: {error}"
         except BaseException:
@@ -389,7 +390,8 @@ class TorchEngine:
         size = tensor_bytes(tensors(batches))
         known = self._peaks.get(self._plan, (0, 0))
         unsettled = self.progress.steps == 0 or self._steps_under_plan < self.settling_steps
-        if not self.options.meter_memory or unsettled or size <= known[1]:
+        meters = self.options.meter_memory and self._meter.available
+        if not meters or unsettled or size <= known[1]:
             yield False
             return
         self._meter.reset()

@@ -50,11 +50,11 @@ class Window:
     reports: list[StepReport] = field(default_factory=list)
     failure: Failure | None = None
     failure_detail: str = ""
-    began: float = field(default_factory=time.perf_counter)
+    began: float = field(init=False)
     began_j: float | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.began_j = self.meter.read()
+        self.began_j, self.began = self.meter.read(), time.perf_counter()
 
     def elapsed(self) -> float:
         """Return the seconds since the window began."""

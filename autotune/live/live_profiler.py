@@ -101,7 +101,8 @@ class LiveProfiler:
         self.space: PlanSpace = attached.space
         self.locks: dict[str, str] = {}
         self.profile: Profile | None = None
-        self.failed: str | None = None if attached.space.units else "the model has no units"
+        lacking = devices.unusable(attached.device)
+        self.failed: str | None = lacking if attached.space.units else "the model has no units"
         self.growth = Growth()
         self.latest_peak: int | None = None
         self.fragments = 0

@@ -62,7 +62,7 @@ class _Running:
         pending: whether a gradient has been accumulated.
     """
 
-    began: float = field(default_factory=time.perf_counter)
+    began: float
     own_s: float = 0.0
     away_s: float = 0.0
     left: float | None = None
@@ -470,7 +470,7 @@ class LiveTuner:
             return 1
         if self._running is not None:
             self._safely(lambda pilot: pilot.abandon_step())
-        running = self._running = _Running()
+        running = self._running = _Running(time.perf_counter())
         running.add(batch)
         if self._stop_file is not None and self._pilot is not None and self._stop_file.exists():
             self.detach(f"{self._stop_file} exists")

@@ -6,13 +6,13 @@ No other file names a backend. What a device can do is asked of it: each backend
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from torch._C._autograd import DeviceType
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
-from autotune.errors import InputError
+from autotune.errors import InputError, first_line
 
 AnyDevice = torch.device | str
 
@@ -82,7 +82,7 @@ def device_kind(ranks: int = 1) -> str:
         ranks: how many processes train it on this machine, each on a device of its own.
     """
     found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or torch.accelerator.device_count() < ranks or unusable(found):
+    if found is None or torch.accelerator.device_count() < ranks or not _is_traced(found):
         return "cpu"
     return found.type
 
@@ -132,6 +132,21 @@ def rank_device(kind: str, local_rank: int) -> torch.device:
         return torch.device(kind)
     torch.accelerator.set_device_index(local_rank)
     return torch.device(kind, local_rank)
+
+
+def require_devices(ranks: int, where: str) -> None:
+    """Refuse ranks that would share an accelerator: each of them takes a device of its own.
+
+    Raises:
+        InputError: saying how many there are.
+    """
+    count = torch.accelerator.device_count() if device_kind() != "cpu" else ranks
+    if ranks > count:
+        raise InputError(
+            f"{ranks} ranks would share {count} {device_kind()} device{'s' * (count > 1)}",
+            where=where,
+            allowed=f"up to {count}, or the devices hidden from torch, to train on the processor",
+        )
 
 
 def collective_backend(kind: str) -> str:
@@ -186,7 +201,7 @@ def lacks(device: AnyDevice) -> Mapping[str, str]:
         missing["bf16"] = "plans have no bf16"
     if torch.float16 not in autocast_dtypes(found):
         missing["fp16"] = "plans have no fp16"
-    if not traces_memory(found):
+    if not _is_traced(found):
         missing["traces of memory"] = "no job can be profiled on it, and attached runs are only observed"
     return MappingProxyType(missing)
 
@@ -197,30 +212,56 @@ def lacks_here() -> dict[str, str]:
     return {} if found is None else dict(lacks(found))
 
 
-@functools.cache
 def unusable(device: AnyDevice) -> str | None:
     """Return why no job can be profiled on a device; ``None`` if one can."""
-    found = torch.device(device)
-    if not is_accelerator(found) or traces_memory(found):
-        return None
-    return "torch's profiler does not see its allocations"
+    try:
+        return None if traces_memory(device) else "torch's profiler does not see its allocations"
+    except RuntimeError as error:
+        return f"nothing can be allocated on it ({first_line(error)})"
+
+
+def _is_traced(device: torch.device) -> bool:
+    """Return whether allocations are seen; also where there is no room for any now."""
+    try:
+        return traces_memory(device)
+    except RuntimeError:
+        return True
 
 
 @functools.cache
 def traces_memory(device: AnyDevice) -> bool:
-    """Return whether torch's profiler sees a device's allocations; one is made to find out."""
+    """Return whether torch's profiler sees a device's allocations; one is made to find out.
+
+    Raises:
+        RuntimeError: if none can be made.
+    """
     found = torch.device(device)
+    if not is_accelerator(found):
+        return True
+    # The host's calls suffice: what listens to the device itself (CUPTI) need not be there.
+    with (
+        quiet_profiler(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen,
+        record_function("probe"),
+    ):
+        torch.empty(1024, device=found)
+    profiler: Any = seen.profiler
+    return any(
+        event.name() == "[memory]" and event.device_type() != DeviceType.CPU
+        for event in profiler.kineto_results.events()
+    )
+
+
+@contextmanager
+def quiet_profiler() -> Iterator[None]:
+    """Keep the library behind the profiler from printing two lines per use on stderr."""
+    level = os.environ.get("KINETO_LOG_LEVEL")
+    os.environ["KINETO_LOG_LEVEL"] = level or "99"
     try:
-        # The host's calls suffice: what listens to the device itself (CUPTI) need not be there.
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, record_function("probe"):
-            torch.ones(1024, device=found)
-        profiler: Any = seen.profiler
-        return any(
-            event.name() == "[memory]" and event.device_type() != DeviceType.CPU
-            for event in profiler.kineto_results.events()
-        )
-    except (RuntimeError, NotImplementedError):
-        return False
+        yield
+    finally:
+        if level is None:
+            del os.environ["KINETO_LOG_LEVEL"]
 
 
 def autocast_dtypes(device: AnyDevice) -> tuple[torch.dtype, ...]:
@@ -393,6 +434,13 @@ def fp32_arithmetic(device: AnyDevice) -> dict[str, str]:
     return {kind: _arithmetic(switch) for kind, switch in switches.items()}
 
 
+def fp32_name(device: AnyDevice) -> str:
+    """Return how a device computes with fp32 numbers: ``fp32``, ``tf32``, or what each kind of product does."""
+    found = fp32_arithmetic(device)
+    products, convolutions = found["matrix products"], found["convolutions"]
+    return products if products == convolutions else f"{products}, convolutions in {convolutions}"
+
+
 def _arithmetic(switch: Any) -> str:
     overall: Any = torch.backends
     for one in (switch, overall):
@@ -434,7 +482,7 @@ def require_fp32_choice(choice: str | None, device: AnyDevice, *, where: str) ->
         )
 
 
-@contextlib.contextmanager
+@contextmanager
 def fp32_computed_in(choice: str | None) -> Iterator[None]:
     """Compute products of fp32 numbers, convolutions among them, in one way while the body runs.
 

@@ -1,7 +1,7 @@
 """Trace a step that is never computed: fake tensors have shapes and lifetimes, but no values and no memory.
 
 Every operator that would run is seen on its way; what it would allocate, compute and move is noted. What a kernel needs
-for itself stays unseen, so that peaks read a little low.
+for itself while it runs stays unseen, so that peaks read a little low.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from torch.utils.flop_counter import flop_registry
 
 from autotune.mechanics.step_trace import Place, StepTracer
 
-# Seconds of an operator: from its floating-point operations, the bytes that it moves, and the format it computes in.
-OperatorTime = Callable[[float, float, torch.dtype], float]
+# Seconds of an operator: from its floating-point operations, the bytes that it moves, the format it computes in, and
+# whether it is a convolution.
+OperatorTime = Callable[[float, float, torch.dtype, bool], float]
 
 
 @contextmanager
@@ -67,11 +68,15 @@ class FakeTracer(StepTracer):
         model: a model of fake tensors.
         units: names of the units.
         operator_time: estimates the seconds of one operator.
+        allocated: what the allocator counts for a block of so many bytes.
     """
 
-    def __init__(self, model: nn.Module, units: Iterable[str], operator_time: OperatorTime) -> None:
+    def __init__(
+        self, model: nn.Module, units: Iterable[str], operator_time: OperatorTime, allocated: Callable[[int], int]
+    ) -> None:
         super().__init__(model, units, torch.device("cpu"))
         self._operator_time = operator_time
+        self._allocated = allocated
         self._clock = 0
         self._marks: list[float] = []
         self._changes: list[tuple[float, int, int]] = []
@@ -112,7 +117,10 @@ class FakeTracer(StepTracer):
         moved = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
         formats = [leaf.dtype for leaf in leaves if leaf.is_floating_point()]
         return self._operator_time(
-            _operations(func, args, kwargs, result), moved, formats[0] if formats else torch.int64
+            _operations(func, args, kwargs, result),
+            moved,
+            formats[0] if formats else torch.int64,
+            "convolution" in str(func._overloadpacket),
         )
 
     def _see_storage(self, storage: Any) -> None:
@@ -120,7 +128,7 @@ class FakeTracer(StepTracer):
         if address in self._alive:
             return
         self._alive[address] = weakref.ref(storage, lambda _: self._release(address, size))
-        size = storage.nbytes()
+        size = self._allocated(storage.nbytes())
         self._changes.append((self._tick(), size, address))
 
     def _release(self, address: int, size: int) -> None:

@@ -8,7 +8,6 @@ largest running sum within it. Both count model, optimizer, gradients, activatio
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from autotune.mechanics import devices
 from autotune.mechanics.collectives import settled_collectives
+from autotune.mechanics.devices import quiet_profiler
 from autotune.mechanics.trees import tensors
 
 
@@ -35,6 +35,11 @@ class MemoryMeter:
         self._device = device
         self.peak_bytes: int | None = None
         self.reserved_bytes: int | None = None
+
+    @property
+    def available(self) -> bool:
+        """Return whether the device says what a step takes."""
+        return not devices.is_accelerator(self._device) or devices.allocated(self._device) is not None
 
     def reset(self) -> None:
         """Forget the peak."""
@@ -78,18 +83,6 @@ class MemoryMeter:
 
     def _raise_to(self, peak: int) -> None:
         self.peak_bytes = peak if self.peak_bytes is None else max(self.peak_bytes, peak)
-
-
-@contextmanager
-def quiet_profiler() -> Iterator[None]:
-    """Keep the library behind the profiler from printing two lines per use on stderr."""
-    level = os.environ.get("KINETO_LOG_LEVEL")
-    os.environ["KINETO_LOG_LEVEL"] = level or "99"
-    try:
-        yield
-    finally:
-        if level is None:
-            del os.environ["KINETO_LOG_LEVEL"]
 
 
 @contextmanager

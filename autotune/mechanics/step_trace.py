@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from autotune.mechanics import devices
 from autotune.mechanics.collectives import settled_collectives
-from autotune.mechanics.memory_meter import quiet_profiler
+from autotune.mechanics.devices import quiet_profiler
 from autotune.mechanics.trees import tensors
 
 Phase = Literal["forward", "backward", "update"]

@@ -1,11 +1,13 @@
-"""Hold what makers publish of their devices, for plans that are made without them.
+"""Published figures of devices, for plans that are made without them, and what torch keeps of a GPU's memory.
 
-Peak rates are for dense matrix products with fp32 accumulation; fp32 is the rate of ordinary fp32 arithmetic, since
-torch does not use TF32 unless it is asked to.
+Rates are those of dense matrix products with fp32 accumulation: half of what a data sheet gives with sparsity. ``fp32``
+is the rate of ordinary fp32 arithmetic. ``tf32`` is the rate of fp32 products that torch rounds to TF32: by default
+convolutions on NVIDIA, and matrix products only where it is asked to.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -14,6 +16,7 @@ from autotune.errors import InputError
 from autotune.plan import Precision
 
 _GB = 10**9
+_KIB, _MIB = 2**10, 2**20
 _TERA = 1e12
 # Shares of the published peaks that single kernels are taken to reach, and what each costs to launch: assumptions,
 # not measurements of these devices. Whole training steps are reported to use 21 to 46 % of the peak (Chowdhery et al.
@@ -21,11 +24,27 @@ _TERA = 1e12
 _COMPUTE_SHARE = 0.6
 _BANDWIDTH_SHARE = 0.8
 _LAUNCH_S = 4e-6
+# The caching allocator rounds every block up to a multiple of this, under CUDA and ROCm alike. Source: kMinBlockSize in
+# torch's c10/core/AllocatorConfig.h.
+_BLOCK_BYTES = 512
+# Matrix products keep a workspace for each thread that makes them, in the caching allocator's memory, until the process
+# ends: one is forward's thread, one is backward's. Source: aten/src/ATen/cuda/CublasHandlePool.cpp of torch 2.13.
+_THREADS = 2
+# cuBLAS and cuBLASLt share it: 32 MiB on Hopper and Blackwell (on Blackwell since pytorch/pytorch#175344; before that
+# as on what is older), ":4096:2:16:8" on what is older.
+_HOPPER_WORKSPACE = _THREADS * 32 * _MIB
+_AMPERE_WORKSPACE = _THREADS * (2 * 4096 + 8 * 16) * _KIB
+# hipBLASLt, which torch prefers on CDNA 3 and 4 (80 MiB after torch 2.13, pytorch/pytorch#197201). What it cannot do
+# goes to hipBLAS, which would keep another 128 MiB per thread.
+_CDNA_WORKSPACE = _THREADS * 76 * _MIB
+# The driver's context and the kernels that it has loaded, which no allocator counts. An assumption: 300 MB are reported
+# before most kernels are loaded (pytorch/pytorch#107667), and more with every library in use.
+_CONTEXT_BYTES = 500 * 10**6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """Hold the published figures of one device.
+    """Published figures of one device, and what torch keeps of its memory.
 
     Attributes:
         name: what it is called.
@@ -33,6 +52,11 @@ class DeviceSpec:
         bandwidth: of its memory, in bytes per second.
         flops: peak floating-point operations per second, by precision; a precision without a fast path is missing.
         source: where the figures are published.
+        tf32: peak of fp32 products that are rounded to TF32; ``None`` for a device that cannot.
+        tf32_convolutions: whether convolutions use it by default.
+        block_bytes: the allocator rounds every block up to a multiple of this; 1 where it does not, as on a CPU.
+        workspace_bytes: what matrix products keep allocated throughout.
+        context_bytes: what the driver takes of the capacity; no allocator counts it.
     """
 
     name: str
@@ -40,83 +64,236 @@ class DeviceSpec:
     bandwidth: float
     flops: Mapping[Precision, float]
     source: str
+    tf32: float | None = None
+    tf32_convolutions: bool = False
+    block_bytes: int = 1
+    workspace_bytes: int = 0
+    context_bytes: int = 0
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
         """Return fp32 and the one 16-bit format that the device does best, bf16 where it can."""
         return (Precision.FP32, Precision.BF16 if Precision.BF16 in self.flops else Precision.FP16)
 
-    def seconds(self, operations: float, moved_bytes: float, precision: Precision) -> float:
+    @property
+    def usable_bytes(self) -> int:
+        """Return the capacity that is left to the allocator."""
+        return self.memory_bytes - self.context_bytes
+
+    def allocated(self, size_bytes: int) -> int:
+        """Return what the allocator counts for a block of this size."""
+        return -(-size_bytes // self.block_bytes) * self.block_bytes
+
+    def seconds(self, operations: float, moved_bytes: float, precision: Precision, *, tf32: bool = False) -> float:
         """Return about how long one operator takes: what binds of computing and moving, and its launch.
 
         Args:
             operations: floating-point operations.
             moved_bytes: bytes that it reads and writes.
             precision: the format that it computes in.
+            tf32: whether torch lets it round fp32 to TF32.
 
         Source: the roofline model (Williams, Waterman and Patterson 2009, doi:10.1145/1498765.1498785).
         """
         rate = self.flops.get(precision, self.flops[Precision.FP32])
+        if tf32 and precision is Precision.FP32 and self.tf32 is not None:
+            rate = self.tf32
         computing, moving = operations / (rate * _COMPUTE_SHARE), moved_bytes / (self.bandwidth * _BANDWIDTH_SHARE)
         return max(computing, moving) + _LAUNCH_S
 
 
-def _spec(name: str, memory_gb: float, bandwidth_gb: float, source: str, **tera: float) -> DeviceSpec:
+def _gpu(
+    name: str,
+    memory_gb: float,
+    bandwidth_gb: float,
+    source: str,
+    *,
+    workspace: int = _AMPERE_WORKSPACE,
+    tf32: float | None = None,
+    **tera: float,
+) -> DeviceSpec:
     return DeviceSpec(
         name=name,
         memory_bytes=int(memory_gb * _GB),
         bandwidth=bandwidth_gb * _GB,
         flops={Precision(key): value * _TERA for key, value in tera.items()},
         source=source,
+        tf32=None if tf32 is None else tf32 * _TERA,
+        # MIOpen does not round to TF32 by default.
+        tf32_convolutions=name.startswith("NVIDIA"),
+        block_bytes=_BLOCK_BYTES,
+        workspace_bytes=workspace,
+        context_bytes=_CONTEXT_BYTES,
     )
 
 
 DEVICES: Mapping[str, DeviceSpec] = MappingProxyType(
     {
-        "h200": _spec(
-            "NVIDIA H200 SXM", 141, 4800, "NVIDIA H200 Tensor Core GPU datasheet", fp32=67, bf16=989.5, fp16=989.5
+        "gb200": _gpu(
+            "NVIDIA GB200",
+            186,
+            8000,
+            "NVIDIA Blackwell datasheet, GB200 NVL72, per GPU",
+            workspace=_HOPPER_WORKSPACE,
+            fp32=80,
+            tf32=1250,
+            bf16=2500,
+            fp16=2500,
         ),
-        "h100": _spec(
-            "NVIDIA H100 SXM", 80, 3350, "NVIDIA H100 Tensor Core GPU datasheet", fp32=67, bf16=989.5, fp16=989.5
+        "b200": _gpu(
+            "NVIDIA B200",
+            180,
+            7700,
+            "NVIDIA Blackwell datasheet, HGX B200, per GPU",
+            workspace=_HOPPER_WORKSPACE,
+            fp32=75,
+            tf32=1100,
+            bf16=2250,
+            fp16=2250,
         ),
-        "a100": _spec(
-            "NVIDIA A100 80GB SXM", 80, 2039, "NVIDIA A100 Tensor Core GPU datasheet", fp32=19.5, bf16=312, fp16=312
+        "h200": _gpu(
+            "NVIDIA H200 SXM",
+            141,
+            4800,
+            "NVIDIA H200 Tensor Core GPU datasheet",
+            workspace=_HOPPER_WORKSPACE,
+            fp32=67,
+            tf32=494.5,
+            bf16=989.5,
+            fp16=989.5,
         ),
-        "a100-40gb": _spec(
-            "NVIDIA A100 40GB SXM", 40, 1555, "NVIDIA A100 Tensor Core GPU datasheet", fp32=19.5, bf16=312, fp16=312
+        "h100": _gpu(
+            "NVIDIA H100 SXM",
+            80,
+            3350,
+            "NVIDIA H100 Tensor Core GPU datasheet",
+            workspace=_HOPPER_WORKSPACE,
+            fp32=67,
+            tf32=494.5,
+            bf16=989.5,
+            fp16=989.5,
         ),
-        "l40s": _spec("NVIDIA L40S", 48, 864, "NVIDIA L40S datasheet", fp32=91.6, bf16=362, fp16=362),
-        "l4": _spec("NVIDIA L4", 24, 300, "NVIDIA L4 Tensor Core GPU datasheet", fp32=30.3, bf16=121, fp16=121),
-        "rtx4090": _spec(
+        "a100": _gpu(
+            "NVIDIA A100 80GB SXM",
+            80,
+            2039,
+            "NVIDIA A100 Tensor Core GPU datasheet",
+            fp32=19.5,
+            tf32=156,
+            bf16=312,
+            fp16=312,
+        ),
+        "a100-40gb": _gpu(
+            "NVIDIA A100 40GB SXM",
+            40,
+            1555,
+            "NVIDIA A100 Tensor Core GPU datasheet",
+            fp32=19.5,
+            tf32=156,
+            bf16=312,
+            fp16=312,
+        ),
+        "l40s": _gpu("NVIDIA L40S", 48, 864, "NVIDIA L40S datasheet", fp32=91.6, tf32=183, bf16=362, fp16=362),
+        "l4": _gpu("NVIDIA L4", 24, 300, "NVIDIA L4 Tensor Core GPU datasheet", fp32=30.3, tf32=60, bf16=121, fp16=121),
+        "rtx5090": _gpu(
+            "NVIDIA GeForce RTX 5090",
+            32,
+            1792,
+            "NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A",
+            workspace=_HOPPER_WORKSPACE,
+            fp32=104.8,
+            tf32=104.8,
+            bf16=209.5,
+            fp16=209.5,
+        ),
+        "rtx4090": _gpu(
             "NVIDIA GeForce RTX 4090",
             24,
             1008,
             "NVIDIA Ada GPU architecture whitepaper, appendix A",
             fp32=82.6,
+            tf32=82.6,
             bf16=165.2,
             fp16=165.2,
         ),
-        "rtx3090": _spec(
+        "rtx3090": _gpu(
             "NVIDIA GeForce RTX 3090",
             24,
             936,
             "NVIDIA Ampere GA102 GPU architecture whitepaper, appendix A",
             fp32=35.6,
+            tf32=35.6,
             bf16=71,
             fp16=71,
         ),
-        "v100": _spec("NVIDIA V100 SXM2 32GB", 32, 900, "NVIDIA V100 Tensor Core GPU datasheet", fp32=15.7, fp16=125),
-        "t4": _spec("NVIDIA T4", 16, 320, "NVIDIA T4 Tensor Core GPU datasheet", fp32=8.1, fp16=65),
+        "v100": _gpu("NVIDIA V100 SXM2 32GB", 32, 900, "NVIDIA V100 Tensor Core GPU datasheet", fp32=15.7, fp16=125),
+        "t4": _gpu("NVIDIA T4", 16, 320, "NVIDIA T4 Tensor Core GPU datasheet", fp32=8.1, fp16=65),
+        # Its matrix cores have no TF32; libraries emulate it with bf16, at a rate that is not published.
+        "mi355x": _gpu(
+            "AMD Instinct MI355X",
+            288,
+            8000,
+            "AMD CDNA 4 architecture white paper, table 2",
+            workspace=_CDNA_WORKSPACE,
+            fp32=157.3,
+            bf16=2500,
+            fp16=2500,
+        ),
+        "mi325x": _gpu(
+            "AMD Instinct MI325X",
+            256,
+            6000,
+            "AMD Instinct MI325X data sheet",
+            workspace=_CDNA_WORKSPACE,
+            fp32=163.4,
+            tf32=653.7,
+            bf16=1307.4,
+            fp16=1307.4,
+        ),
+        "mi300x": _gpu(
+            "AMD Instinct MI300X",
+            192,
+            5300,
+            "AMD Instinct MI300X data sheet",
+            workspace=_CDNA_WORKSPACE,
+            fp32=163.4,
+            tf32=653.7,
+            bf16=1307.4,
+            fp16=1307.4,
+        ),
     }
 )
+# What ``torch.cuda.get_device_name()`` says where that is neither the key nor the name.
+_REPORTED = {
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
+    "Tesla V100-SXM2-32GB": "v100",
+}
+# Words and characters that do not tell devices apart; a virtual function (VF) of an MI300X is a whole one.
+_WORDLESS = re.compile(r"\b(nvidia|geforce|tesla|amd|instinct|oam|vf)\b|\brtx|[^a-z0-9]")
+
+
+def _bare(name: str) -> str:
+    return _WORDLESS.sub("", name.lower())
+
+
+_KEYS = {_bare(name): key for key, spec in DEVICES.items() for name in (key, spec.name)} | {
+    _bare(name): key for name, key in _REPORTED.items()
+}
 
 
 def find_device(name: str) -> DeviceSpec:
     """Return a device's figures.
 
+    Args:
+        name: its key in the table, or what ``torch.cuda.get_device_name()`` says; the maker's words may be left out, as
+            in ``RTX 4090`` or ``4090``.
+
     Raises:
         InputError: if the device is not in the table.
     """
-    if name not in DEVICES:
+    key = _KEYS.get(_bare(name))
+    if key is None:
         raise InputError(f"device is {name!r}", where="--device", allowed=list(DEVICES))
-    return DEVICES[name]
+    return DEVICES[key]

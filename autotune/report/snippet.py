@@ -27,7 +27,8 @@ import json
 import torch
 
 from autotune import Plan, load_job
-from autotune.mechanics import controls, stepping
+from autotune.mechanics import controls, devices, stepping
+from autotune.mechanics.trees import map_tensors
 
 PLAN = Plan.from_json(
 {document}
@@ -38,13 +39,15 @@ def main() -> None:
     """Train to the job's last sample and print its metric."""
     job = load_job({reference!r})
     torch.manual_seed(0)
-    model = job.model()
+    device = torch.device(devices.device_kind())
+    model = job.model().to(device)
     # Precision and recomputation, unit by unit; controls.remove(model) takes them back.
     controls.apply(model, PLAN)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 {prepared}
     # A pass over the data that ends is followed by another one.
-    batches = itertools.chain.from_iterable(job.batches(seed) for seed in itertools.count())
+    passes = itertools.chain.from_iterable(job.batches(seed) for seed in itertools.count())
+    batches = (map_tensors(lambda part: part.to(device), batch) for batch in passes)
     samples = 0
     while samples < job.total_samples:
 {taken}

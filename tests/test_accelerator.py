@@ -1,0 +1,379 @@
+"""What an accelerator asks of this package, held on a fake one: memory, time, random numbers, failures."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import device_jobs
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import autotune
+from autotune.budget import allocated_within
+from autotune.engines.profiler import ProfilerOptions, profile
+from autotune.engines.torch_engine import EngineOptions, TorchEngine
+from autotune.live.limits import Limits
+from autotune.live.probe import storage_lock
+from autotune.measurement import Failure
+from autotune.mechanics import devices
+from autotune.mechanics.flops import matmul_peak
+from autotune.mechanics.step_trace import StepTracer
+from autotune.physics.memory_model import peak_bytes
+from autotune.physics.profile import Profile
+from autotune.physics.solver import solve
+from autotune.physics.time_model import seconds_per_step
+
+DEVICE = "fake"
+LIVELY = Limits(decide_every=5, pause_steps=5, min_steps_between_switches=5, overhead_frac=10.0)
+
+
+@pytest.fixture(autouse=True)
+def _asked_anew(accelerator: ModuleType) -> Iterator[None]:
+    """Let what a device can do be asked again: here it changes."""
+    for known in (devices.lacks, devices.traces_memory):
+        known.cache_clear()
+    yield
+    gc.collect()
+
+
+def allocated(fake: ModuleType) -> int:
+    """Return what lives on the device, garbage apart."""
+    gc.collect()
+    return int(fake.stats()["allocated_bytes.all.current"])
+
+
+def engine(**options: Any) -> TorchEngine:
+    settings = {"discard_steps": 0, "statistics_every": None, **options}
+    return TorchEngine(device_jobs.make(), device=DEVICE, options=EngineOptions(**settings))
+
+
+def profiled(**changes: Any) -> Profile:
+    return profile(device_jobs.make(**changes), device_name="fake", device=DEVICE, options=ProfilerOptions.lean(0))
+
+
+def some_plans(space: Any, count: int) -> list[Any]:
+    generator = np.random.default_rng(1)
+    return [space.baseline(), space.leanest(), *(space.sample(generator) for _ in range(count))]
+
+
+# 1
+
+
+def test_backward_runs_in_a_thread_of_the_device() -> None:
+    seen: set[int] = set()
+    weight = torch.ones(4, device=DEVICE, requires_grad=True)
+    weight.register_hook(lambda gradient: seen.add(threading.get_ident()))
+    (weight * 2).sum().backward()
+    assert seen != {threading.get_ident()}
+
+
+# 2
+
+
+def test_every_byte_of_the_device_is_in_the_trace(accelerator: ModuleType) -> None:
+    running = engine(meter_memory=False)
+    running.run(2)
+    tracer = StepTracer(running.model, [unit.name for unit in running.space.units], running.device)
+    running.phase = tracer.watch.begin  # type: ignore[method-assign]
+    before = allocated(accelerator)
+    torch.fake.reset_peak_memory_stats()  # type: ignore[attr-defined]
+    with tracer.tracing():
+        running.run(1)
+    assert tracer.trace is not None
+    total = np.cumsum([size for _, size in tracer.trace.changes])
+    assert before + total[-1] == accelerator.stats()["allocated_bytes.all.current"]
+    assert before + total.max() == accelerator.stats()["allocated_bytes.all.peak"]
+
+
+# 3
+
+
+def test_a_profile_leaves_nothing_on_the_device(accelerator: ModuleType) -> None:
+    before = allocated(accelerator)
+    profiled()
+    assert allocated(accelerator) == before
+
+
+# 4
+
+
+@pytest.mark.parametrize("workspace", [0, 64 * 2**20])
+def test_peaks_are_predicted_also_beside_a_librarys_workspace(accelerator: ModuleType, workspace: int) -> None:
+    held = torch.empty(workspace, dtype=torch.uint8, device=DEVICE)
+    known = profiled()
+    running = engine()
+    running.run(1)
+    for plan in some_plans(running.space, 4):
+        running.apply(plan)
+        peak = running.run(1).peak_bytes
+        assert peak is not None
+        assert peak > workspace
+        assert abs(peak_bytes(known, plan) / peak - 1) < 0.005, str(plan)
+    del held
+
+
+@pytest.mark.parametrize("room", [0.75, 0.9])
+def test_a_plan_for_what_is_reserved_fits_though_memory_is_in_pieces(accelerator: ModuleType, room: float) -> None:
+    accelerator.small_segments(64)
+    known = profiled()
+    assert known.fragments_bytes > 0
+    running = engine()
+    running.run(1)
+    reserved = running.run(1).reserved_bytes
+    assert reserved is not None
+    capacity = int(room * reserved)
+    plan = solve(known, allocated_within(capacity, known.fragments_bytes)).plan
+    running.apply(plan)
+    devices.release(DEVICE)
+    accelerator.capacity(capacity)
+    assert running.run(8).failure is None
+
+
+# 5
+
+
+def test_out_of_memory_is_a_value_and_leaves_nothing_behind(accelerator: ModuleType) -> None:
+    running = engine(meter_memory=False)
+    running.apply(running.space.leanest())
+    running.run(2)
+    before, calls = allocated(accelerator), accelerator.calls["allocations"]
+    running.run(1)
+    count = accelerator.calls["allocations"] - calls
+    gc.disable()
+    try:
+        # From the batch itself to the last gradient.
+        for number in np.linspace(1, 0.8 * count, 12).astype(int).tolist():
+            accelerator.fail_at(number)
+            window = running.run(1)
+            accelerator.fail_at(0)
+            assert window.failure is Failure.OUT_OF_MEMORY, number
+            assert accelerator.stats()["allocated_bytes.all.current"] - before <= BATCH_BYTES, number
+    finally:
+        gc.enable()
+    assert running.run(1).failure is None
+
+
+BATCH_BYTES = 2 * 16 * 33 * 8 + 1024
+
+
+def test_a_step_that_ran_out_of_memory_is_trained_again_as_if_it_had_not(accelerator: ModuleType) -> None:
+    plain, troubled = (engine(meter_memory=False) for _ in range(2))
+    plain.run(4)
+    troubled.run(2)
+    for number in (1, 40):
+        accelerator.fail_at(number)
+        assert troubled.run(1).failure is Failure.OUT_OF_MEMORY
+    troubled.run(2)
+    for one, two in zip(plain.model.parameters(), troubled.model.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+# 6
+
+
+class Loop:
+    """Somebody's training loop."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        job = device_jobs.make()
+        self.job, self.model = job, job.model().to(DEVICE).train()
+        self.optimizer = job.optimizer(self.model.parameters())
+        self.batches = (batch.to(DEVICE) for batch in job.batches(0))
+
+    def step(self) -> None:
+        self.job.loss(self.model, next(self.batches)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def attached(self, tuner: Any, steps: int, fake: ModuleType) -> list[int]:
+        """Return each step's peak."""
+        peaks = []
+        for _, batch in zip(range(steps), self.batches, strict=False):
+            # Noted apart: the user's own statistics are not this test's to change.
+            began = fake.stats()["allocated_bytes.all.peak"]
+            for piece in tuner.micro_batches(batch):
+                tuner.backward(self.job.loss(self.model, piece))
+            tuner.step()
+            ended = fake.stats()["allocated_bytes.all.peak"]
+            peaks.append(ended if ended > began else 0)
+        return peaks
+
+
+def plain_peak(fake: ModuleType) -> int:
+    loop = Loop()
+    loop.step()
+    torch.fake.reset_peak_memory_stats()  # type: ignore[attr-defined]
+    loop.step()
+    return int(fake.stats()["allocated_bytes.all.peak"])
+
+
+@pytest.mark.parametrize(
+    ("share", "steps"),
+    [(0.85, 60), *(pytest.param(share, 500, marks=pytest.mark.slow) for share in (0.4, 0.6, 0.85))],
+)
+def test_a_plan_within_its_budget_does_not_trip(accelerator: ModuleType, share: float, steps: int) -> None:
+    peak = plain_peak(accelerator)
+    loop = Loop()
+    loop.step()
+    torch.fake.reset_peak_memory_stats()  # type: ignore[attr-defined]
+    # What only the leanest plans fit: the update is no plan's to shrink.
+    least = accelerator.stats()["allocated_bytes.all.current"]
+    budget = int(least + share * (peak - least))
+    tuner = autotune.attach(
+        loop.model, loop.optimizer, policy="planner", memory_budget_bytes=budget, runs_dir=None, limits=LIVELY
+    )
+    peaks = loop.attached(tuner, steps, accelerator)
+    assert max(peaks) <= budget
+    status = tuner.status
+    assert tuner.attached
+    assert not status["trips"]
+    assert status["over_budget_steps"] == 0
+    tuner.detach()
+
+
+def test_attaching_leaves_nothing_and_the_users_own_statistics_alone(accelerator: ModuleType) -> None:
+    loop = Loop()
+    loop.step()
+    before = allocated(accelerator)
+    torch.fake.reset_peak_memory_stats()  # type: ignore[attr-defined]
+    accelerator.calls.clear()
+    tuner = autotune.attach(loop.model, loop.optimizer, policy="planner", runs_dir=None, limits=LIVELY)
+    loop.attached(tuner, 30, accelerator)
+    tuner.detach()
+    del tuner
+    assert accelerator.calls["reset_peak_memory_stats"] == 0
+    assert allocated(accelerator) == before
+
+
+def test_the_driver_is_not_asked_at_every_step(accelerator: ModuleType) -> None:
+    loop = Loop()
+    tuner = autotune.attach(loop.model, loop.optimizer, policy="planner", runs_dir=None, limits=LIVELY)
+    loop.attached(tuner, 40, accelerator)
+    accelerator.calls.clear()
+    loop.attached(tuner, 40, accelerator)
+    assert accelerator.calls["mem_get_info"] <= 40 / LIVELY.decide_every
+    tuner.detach()
+
+
+# 7
+
+
+class Unit(nn.Module):
+    """Two products with dropout between them, if asked for from a generator of the device's own."""
+
+    def __init__(self, *, draws: bool = False) -> None:
+        super().__init__()
+        self.up, self.down, self.draws = nn.Linear(64, 64), nn.Linear(64, 64), draws
+        self.own = torch.Generator(DEVICE).manual_seed(0) if draws else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.up(x))
+        if self.own is not None:
+            hidden = hidden * torch.rand(hidden.shape, generator=self.own, device=DEVICE)
+        return x + self.down(hidden)
+
+
+def lock_of(unit: nn.Module) -> str | None:
+    unit = unit.to(DEVICE).train()
+    return storage_lock(unit, unit.forward, (torch.randn(4, 32, 64, device=DEVICE, requires_grad=True),), {})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_device_that_adds_in_any_order_locks_no_unit(accelerator: ModuleType, seed: int) -> None:
+    torch.manual_seed(seed)
+    accelerator.noise(True)
+    assert lock_of(Unit()) is None
+    assert lock_of(device_jobs.Block()) is None
+
+
+def test_with_deterministic_algorithms_the_promise_is_bit_for_bit(accelerator: ModuleType) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        accelerator.noise(True)
+        assert lock_of(Unit()) is None
+        # A sum in another order than the saved pass's is no device's doing now.
+        assert "gradients" in str(lock_of(Rounding()))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class Rounding(Unit):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        backward = torch._C._current_graph_task_id() != -1
+        return x + self.down(torch.relu(self.up(x)) * (1 + 1e-7 * backward))
+
+
+def test_a_randomness_of_its_own_is_no_rounding(accelerator: ModuleType) -> None:
+    accelerator.noise(True)
+    assert "randomness of its own" in str(lock_of(Unit(draws=True)))
+
+
+def test_what_recomputes_otherwise_is_locked_beside_rounding(accelerator: ModuleType) -> None:
+    class Forgetful(Unit):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            # Recomputed in backward, it computes something else.
+            backward = torch._C._current_graph_task_id() != -1
+            return x + self.down(torch.relu(self.up(x)) * (1.01 if backward else 1.0))
+
+    accelerator.noise(True)
+    assert lock_of(Forgetful()) is not None
+
+
+# 8
+
+
+def test_steps_are_timed_to_the_end_of_what_the_device_does(
+    accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = engine(meter_memory=False)
+    running.run(2)
+    monkeypatch.setattr(time, "perf_counter", accelerator.clock)
+    torch.fake.synchronize()  # type: ignore[attr-defined]
+    began = accelerator.clock()
+    seconds = running.run(4).step_s
+    torch.fake.synchronize()  # type: ignore[attr-defined]
+    assert sum(seconds) == pytest.approx(accelerator.clock() - began, rel=0.02)
+
+
+def test_a_profile_predicts_the_devices_time_and_not_the_launches(
+    accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "perf_counter", accelerator.clock)
+    known = profiled()
+    running = engine(meter_memory=False)
+    running.run(2)
+    for plan in some_plans(running.space, 2):
+        running.apply(plan)
+        running.run(1)
+        found = running.run(2).seconds_per_step
+        assert found is not None
+        assert seconds_per_step(known, plan) == pytest.approx(found, rel=0.1), str(plan)
+
+
+def test_the_rate_of_products_is_the_devices(accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", accelerator.clock)
+    monkeypatch.setattr("autotune.mechanics.flops._ACCELERATORS_SIDES", (256,))
+    accelerator.speed(flop_s=1e-9)
+    assert matmul_peak(torch.float32, DEVICE) < 1.1e9
+
+
+def test_an_attached_run_knows_the_devices_time(accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", accelerator.clock)
+    loop = Loop()
+    tuner = autotune.attach(loop.model, loop.optimizer, policy="planner", runs_dir=None, limits=LIVELY)
+    loop.attached(tuner, 40, accelerator)
+    torch.fake.synchronize()  # type: ignore[attr-defined]
+    began = accelerator.clock()
+    loop.attached(tuner, 10, accelerator)
+    torch.fake.synchronize()  # type: ignore[attr-defined]
+    each = (accelerator.clock() - began) / 10
+    assert tuner.status["predicted_s"] == pytest.approx(each, rel=0.1)
+    tuner.detach()

@@ -1,0 +1,174 @@
+"""Whole campaigns on a fake accelerator: tuned, compared, attached, isolated."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import device_jobs
+import fake_accelerator
+import pytest
+import torch
+from test_accelerator import BATCH_BYTES, DEVICE, LIVELY, Loop, _asked_anew, allocated, engine, plain_peak  # noqa: F401
+
+import autotune
+from autotune.campaign.profiling import validate
+from autotune.cli.main import run
+from autotune.engines.isolated_engine import IsolatedEngine
+from autotune.engines.profiler import ProfilerOptions, profile
+from autotune.engines.torch_engine import EngineOptions, TorchEngine
+from autotune.measurement import Failure
+from autotune.plan import Precision
+
+JOB = str(Path(device_jobs.__file__)) + ":job"
+pytestmark = pytest.mark.slow
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    return dict(json.loads(capsys.readouterr().out))
+
+
+@pytest.mark.parametrize("budget", ["45%", "65%", "85%"])
+def test_the_exact_plan_is_within_its_budget(
+    accelerator: ModuleType, budget: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["tune", JOB, "--method", "exact", "--memory-budget", budget, "--runs-dir", str(tmp_path), "--json"]
+    assert run(asked) == 0
+    found = said(capsys)["measured"]
+    assert found["peak_bytes"] <= found["memory_budget_bytes"]
+
+
+@pytest.mark.parametrize("method", ["optuna", "ppo-scratch", "random", "ppo", "greedy"])
+def test_every_way_of_searching_runs(
+    accelerator: ModuleType, method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["tune", JOB, "--method", method, "--memory-budget", "70%", "--steps", "60"]
+    assert run([*asked, "--runs-dir", str(tmp_path), "--json"]) == 0
+    found = said(capsys)["measured"]
+    assert found["peak_bytes"] <= found["memory_budget_bytes"]
+    before = allocated(accelerator)
+    assert before < 2**20
+
+
+def test_a_comparison_runs_and_names_its_device(
+    accelerator: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["compare", JOB, "--arms", "baseline,exact,uniform-bf16", "--seeds", "2", "--memory-budget", "70%"]
+    assert run([*asked, "--runs-dir", str(tmp_path), "--json"]) == 0
+    document = said(capsys)
+    (environment,) = tmp_path.glob("*/environment.json")
+    assert json.loads(environment.read_text())["settings"]["kind"] == DEVICE
+    arms = {arm["name"]: arm for arm in document["arms"]}
+    assert all(run["within_budget"] for run in arms["exact"]["runs"])
+
+
+def test_predictions_hold_on_twenty_plans(accelerator: ModuleType) -> None:
+    job = device_jobs.make()
+    known = profile(job, device_name="fake", device=DEVICE, options=ProfilerOptions.lean(0))
+    found = validate(job, known, 20)
+    assert max(found.memory_error_p95, found.memory_underprediction_max) < 0.005
+
+
+def test_memory_that_runs_out_at_any_allocation_of_a_step_leaves_nothing(accelerator: ModuleType) -> None:
+    running = engine(meter_memory=False)
+    running.apply(running.space.leanest())
+    running.run(2)
+    before, calls = allocated(accelerator), accelerator.calls["allocations"]
+    running.run(1)
+    failures = 0
+    for number in range(1, accelerator.calls["allocations"] - calls + 1):
+        accelerator.fail_at(number)
+        window = running.run(1)
+        accelerator.fail_at(0)
+        failures += window.failure is Failure.OUT_OF_MEMORY
+        assert window.failure in (None, Failure.OUT_OF_MEMORY)
+        assert allocated(accelerator) - before <= BATCH_BYTES, number
+    assert failures >= 100
+    running.close()
+
+
+@pytest.mark.parametrize("mode", ["exact", "rounding", "tolerant"])
+def test_a_budget_that_moves_is_held_in_every_mode(accelerator: ModuleType, mode: str) -> None:
+    peak = plain_peak(accelerator)
+    loop = Loop()
+    loop.step()
+    torch.fake.reset_peak_memory_stats()  # type: ignore[attr-defined]
+    least = int(accelerator.stats()["allocated_bytes.all.current"])
+    shares, told = [0.85, 0.5, 0.95, 0.6], []
+
+    def budget() -> int:
+        told.append(int(least + shares[(len(told) // 25) % len(shares)] * (peak - least)))
+        return told[-1]
+
+    tuner = autotune.attach(
+        loop.model,
+        loop.optimizer,
+        policy="planner",
+        mode=mode,
+        memory_budget_bytes=budget,
+        runs_dir=None,
+        limits=LIVELY,
+    )
+    peaks = []
+    for _, batch in zip(range(200), loop.batches, strict=False):
+        torch.fake.reset_peak_memory_stats()  # type: ignore[attr-defined]
+        for piece in tuner.micro_batches(batch):
+            tuner.backward(loop.job.loss(loop.model, piece))
+        tuner.step()
+        peaks.append((accelerator.stats()["allocated_bytes.all.peak"], told[-1]))
+    assert not [pair for pair in peaks if pair[0] > pair[1]]
+    assert not tuner.status["trips"]
+    tuner.detach()
+
+
+def test_an_attached_run_repeats_the_plain_one_bit_for_bit(accelerator: ModuleType) -> None:
+    plain, other = Loop(), None
+    for _ in range(60):
+        plain.step()
+    kept = [parameter.detach().cpu().clone() for parameter in plain.model.parameters()]
+    least = int(accelerator.stats()["allocated_bytes.all.current"])
+    peak = int(accelerator.stats()["allocated_bytes.all.peak"])
+    del plain
+    other = Loop()
+    tuner = autotune.attach(
+        other.model,
+        other.optimizer,
+        policy="planner",
+        memory_budget_bytes=int(least + 0.6 * (peak - least)),
+        runs_dir=None,
+        limits=LIVELY,
+    )
+    other.attached(tuner, 60, accelerator)
+    tuner.detach()
+    assert all(torch.equal(one, two.cpu()) for one, two in zip(kept, other.model.parameters(), strict=True))
+
+
+def test_an_isolated_engine_trains_on_the_device(accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in fake_accelerator.child_environment().items():
+        monkeypatch.setenv(name, value)
+    with contextlib.closing(IsolatedEngine(JOB, options=EngineOptions(statistics_every=None))) as isolated:
+        isolated.run(2)
+        here = TorchEngine(device_jobs.make(), options=EngineOptions(statistics_every=None))
+        here.run(2)
+        assert isolated.run(2).peak_bytes == here.run(2).peak_bytes
+
+
+def test_ranks_that_would_share_a_device_are_refused(
+    accelerator: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["tune", JOB, "--engine", "deepspeed", "--ranks", "2"]) == 2
+    assert "2 ranks would share 1 fake device" in capsys.readouterr().err
+
+
+def test_fp16_scales_its_loss_on_the_device(accelerator: ModuleType) -> None:
+    running = engine(meter_memory=False)
+    if Precision.FP16 not in running.space.precisions:
+        pytest.skip("the processor behind the fake device has no fast fp16")
+    names = [unit.name for unit in running.space.units]
+    running.apply(running.space.baseline().changed(precision=dict.fromkeys(names, Precision.FP16)))
+    window = running.run(20)
+    assert window.loss_scale is not None
+    assert window.failure is None

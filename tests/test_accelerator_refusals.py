@@ -1,0 +1,154 @@
+"""What a device lacks is named, and what goes wrong on it leaves the user's run alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import device_jobs
+import pytest
+import torch
+from test_accelerator import DEVICE, LIVELY, Loop, _asked_anew, engine  # noqa: F401
+
+import autotune
+from autotune.campaign.references import measure_references
+from autotune.cli.main import run
+from autotune.engines.profiler import ProfilerOptions, profile
+from autotune.engines.torch_engine import TorchEngine
+from autotune.errors import InputError
+from autotune.mechanics import devices, randomness
+from autotune.mechanics.precision import excluded_precisions, useful_precisions
+from autotune.plan import Precision
+
+JOB = str(Path(device_jobs.__file__)) + ":job"
+
+
+@pytest.fixture(autouse=True)
+def _precisions_asked_anew() -> Iterator[None]:
+    excluded_precisions.cache_clear()
+    yield
+    excluded_precisions.cache_clear()
+
+
+def test_jobs_train_on_the_accelerator_where_there_is_one(accelerator: ModuleType) -> None:
+    assert devices.device_kind() == DEVICE
+    assert devices.device_kind(ranks=2) == ("fake" if torch.accelerator.device_count() > 1 else "cpu")
+    assert TorchEngine(device_jobs.make()).device.type == DEVICE
+    accelerator.present(False)
+    try:
+        assert devices.device_kind() == "cpu"
+        with pytest.raises(InputError, match=r"there is no device 'fake' here \(allowed: cpu\)"):
+            TorchEngine(device_jobs.make(), device=DEVICE)
+    finally:
+        accelerator.present(True)
+
+
+@pytest.mark.parametrize("device", ["cuda", "fake:9", "mps", "nonsense", "fake:"])
+def test_a_device_that_is_not_there_is_refused_in_one_line(accelerator: ModuleType, device: str) -> None:
+    with pytest.raises(InputError, match="allowed: ") as caught:
+        TorchEngine(device_jobs.make(), device=device)
+    assert "\n" not in str(caught.value)
+
+
+def test_doctor_says_what_a_device_lacks(accelerator: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with accelerator.without("peak statistics", "events", "fp16", "memory info"):
+        assert run(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["lacks"]) == {"peak statistics", "events", "fp16", "free memory"}
+    assert "fp16" not in found["precisions"]
+    assert found["settings"]["kind"] == DEVICE
+
+
+def test_a_device_without_statistics_trains_and_is_profiled_without_them(accelerator: ModuleType) -> None:
+    with accelerator.without("statistics", "events", "memory info"):
+        known = profile(device_jobs.make(), device_name="fake", device=DEVICE, options=ProfilerOptions.lean(0))
+        assert known.fragments_bytes == 0
+        running = TorchEngine(device_jobs.make(), device=DEVICE)
+        window = running.run(3)
+        assert window.failure is None
+        assert window.peak_bytes is None
+        assert window.seconds_per_step is not None
+        with pytest.raises(InputError, match="the device does not say how much memory a step takes"):
+            measure_references(running, None)
+
+
+def test_a_format_that_a_device_lacks_is_in_no_plan(accelerator: ModuleType) -> None:
+    with accelerator.without("bf16", "fp16"):
+        assert useful_precisions(DEVICE) == (Precision.FP32,)
+        assert "autocast has no bf16" in excluded_precisions(DEVICE)[Precision.BF16]
+
+
+def test_an_attached_run_goes_on_where_its_device_shows_nothing(accelerator: ModuleType) -> None:
+    with accelerator.without("statistics", "memory info"):
+        plain, loop = Loop(), Loop()
+        for _ in range(12):
+            plain.step()
+        torch.manual_seed(0)
+        loop = Loop()
+        tuner = autotune.attach(loop.model, loop.optimizer, runs_dir=None, limits=LIVELY)
+        for _, batch in zip(range(12), loop.batches, strict=False):
+            for piece in tuner.micro_batches(batch):
+                tuner.backward(loop.job.loss(loop.model, piece))
+            tuner.step()
+        tuner.detach()
+    assert all(torch.isfinite(parameter).all() for parameter in loop.model.parameters())
+
+
+def test_a_device_that_vanishes_ends_the_window_and_comes_back(accelerator: ModuleType) -> None:
+    running = engine()
+    running.run(2)
+    accelerator.vanish(True)
+    with pytest.raises(RuntimeError, match="device lost"):
+        # What cannot even be put back is the caller's to know.
+        running.run(1)
+    accelerator.vanish(False)
+
+
+@pytest.mark.parametrize(
+    ("free", "said"),
+    [
+        (0, "device 'fake' cannot be used: nothing can be allocated on it"),
+        (1, "job 'transformer': model raised OutOfMemoryError"),
+        # Before the update, and in it.
+        (2, "the first step ends with out_of_memory"),
+        (4, "the first step ends with out_of_memory"),
+    ],
+)
+def test_where_another_process_has_the_memory_a_profile_ends_in_one_line(
+    accelerator: ModuleType, free: int, said: str
+) -> None:
+    accelerator.capacity(64 * 2**20)
+    accelerator.small_segments(64)
+    accelerator.others((64 - free) * 2**20)
+    with pytest.raises(InputError, match=said) as caught:
+        profile(device_jobs.make(), device_name="fake", device=DEVICE, options=ProfilerOptions.lean(0))
+    assert "\n" not in str(caught.value)
+    assert devices.device_kind() == DEVICE
+
+
+def test_the_devices_generator_is_its_own_and_is_kept(accelerator: ModuleType) -> None:
+    torch.zeros(1, device=DEVICE)
+    state = randomness.capture()
+    assert state.accelerators
+    first = torch.rand(8, device=DEVICE)
+    randomness.restore(state)
+    assert torch.equal(torch.rand(8, device=DEVICE), first)
+    before = torch.rand(8, device=DEVICE)
+    randomness.restore(state)
+    torch.rand(8, device=DEVICE)
+    # Training on its own generators leaves the caller's as they were.
+    engine(meter_memory=False).run(2)
+    assert torch.equal(torch.rand(8, device=DEVICE), before)
+
+
+def test_a_snapshot_is_returned_to_bit_for_bit(accelerator: ModuleType) -> None:
+    running = engine(meter_memory=False)
+    running.run(2)
+    kept = running.snapshot()
+    running.run(3)
+    first = [parameter.detach().clone() for parameter in running.model.parameters()]
+    running.restore(kept)
+    running.run(3)
+    assert all(torch.equal(one, two) for one, two in zip(first, running.model.parameters(), strict=True))
