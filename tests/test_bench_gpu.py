@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import device_jobs
+import fake_accelerator
 import pytest
 import tiny_job
 import torch
@@ -197,6 +199,45 @@ def test_the_command_answers_first_and_then_measures_every_arm(
     assert list(job["arms"]) == ARMS
     assert job["attached"]["act"]["identical"]
     assert document["environment"]["packages"]["torch"] == torch.__version__
+
+
+@pytest.mark.slow
+def test_it_runs_on_an_accelerator_in_processes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    if (why := fake_accelerator.reason()) is not None:
+        pytest.skip(why)
+    for name, value in fake_accelerator.child_environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    job = f"{device_jobs.__file__}:job"
+    settings = GpuBenchSettings(jobs=(job,), rounds=2, attached_steps=20)
+    document = bench_gpu(settings, keep=lambda _: None)
+    assert (document["machine"]["device"], document["left_out"]) == ("Fake accelerator", [])
+    assert document["machine"]["total_bytes"] >= document["machine"]["free_bytes"] > 0
+    assert document["answers"]["memory"]["yes"]
+    assert document["answers"]["exact"]["yes"]
+    assert list(document["jobs"][0]["arms"]) == ARMS
+
+
+NO_ROOM = """
+import tiny_job
+import torch
+
+class Large(torch.optim.AdamW):
+    def step(self, *arguments):
+        raise torch.OutOfMemoryError("no room for the states")
+
+def job():
+    return tiny_job.make(name="large", optimizer=Large)
+"""
+
+
+def test_what_runs_out_of_memory_in_the_optimizer_is_told(tmp_path: Path) -> None:
+    (tmp_path / "large.py").write_text(NO_ROOM)
+    (tmp_path / "tiny_job.py").symlink_to(JOB)
+    asked = {"part": "known", "job": str(tmp_path / "large.py"), "device": "cpu", "seed": 0, "data": None}
+    with pytest.raises(WorkersError, match="no room for the states") as raised:
+        list(here(asked, 1))
+    assert raised.value.failure is Failure.OUT_OF_MEMORY
 
 
 HANGING = """

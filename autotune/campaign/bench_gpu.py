@@ -21,9 +21,10 @@ from autotune.measurement import Failure
 RunPart = Callable[[Mapping[str, Any], float], Iterator[dict[str, Any]]]
 
 COMPLETE, OUT_OF_TIME, INTERRUPTED, NOT_YET = "complete", "out of time", "interrupted", "not yet"
-# Seconds that are kept to end a part and to write what it found, those that the first part may take at most, and those
-# without which none begins.
-_ENDING_S, _ANSWERS_S, _LEAST_S = 6.0, 180.0, 3.0
+# Seconds that are kept to end a part and to write what it found, and those without which none begins.
+_ENDING_S, _LEAST_S = 6.0, 3.0
+# Seconds after which a machine counts as hanging, and those that the first answers may take.
+_MACHINE_S, _ANSWERS_S = 120.0, 180.0
 # Shares of what is left that a part may take: others may need less than theirs.
 _SHARES = 2.0
 _ATTACHED = "attached"
@@ -85,16 +86,22 @@ class _Bench:
         keep: writes the document.
         shows: shows progress.
         run_part: runs a part.
+        began: when its time began.
     """
 
     def __init__(
-        self, settings: GpuBenchSettings, keep: Callable[[dict[str, Any]], None], shows: Reporter, run_part: RunPart
+        self,
+        settings: GpuBenchSettings,
+        keep: Callable[[dict[str, Any]], None],
+        shows: Reporter,
+        run_part: RunPart,
+        began: float,
     ) -> None:
         self._settings = settings
         self._keep = keep
         self._shows = shows
         self._run_part = run_part
-        self._began = time.monotonic()
+        self._began = began
         self._asked = {"data": settings.data, "seed": settings.seed}
         self.document: dict[str, Any] = {
             "version": 2,
@@ -127,7 +134,8 @@ class _Bench:
     def _parts(self) -> None:
         found: dict[str, Any] = {}
         asked = {"device": self._settings.device, "jobs": self._settings.jobs}
-        if self._part("machine", {"part": "machine", **asked}, found.update, self._left_s, refuses=True):
+        limit_s = min(_MACHINE_S, self._left_s)
+        if self._part("machine", {"part": "machine", **asked}, found.update, limit_s, refuses=True):
             self.document |= {key: found[key] for key in ("machine", "environment", "folder")}
             self._jobs(found)
 
@@ -225,6 +233,7 @@ def bench_gpu(
     keep: Callable[[dict[str, Any]], None],
     reporter: Reporter | None = None,
     run_part: RunPart = run_in_process,
+    began: float | None = None,
 ) -> dict[str, Any]:
     """Return what plans come to on a device, job by job, once all parts were run or their time is over.
 
@@ -233,11 +242,12 @@ def bench_gpu(
         keep: is given the document whenever something was found.
         reporter: shows progress.
         run_part: runs a part.
+        began: when its time began, by ``time.monotonic``; ``None`` for now.
 
     Raises:
         InputError: if there is no such device, job or folder of data; nothing was kept then.
     """
-    bench = _Bench(settings, keep, reporter or Silent(), run_part)
+    bench = _Bench(settings, keep, reporter or Silent(), run_part, time.monotonic() if began is None else began)
     bench.run()
     return bench.document
 

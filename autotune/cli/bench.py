@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -438,6 +439,7 @@ def gpu(
     as_json: JsonOption = False,
 ) -> None:
     """Answer whether predictions hold, then measure plans within 100, 60, 40 and 30 % of the baseline's memory."""
+    began = time.monotonic()
     from autotune.campaign.bench_gpu import GpuBenchSettings, bench_gpu, verdict
     from autotune.campaign.runs import require_writable
     from autotune.errors import EngineError
@@ -462,7 +464,7 @@ def gpu(
         write_json(path(document), document)
 
     with shared.Bars(shared.console(as_json=as_json)) as bars:
-        document = bench_gpu(settings, keep=keep, reporter=bars)
+        document = bench_gpu(settings, keep=keep, reporter=bars, began=began)
     if as_json:
         shared.print_json(document)
     shared.console(as_json=as_json).print(f"{verdict(document)}; written to {path(document)}", soft_wrap=True)
