@@ -102,7 +102,8 @@ class Job:
         max_steps: steps (of one batch each) after which a run that has not arrived ends.
         evaluate_every: steps between evaluations.
         data_sources: ``() -> sequence of DataSource``; written into every run.
-        launch: what was put in place of the job's own; ``autotune.launching`` writes it.
+        launch: what was put in place of the job's own; ``autotune.launching`` writes it, and engines compute fp32 as it
+            says.
     """
 
     name: str

@@ -1,11 +1,12 @@
-"""Change what a run is launched with: another optimizer, units that are compiled.
+"""Change what a run is launched with: another optimizer, units that are compiled, how fp32 is computed.
 
-Neither can change while a run trains, so neither is part of what a policy decides. They are written behind the name of
+None can change while a run trains, so none is part of what a policy decides. They are written behind the name of
 a job or of an arm, and are kept in ``launch`` of every plan that is found so::
 
     charlm+lion            the job with another optimizer, its learning rate by rule of thumb
     charlm+lion=3e-4       with a learning rate of your own
     exact+compile          an arm of a comparison: the exact plan of the job whose units are compiled
+    baseline+tf32          products of fp32 numbers, convolutions too, in TF32; +fp32 in true fp32
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING
 from autotune import optimizers
 from autotune.errors import InputError
 from autotune.job import Job
-from autotune.plan import Launch
+from autotune.plan import FP32_CHOICES, Launch
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +64,7 @@ def suffix(launch: Launch) -> str:
     """Return what stands behind a name for choices; the inverse of :func:`split`."""
     rate = "" if launch.learning_rate is None else f"={launch.learning_rate}"
     optimizer = "" if launch.optimizer is None else f"+{launch.optimizer}{rate}"
-    return optimizer + (f"+{COMPILE}" if launch.compile else "")
+    return optimizer + (f"+{COMPILE}" if launch.compile else "") + (f"+{launch.fp32}" if launch.fp32 else "")
 
 
 def canonical(name: str, *, where: str) -> str:
@@ -82,7 +83,7 @@ def launched(job: Job, launch: Launch) -> Job:
     Raises:
         InputError: if an optimizer is unknown or its library missing.
     """
-    if not (launch.optimizer or launch.compile):
+    if not (launch.optimizer or launch.compile or launch.fp32):
         return job
     own, model, name = job.optimizer, job.model, launch.optimizer
     changed = replace(job, name=job.name + suffix(launch), launch=launch)
@@ -130,10 +131,14 @@ def _chosen(launch: Launch, choice: str, where: str) -> Launch:
     name, _, rate = choice.partition("=")
     if name == COMPILE and not rate and not launch.compile:
         return replace(launch, compile=True)
-    if name == COMPILE or launch.optimizer is not None:
-        raise InputError(f"+{choice} does not fit there", where=where, allowed="one optimizer, and compile once")
-    if name not in {**optimizers.KINDS, **optimizers.REFUSED}:
-        allowed = [COMPILE, *optimizers.KINDS, "NAME=LEARNING_RATE"]
+    if name in FP32_CHOICES and not rate and launch.fp32 is None:
+        return replace(launch, fp32=name)
+    known = {**optimizers.KINDS, **optimizers.REFUSED}
+    if name in (COMPILE, *FP32_CHOICES) or (name in known and launch.optimizer is not None):
+        fitting = f"one optimizer, compile once, and one of {', '.join(FP32_CHOICES)}"
+        raise InputError(f"+{choice} does not fit there", where=where, allowed=fitting)
+    if name not in known:
+        allowed = [COMPILE, *FP32_CHOICES, *optimizers.KINDS, "NAME=LEARNING_RATE"]
         raise InputError(f"+{choice} is unknown", where=where, allowed=allowed)
     optimizers.require(name, where=where)
     return replace(launch, optimizer=name, learning_rate=_rate(rate, choice, where) if "=" in choice else None)

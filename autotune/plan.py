@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 PLAN_VERSION = 1
 _RATES = "a number above 0"
+# How products of fp32 numbers can be computed.
+FP32_CHOICES = ("fp32", "tf32")
 
 
 class Precision(StrEnum):
@@ -61,6 +63,7 @@ class Launch:
         optimizer: one of :data:`autotune.optimizers.KINDS`.
         learning_rate: of that optimizer; ``None`` follows a rule of thumb.
         compile: whether blocks are compiled one by one.
+        fp32: how products of fp32 numbers are computed, one of :data:`FP32_CHOICES`; ``None`` leaves torch's settings.
     """
 
     __pydantic_config__ = STRICT
@@ -69,6 +72,7 @@ class Launch:
     optimizer: str | None = None
     learning_rate: float | None = None
     compile: bool | None = None
+    fp32: str | None = None
 
     def __post_init__(self) -> None:
         if self.zero_stage is not None and not (type(self.zero_stage) is int and 0 <= self.zero_stage <= 3):
@@ -81,6 +85,8 @@ class Launch:
             raise PlanError("launch.learning_rate is of no optimizer", where="plan", allowed="launch.optimizer")
         if self.compile is not None and not isinstance(self.compile, bool):
             raise PlanError(f"launch.compile is {self.compile!r}", where="plan", allowed="true, false")
+        if self.fp32 is not None and not (isinstance(self.fp32, str) and self.fp32 in FP32_CHOICES):
+            raise PlanError(f"launch.fp32 is {self.fp32!r:.80}", where="plan", allowed=FP32_CHOICES)
 
     def to_json(self) -> dict[str, Any]:
         """Return the choices that were made, as a JSON object."""

@@ -3,82 +3,352 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import device_jobs
+import fake_accelerator
 import pytest
+import tiny_job
 import torch
-from tiny_job import make
+from torch import nn
 
-from autotune.campaign import bench_gpu as bench
+from autotune.campaign import gpu_parts
+from autotune.campaign.bench_gpu import GpuBenchSettings, bench_gpu, run_in_process, verdict
 from autotune.campaign.runs import benchmark_folder
 from autotune.catalog import load_job
 from autotune.cli.main import run
-from autotune.errors import InputError
+from autotune.engines.inspection import classify
+from autotune.engines.processes import WorkersError
+from autotune.errors import InputError, one_line
+from autotune.measurement import Failure
+from autotune.mechanics import devices
 
-JOB = Path(__file__).parent / "tiny_job.py"
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+JOB = str(Path(__file__).parent / "tiny_job.py")
+ARMS = ["baseline", "paper", "uniform-bf16", "sqrt", "exact", "ppo"]
+Found = dict[str, Any]
+without_accelerator = pytest.mark.skipif(devices.device_kind() != "cpu", reason="there is an accelerator")
+
+# What a machine with a bare torch has besides, and what is carried there: see the README.
+CARRIED = {
+    *("annotated_doc", "annotated_types", "autotune", "gymnasium", "farama_notifications", "pydantic", "pydantic_core"),
+    *("rich", "safetensors", "scipy", "shellingham", "typer", "typing_inspection"),
+}
+OF_TORCH = {"torch", "torchgen", "functorch", "numpy", "typing_extensions", "sympy", "mpmath", "networkx", "jinja2"}
+BARE = """
+import sys, sysconfig
+import importlib.machinery
+
+class Carried(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        found = super().find_spec(name, path, target)
+        place = str(found and (found.origin or list(found.submodule_search_locations or [""])[0]))
+        top = name.partition(".")[0]
+        if "site-packages" in place and top not in ALLOWED and not top.startswith("_"):
+            return None
+        return found
+
+sys.meta_path[:] = [Carried if one is importlib.machinery.PathFinder else one for one in sys.meta_path]
+"""
 
 
-def test_every_arm_stands_beside_every_budget_and_predictions_beside_what_was_measured(
+def here(asked: Mapping[str, Any], limit_s: float) -> Iterator[Found]:
+    """Run a part in this process."""
+    assert limit_s > 0
+    try:
+        for found in gpu_parts.PARTS[asked["part"]](json.loads(json.dumps(asked))):
+            yield json.loads(json.dumps(found))
+    except InputError:
+        raise
+    except Exception as error:
+        raise WorkersError(classify(error), one_line(error)) from error
+
+
+class Fake:
+    """Answers for each part without running any, and notes what was asked."""
+
+    def __init__(self, **failing: Exception) -> None:
+        self.failing = failing
+        self.asked: list[str] = []
+
+    def __call__(self, asked: Mapping[str, Any], limit_s: float) -> Iterator[Found]:
+        name = asked["arm"] if asked["part"] == "arm" else asked["part"]
+        self.asked.append(name)
+        machine = {"machine": {"device": "a device"}, "environment": {}, "kind": "cpu", "folder": "a-device"}
+        jobs = [{"reference": one, "job": one} for one in ("first", "second")]
+        known = {"profile": {}, "baseline": {"peak_bytes": 100}}
+        budget = {"share": 0.6, "bytes": 60, "plan": 0, "fits": True, "speedup": 1.5}
+        answers = {
+            "machine": {**machine, "jobs": jobs, "arms": ["baseline", "exact", "attached"]},
+            "answers": {**known, "answers": {"memory": {"yes": True, "worst_frac": 0.01}}},
+            "known": known,
+            "attached": {"attached": {"act": {}}},
+        }
+        yield answers.get(name, {name: {"budgets": [budget]}})
+        if name in self.failing:
+            raise self.failing[name]
+
+
+def kept_in(kept: list[Found]) -> Any:
+    return lambda document: kept.append(json.loads(json.dumps(document)))
+
+
+def test_the_document_is_kept_after_every_part_and_says_how_it_ended() -> None:
+    kept: list[Found] = []
+    fake = Fake()
+    document = bench_gpu(GpuBenchSettings(), keep=kept_in(kept), run_part=fake)
+    assert fake.asked == ["machine", "answers", *ARMS[:1], "exact", "attached", "known", *ARMS[:1], "exact", "attached"]
+    assert [one["ended"] for one in kept] == ["not yet"] * (len(kept) - 1) + ["complete"]
+    arms = [sum(len(job["arms"]) for job in one["jobs"]) for one in kept]
+    assert sorted(set(arms)) == [0, 1, 2, 3, 4]
+    assert kept[-1] == json.loads(json.dumps(document))
+    assert "peaks predicted within 5 %: yes (1.0%)" in verdict(document)
+    assert "first (baseline 100 B): baseline 60% 1.50x; exact 60% 1.50x" in verdict(document)
+
+
+def test_an_arm_that_runs_out_of_memory_in_the_optimizer_is_named_and_keeps_what_was_found() -> None:
+    failing = WorkersError(Failure.OUT_OF_MEMORY, "OutOfMemoryError: no room in optimizer.step")
+    document = bench_gpu(GpuBenchSettings(), keep=lambda _: None, run_part=Fake(baseline=failing))
+    assert [(one["part"], one["out_of_time"]) for one in document["left_out"]] == [
+        ("first: baseline", False),
+        ("second: baseline", False),
+    ]
+    assert document["left_out"][0]["why"].startswith("out_of_memory: OutOfMemoryError: no room in")
+    assert set(document["jobs"][0]["arms"]) == {"baseline", "exact"}
+    assert document["ended"] == "complete"
+
+
+def test_what_takes_too_long_is_named_and_the_next_part_is_run() -> None:
+    late = WorkersError(Failure.TIMEOUT, "no answer within 9 s")
+    document = bench_gpu(GpuBenchSettings(), keep=lambda _: None, run_part=Fake(exact=late))
+    assert document["ended"] == "out of time"
+    assert "attached" in document["jobs"][0]
+    assert "first: exact left out (timeout: no answer within 9 s)" in verdict(document)
+
+
+def test_what_has_no_time_left_is_named_and_not_run() -> None:
+    fake = Fake()
+    document = bench_gpu(GpuBenchSettings(seconds=7.0), keep=lambda _: None, run_part=fake)
+    assert (fake.asked, document["machine"], document["ended"]) == ([], None, "out of time")
+    assert "machine left out (no time was left)" in verdict(document)
+
+
+def test_an_interrupted_benchmark_says_so() -> None:
+    kept: list[Found] = []
+
+    def interrupted(_asked: Mapping[str, Any], _limit_s: float) -> Iterator[Found]:
+        raise KeyboardInterrupt
+        yield {}
+
+    with pytest.raises(KeyboardInterrupt):
+        bench_gpu(GpuBenchSettings(), keep=kept_in(kept), run_part=interrupted)
+    assert [one["ended"] for one in kept] == ["interrupted"]
+
+
+def test_every_arm_stands_beside_every_budget_and_predictions_beside_what_was_measured() -> None:
+    asked = {"job": JOB, "device": "cpu", "seed": 0, "data": None}
+    (machine,) = here({"part": "machine", "jobs": [JOB], **asked}, 1)
+    assert machine["arms"] == [*ARMS, "attached"]
+    assert machine["machine"]["torch"] == torch.__version__
+    assert machine["machine"]["fp32"] == devices.fp32_arithmetic("cpu")
+    found: Found = {}
+    for part in here({"part": "known", **asked}, 1):
+        found |= part
+    peak = found["baseline"]["peak_bytes"]
+    assert found["baseline"]["predicted_peak_bytes"] == pytest.approx(peak, rel=0.01)
+    arm = {"part": "arm", "profile": found["profile"], "peak_bytes": peak, "shares": [1.0, 0.6], "rounds": 2, **asked}
+    for name in ("baseline", "exact"):
+        first, last = (each[name] for each in here({**arm, "arm": name}, 1))
+        assert (first["rounds"], last["rounds"]) == (1, 2)
+        assert [one["bytes"] for one in last["budgets"]] == [peak, int(0.6 * peak)]
+        for one in last["budgets"]:
+            plan = last["plans"][one["plan"]]
+            assert one["fits"] == (plan["failure"] is None and plan["peak_bytes"] <= one["bytes"])
+            assert one["speedup"] > 0
+        for plan in last["plans"]:
+            assert plan["predicted_peak_bytes"] == pytest.approx(plan["peak_bytes"], rel=0.01)
+            assert plan["predicted_seconds_per_step"] > 0
+        assert [one["fits"] for one in last["budgets"]] == [True, name == "exact"]
+
+
+def test_passes_of_one_model_repeat_on_a_processor_recomputed_or_not() -> None:
+    engine = gpu_parts._engine(load_job(JOB), {"seed": 0, "device": "cpu"})
+    assert gpu_parts._repeats(engine) == {"yes": True, "repeated_frac": 0.0, "recomputed_frac": 0.0}
+    engine.close()
+
+
+@pytest.mark.slow
+def test_the_command_answers_first_and_then_measures_every_arm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--device", "cpu", "--jobs", str(JOB), "--rounds", "2", "--runs-dir", str(tmp_path), "--json"]
+    options = ["--device", "cpu", "--jobs", JOB, "--rounds", "2", "--runs-dir", str(tmp_path), "--json"]
     assert run(["bench", "gpu", *options]) == 0
     document = json.loads((benchmark_folder(tmp_path) / "gpu-command-on-cpu.json").read_text())
     assert json.loads(capsys.readouterr().out) == document
-    assert document["left_out"] == []
+    assert (document["left_out"], document["ended"]) == ([], "complete")
+    assert set(document["answers"]) == {"memory", "time", "exact", "attach"}
+    assert document["answers"]["memory"]["yes"]
+    assert document["answers"]["exact"]["yes"]
     (job,) = document["jobs"]
-    assert [one["share"] for one in job["budgets"]] == [1.0, 0.6, 0.4, 0.3]
-    peak = job["baseline"]["peak_bytes"]
-    for one in job["budgets"]:
-        assert one["bytes"] == int(one["share"] * peak)
-        assert {"baseline", "paper", "uniform-bf16", "sqrt"} <= set(one["arms"])
-        for arm in one["arms"].values():
-            plan = job["plans"][arm["plan"]]
-            assert arm["fits"] == (plan["failure"] is None and plan["peak_bytes"] <= one["bytes"])
-        for name in ("exact", "ppo"):
-            assert name not in one["arms"] or one["arms"][name]["fits"]
-    assert job["budgets"][0]["arms"]["baseline"] == {"plan": 0, "fits": True, "speedup": 1.0}
-    for plan in job["plans"]:
-        assert plan["predicted_peak_bytes"] == pytest.approx(plan["peak_bytes"], rel=0.01)
-        assert plan["predicted_seconds_per_step"] > 0
-    assert job["attached"]["observe"]["identical"]
+    assert list(job["arms"]) == ARMS
     assert job["attached"]["act"]["identical"]
     assert document["environment"]["packages"]["torch"] == torch.__version__
 
 
-def test_what_has_no_time_left_is_named_and_not_run() -> None:
-    job = load_job(str(JOB))
-    document = bench.bench_gpu([job], bench.GpuBenchSettings(device="cpu", seconds=-1.0))
-    assert (document["jobs"], document["left_out"]) == ([], ["tiny: no time was left"])
-    assert "no time was left" in bench.verdict(document)
+@pytest.mark.slow
+def test_it_runs_on_an_accelerator_in_processes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    if (why := fake_accelerator.reason()) is not None:
+        pytest.skip(why)
+    for name, value in fake_accelerator.child_environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    job = f"{device_jobs.__file__}:job"
+    settings = GpuBenchSettings(jobs=(job,), rounds=2, attached_steps=20)
+    document = bench_gpu(settings, keep=lambda _: None)
+    assert (document["machine"]["device"], document["left_out"]) == ("Fake accelerator", [])
+    assert document["machine"]["total_bytes"] >= document["machine"]["free_bytes"] > 0
+    assert document["answers"]["memory"]["yes"]
+    assert document["answers"]["exact"]["yes"]
+    assert list(document["jobs"][0]["arms"]) == ARMS
 
 
-def test_a_job_that_the_device_cannot_run_is_named_and_the_next_one_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lacking(_model: object, _batch: object) -> torch.Tensor:
-        raise RuntimeError("no kernel image is available for execution on the device\nCompile with ...")
+NO_ROOM = """
+import tiny_job
+import torch
 
-    monkeypatch.setattr(bench, "bench_overhead_attached", lambda *_, **__: lacking(None, None))
-    settings = bench.GpuBenchSettings(device="cpu", rounds=2)
-    document = bench.bench_gpu([make(name="lacking", loss=lacking), load_job(str(JOB))], settings)
-    (left_out,) = document["left_out"]
-    assert left_out.startswith("lacking: ")
-    assert "no kernel image is available" in left_out
-    (job,) = document["jobs"]
-    assert job["plans"]
-    assert job["attached"] == {"failure": "no kernel image is available for execution on the device"}
+class Large(torch.optim.AdamW):
+    def step(self, *arguments):
+        raise torch.OutOfMemoryError("no room for the states")
+
+def job():
+    return tiny_job.make(name="large", optimizer=Large)
+"""
 
 
-@without_gpu
-def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "gpu", "--runs-dir", str(tmp_path / "runs")]) == 2
-    assert "there is no CUDA device here" in capsys.readouterr().err
+def test_what_runs_out_of_memory_in_the_optimizer_is_told(tmp_path: Path) -> None:
+    (tmp_path / "large.py").write_text(NO_ROOM)
+    (tmp_path / "tiny_job.py").symlink_to(JOB)
+    asked = {"part": "known", "job": str(tmp_path / "large.py"), "device": "cpu", "seed": 0, "data": None}
+    with pytest.raises(InputError, match="out_of_memory: OutOfMemoryError: no room for the states"):
+        list(here(asked, 1))
+
+
+HANGING = """
+import time
+import tiny_job
+
+def job():
+    def loss(model, batch):
+        time.sleep(3600)
+
+    return tiny_job.make(name="hanging", loss=loss)
+"""
+
+
+def test_it_ends_in_time_although_a_part_hangs(tmp_path: Path) -> None:
+    (tmp_path / "hanging.py").write_text(HANGING)
+    (tmp_path / "tiny_job.py").symlink_to(JOB)
+
+    def hangs(asked: Mapping[str, Any], limit_s: float) -> Iterator[Found]:
+        return (here if asked["part"] == "machine" else run_in_process)(asked, limit_s)
+
+    kept: list[Found] = []
+    began = time.monotonic()
+    settings = GpuBenchSettings(device="cpu", jobs=(f"{tmp_path / 'hanging.py'}",), seconds=11.0)
+    document = bench_gpu(settings, keep=kept_in(kept), run_part=hangs)
+    assert time.monotonic() - began < settings.seconds
+    assert [(one["part"], one["out_of_time"]) for one in document["left_out"]] == [
+        ("hanging: answers", True),
+        ("hanging: known", True),
+    ]
+    assert kept[-1]["ended"] == "out of time"
+
+
+def test_a_job_that_the_device_cannot_run_is_named(tmp_path: Path) -> None:
+    asked = {"part": "known", "job": f"{JOB}:loss_raises", "device": "cpu", "seed": 0, "data": None}
+    with pytest.raises(InputError, match="no such luck"):
+        list(here(asked, 1))
+
+
+@without_accelerator
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "there is no accelerator here (allowed: cpu, to try the command)"),
+        (["--device", "cuda"], "there is no device 'cuda' here (allowed: cpu)"),
+        (["--device", "toaster"], "device is 'toaster' (allowed: cpu)"),
+        (["--device", "cpu", "--rounds", "1"], "rounds is 1 (allowed: at least 2)"),
+    ],
+)
+def test_a_wrong_device_is_one_line(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bench_gpu, "__kwdefaults__", {**bench_gpu.__kwdefaults__, "run_part": here})
+    assert run(["bench", "gpu", "--runs-dir", str(tmp_path / "runs"), *options]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert message in said[-1]
+    assert len(said) == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_model_is_built_on_the_device_or_moved_there_where_that_fails() -> None:
+    def reads_a_number() -> nn.Module:
+        model = tiny_job.Network()
+        model.scale = float(next(model.parameters()).sum())
+        return model
+
+    for build in (tiny_job.Network, reads_a_number):
+        built: list[str] = []
+
+        def model(build: Any = build, built: list[str] = built) -> nn.Module:
+            made = build()
+            built.append(next(made.parameters()).device.type)
+            return made
+
+        placed = gpu_parts.placed(tiny_job.make(model=model), "meta")
+        assert next(placed.model().parameters()).device.type == "meta"
+        assert built == (["meta"] if build is tiny_job.Network else ["cpu"])
+
+
+RUN = f"""
+from autotune.campaign import gpu_parts
+import autotune.cli.bench, autotune.campaign.bench_gpu
+from autotune.agents.bundle import shipped_policy
+shipped_policy()
+asked = {{"job": {JOB!r}, "device": "cpu", "seed": 0, "data": None, "jobs": [{JOB!r}], "attached_steps": 20}}
+found = {{}}
+for part in PARTS:
+    more = {{"profile": found.get("profile"), "peak_bytes": 10**9, "shares": [0.5], "rounds": 2, "arm": "ppo"}}
+    for one in gpu_parts.PARTS[part]({{**asked, **more}}):
+        found |= one
+assert found["environment"]
+assert "ppo" not in found or found["ppo"]["budgets"][0]["fits"]
+"""
+
+
+@pytest.mark.parametrize(
+    "parts", [["machine"], pytest.param(["machine", "answers", "arm"], marks=pytest.mark.slow)], ids=len
+)
+def test_it_runs_on_a_bare_torch_and_what_is_carried_there(parts: list[str]) -> None:
+    code = f"ALLOWED, PARTS = {CARRIED | OF_TORCH!r}, {parts!r}\n{BARE}\n{RUN}"
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=one_thread)
+    assert (answer.returncode, answer.stderr[-600:]) == (0, "")
 
 
 def test_fewer_rounds_than_choosing_and_reporting_need_are_refused() -> None:
     with pytest.raises(InputError, match="rounds is 1"):
-        bench.GpuBenchSettings(device="cpu", rounds=1)
+        GpuBenchSettings(device="cpu", rounds=1)
 
 
 def test_the_models_have_the_sizes_that_they_are_called_after() -> None:

@@ -36,6 +36,7 @@ LAUNCHES = st.builds(
     optimizer=st.sampled_from(sorted(optimizers.KINDS)),
     learning_rate=st.none() | RATES,
     compile=st.sampled_from([None, True]),
+    fp32=st.sampled_from([None, "fp32", "tf32"]),
 )
 
 
@@ -60,10 +61,12 @@ def test_a_folder_that_is_called_so_is_that_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("charlm+leon", r"job: \+leon is unknown \(allowed: compile, adamw, adamw8bit, lamb, lion, sgd"),
+        ("charlm+leon", r"job: \+leon is unknown \(allowed: compile, fp32, tf32, adamw, adamw8bit, lamb, lion, sgd"),
         ("charlm+sophia", r"optimizer sophia estimates curvature"),
         ("charlm+lion+sgd", r"\+sgd does not fit there"),
         ("charlm+compile+compile", r"\+compile does not fit there"),
+        ("charlm+tf32+fp32", r"\+fp32 does not fit there"),
+        ("charlm+tf32=1", r"\+tf32=1 does not fit there"),
         ("charlm+lion=fast", r"\+lion=fast has no learning rate"),
         ("charlm+lion=0", r"allowed: a number above 0"),
         ("charlm+lion=inf", r"allowed: a number above 0"),

@@ -41,7 +41,7 @@ from autotune.engines.isolated_engine import RankOptions
 from autotune.errors import InputError, RunDirectoryError
 from autotune.job import Job
 from autotune.launching import split
-from autotune.mechanics.devices import device_name
+from autotune.mechanics.devices import device_kind, device_name, require_fp32_choice
 from autotune.physics.carbon import Intensity
 from autotune.plan import Launch
 
@@ -154,6 +154,8 @@ def compare_jobs(
         raise InputError(f"arm {files[0]!r} is compared on several jobs", where="--arms", allowed=allowed)
     paired_seeds(settings.get("seeds", 10))
     require_distinct(arms)
+    for name, launch in named:
+        require_fp32_choice(launch.fp32, device_kind(), where=f"arm {name!r}")
     for job in jobs:
         if load_job(job).launch != Launch() and any(launch != Launch() for _, launch in named):
             raise InputError(

@@ -45,7 +45,13 @@ from autotune.errors import InputError, JobError
 from autotune.gym.reward import Objective
 from autotune.job import Job
 from autotune.launching import launched, split, suffix
-from autotune.mechanics.devices import device_kind, device_name, is_accelerator, require_devices
+from autotune.mechanics.devices import (
+    device_kind,
+    device_name,
+    is_accelerator,
+    require_devices,
+    require_fp32_choice,
+)
 from autotune.mechanics.energy_meter import require_watts
 from autotune.physics.carbon import Intensity
 from autotune.physics.cost import Weights
@@ -185,13 +191,14 @@ class Session:
         require_writable(self.runs)
         refuse_broken_policies([split(name, where="--arms")[0] for name in names])
         require_distinct(names)
+        own, others = self._by_launch(names)
         self._refuse_budget_early()
         if self._fills_device:
-            self._profile(self._by_launch(names)[0])
+            self._profile(own)
         with contextlib.closing(self._engine()) as engine:
             run, tracker, arms, references = self._arms(engine, names, seeds, verb)
         del engine
-        for launch, group in self._by_launch(names)[1].items():
+        for launch, group in others.items():
             arms |= self._launched_arms(launch, group, references, run, tracker)
         return self._compare(names, arms, seeds, references, run, tracker)
 
@@ -239,11 +246,16 @@ class Session:
         return lowest
 
     def _by_launch(self, names: Sequence[str]) -> tuple[list[str], dict[Launch, list[str]]]:
-        """Return the arms that train the job as it is, and the others by what they are launched with."""
+        """Return the arms that train the job as it is, and the others by what they are launched with.
+
+        Raises:
+            InputError: if the job is launched too, or an arm cannot be on this machine.
+        """
         own: list[str] = []
         others: dict[Launch, list[str]] = {}
         for name in names:
             plain, launch = split(name, where="--arms")
+            require_fp32_choice(launch.fp32, device_kind(), where=f"arm {name!r}")
             if launch == Launch():
                 own.append(name)
             elif self.job.launch == Launch():

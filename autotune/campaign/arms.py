@@ -15,6 +15,7 @@ from autotune.campaign.tuning import METHODS
 from autotune.errors import InputError
 from autotune.job import Job
 from autotune.launching import canonical, launched, split, suffix
+from autotune.mechanics.devices import device_kind, require_fp32_choice
 from autotune.physics.profile import Profile
 from autotune.plan import Launch, Plan, PlanSpace
 
@@ -60,6 +61,7 @@ def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:
                 where=str(path),
                 allowed="a plan of the job as it is launched",
             )
+        require_fp32_choice(chosen.fp32, device_kind(), where=str(path))
         arm = static_arm(path.stem, plan)
         return arm if chosen in (Launch(), job.launch) else replace(arm, job=launched(job, chosen))
     raise InputError(

@@ -1,285 +1,288 @@
 """Measure on one device what the project is for: plans under budgets, predictions, and the cost of being attached.
 
-It needs torch and the core dependencies alone, and ends within its time: parts that would begin later are left out, and
-the document says which.
+Each part runs in a process of its own, which ends when its time is over; what was found until then is kept. This
+process never touches the device, so that nothing that happens there keeps it from ending in time.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
-from autotune.agents.planner import planned
-from autotune.agents.rules import RULES
 from autotune.budget import format_bytes
-from autotune.campaign.bench_attach import bench_overhead_attached
 from autotune.campaign.progress import Reporter, Silent
-from autotune.engines.profiler import ProfilerOptions, profile
-from autotune.engines.torch_engine import EngineOptions, TorchEngine
-from autotune.errors import BudgetError, InputError, first_line
-from autotune.job import Job
-from autotune.measurement import Measurement
-from autotune.mechanics.devices import device_name
-from autotune.mechanics.trees import map_tensors
-from autotune.physics.memory_model import peak_bytes
-from autotune.physics.profile import Profile
-from autotune.physics.solver import Goal
-from autotune.physics.time_model import seconds_per_step
-from autotune.plan import Plan
+from autotune.engines.processes import Workers, WorkersError
+from autotune.errors import InputError, first_line
+from autotune.measurement import Failure
 
-RULE_ARMS = ("paper", "uniform-bf16", "sqrt")
-PLANNED_ARMS = ("exact", "ppo")
-# A step that is metered and not timed, and those that are timed.
-_WINDOW_STEPS = 4
-# Plans of a planner that predictions cannot tell apart, of which the first round chooses.
-_FINALISTS = 3
-# What a device cannot run (no room, no kernel) is named; it takes nothing else that was measured with it.
-_CANNOT_RUN = (InputError, RuntimeError)
+# Runs the part that a document names for so many seconds at most, and yields what it finds.
+RunPart = Callable[[Mapping[str, Any], float], Iterator[dict[str, Any]]]
+
+COMPLETE, OUT_OF_TIME, INTERRUPTED, NOT_YET = "complete", "out of time", "interrupted", "not yet"
+# Seconds that are kept to end a part and to write what it found, and those without which none begins.
+_ENDING_S, _LEAST_S = 6.0, 3.0
+# Seconds after which a machine counts as hanging, and those that the first answers may take.
+_MACHINE_S, _ANSWERS_S = 120.0, 180.0
+# Shares of what is left that a part may take: others may need less than theirs.
+_SHARES = 2.0
+_ATTACHED = "attached"
+_QUESTIONS = {
+    "memory": "peaks predicted within 5 %",
+    "time": "times predicted within 10 %",
+    "exact": "exact mode as repeatable as the run",
+    "attach": "attached for at most 3 % of the time",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuBenchSettings:
-    """Say how much is measured.
+    """What is measured, and for how long.
 
     Attributes:
-        device: the device.
+        device: the device; ``None`` for this machine's accelerator.
+        jobs: references of jobs; ``None`` for those that fit the device.
+        data: a folder with WikiText-2 and CIFAR-10; ``None`` for random data of their shapes.
         shares: budgets, as shares of the baseline's peak.
         rounds: windows of each plan; the first chooses among a planner's plans, the others are reported.
         attached_steps: steps of each arm when the cost of being attached is measured.
-        seconds: after which no further part begins.
+        seconds: after which all has ended.
         seed: of weights and batches.
     """
 
-    device: str = "cuda"
+    device: str | None = None
+    jobs: tuple[str, ...] | None = None
+    data: str | None = None
     shares: tuple[float, ...] = (1.0, 0.6, 0.4, 0.3)
     rounds: int = 4
     attached_steps: int = 60
-    seconds: float = 420.0
+    seconds: float = 540.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.rounds < 2:
             raise InputError(f"rounds is {self.rounds}", where="--rounds", allowed="at least 2")
-        if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
-            raise InputError("there is no CUDA device here", where="--device", allowed="cpu, to try the command")
 
 
-def bench_gpu(jobs: Sequence[Job], settings: GpuBenchSettings, *, reporter: Reporter | None = None) -> dict[str, Any]:
-    """Return what plans come to on a device, job by job.
+def run_in_process(asked: Mapping[str, Any], limit_s: float) -> Iterator[dict[str, Any]]:
+    """Run a part in a process of its own, and yield what it finds as it finds it.
+
+    Raises:
+        InputError: if the part refuses what it was asked.
+        WorkersError: if it raised, ended or took longer; it has ended then, and all that it started.
+    """
+    until = time.monotonic() + limit_s
+    with Workers("autotune.campaign.gpu_parts", asked) as worker:
+        while "done" not in (said := worker.first(max(until - time.monotonic(), 0.0))):
+            yield said["found"]
+
+
+class _Bench:
+    """One benchmark under way.
 
     Args:
-        jobs: what is trained, the most important first.
-        settings: how much is measured.
-        reporter: shows progress.
+        settings: what is measured.
+        keep: writes the document.
+        shows: shows progress.
+        run_part: runs a part.
+        began: when its time began.
     """
-    shows, began = reporter or Silent(), time.perf_counter()
-    found: list[dict[str, Any]] = []
-    left_out: list[str] = []
-    for job in jobs:
-        if time.perf_counter() - began > settings.seconds:
-            left_out.append(f"{job.name}: no time was left")
-            continue
+
+    def __init__(
+        self,
+        settings: GpuBenchSettings,
+        keep: Callable[[dict[str, Any]], None],
+        shows: Reporter,
+        run_part: RunPart,
+        began: float,
+    ) -> None:
+        self._settings = settings
+        self._keep = keep
+        self._shows = shows
+        self._run_part = run_part
+        self._began = began
+        self._asked = {"data": settings.data, "seed": settings.seed}
+        self.document: dict[str, Any] = {
+            "version": 2,
+            "benchmark": "gpu",
+            "ended": NOT_YET,
+            "seconds": 0.0,
+            "settings": asdict(settings),
+            "machine": None,
+            "answers": {},
+            "jobs": [],
+            "left_out": [],
+        }
+
+    def run(self) -> None:
+        """Run all parts.
+
+        Raises:
+            InputError: if there is no such device, job or folder of data; nothing was written then.
+        """
         try:
-            found.append(_bench_job(job, settings, shows))
-        except _CANNOT_RUN as error:
-            left_out.append(f"{job.name}: {first_line(error)}")
-        if torch.device(settings.device).type == "cuda":
-            torch.cuda.empty_cache()
-    return {
-        "version": 1,
-        "benchmark": "gpu",
-        "device": device_name(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "settings": asdict(settings),
-        "jobs": found,
-        "left_out": left_out,
-        "seconds": time.perf_counter() - began,
-    }
+            self._parts()
+        except KeyboardInterrupt:
+            self.document["ended"] = INTERRUPTED
+            self._write()
+            raise
+        ended = OUT_OF_TIME if any(one["out_of_time"] for one in self.document["left_out"]) else COMPLETE
+        self.document["ended"] = ended
+        self._write()
+
+    def _parts(self) -> None:
+        found: dict[str, Any] = {}
+        asked = {"device": self._settings.device, "jobs": self._settings.jobs}
+        limit_s = min(_MACHINE_S, self._left_s)
+        if self._part("machine", {"part": "machine", **asked}, found.update, limit_s, refuses=True):
+            self.document |= {key: found[key] for key in ("machine", "environment", "folder")}
+            self._jobs(found)
+
+    @property
+    def _left_s(self) -> float:
+        return self._settings.seconds - _ENDING_S - (time.monotonic() - self._began)
+
+    def _jobs(self, found: Mapping[str, Any]) -> None:
+        self._asked["device"] = found["kind"]
+        # The profile is every arm's to plan with, and no part of the document.
+        profiles: dict[str, Any] = {}
+        arms: Sequence[str] = found["arms"]
+        entries = [{"job": job["job"], "reference": job["reference"], "arms": {}} for job in found["jobs"]]
+        self.document["jobs"] = entries
+        for number, entry in enumerate(entries):
+            waiting = (len(entries) - number) * (1 + len(arms))
+            if number == 0:
+                self._job_part("answers", entry, profiles, min(_ANSWERS_S, self._left_s))
+            if "baseline" not in entry:
+                self._job_part("known", entry, profiles, self._share_s(waiting))
+            for place, arm in enumerate(arms):
+                # The first part has seen already what being attached costs the first job.
+                if "baseline" in entry and not (arm == _ATTACHED and arm in entry):
+                    self._arm(arm, entry, profiles, self._share_s(waiting - 1 - place))
+
+    def _share_s(self, waiting: int) -> float:
+        return min(self._left_s, max(_SHARES * self._left_s / waiting, _LEAST_S))
+
+    def _arm(self, arm: str, entry: dict[str, Any], profiles: Mapping[str, Any], limit_s: float) -> None:
+        settings = self._settings
+        asked = {
+            "part": _ATTACHED if arm == _ATTACHED else "arm",
+            "arm": arm,
+            "job": entry["reference"],
+            "profile": profiles[entry["job"]],
+            "peak_bytes": entry["baseline"]["peak_bytes"],
+            "shares": settings.shares,
+            "rounds": settings.rounds,
+            "attached_steps": settings.attached_steps,
+        }
+        kept = entry if arm == _ATTACHED else entry["arms"]
+        self._part(f"{entry['job']}: {arm}", asked, kept.update, limit_s)
+
+    def _job_part(self, part: str, entry: dict[str, Any], profiles: dict[str, Any], limit_s: float) -> None:
+        def take(found: dict[str, Any]) -> None:
+            self.document["answers"] |= found.pop("answers", {})
+            if "profile" in found:
+                profiles[entry["job"]] = found.pop("profile")
+            entry.update(found)
+
+        asked = {"part": part, "job": entry["reference"], "attached_steps": self._settings.attached_steps}
+        self._part(f"{entry['job']}: {part}", asked, take, limit_s)
+
+    def _part(
+        self,
+        name: str,
+        asked: Mapping[str, Any],
+        take: Callable[[dict[str, Any]], None],
+        limit_s: float,
+        *,
+        refuses: bool = False,
+    ) -> bool:
+        """Run one part, keep what it finds, and return whether it came to its end; else name it and say why."""
+        if limit_s < _LEAST_S:
+            self._leave_out(name, "no time was left", out_of_time=True)
+            return False
+        self._shows.stage(f"{name} (at most {limit_s:.0f} s)", 1)
+        try:
+            for found in self._run_part({**self._asked, **asked}, limit_s):
+                take(found)
+                if not refuses:
+                    self._write()
+        except WorkersError as error:
+            self._leave_out(name, f"{error.failure}: {error}", out_of_time=error.failure is Failure.TIMEOUT)
+            return False
+        except InputError as error:
+            if refuses:
+                raise
+            self._leave_out(name, first_line(error), out_of_time=False)
+            return False
+        return True
+
+    def _leave_out(self, name: str, why: str, *, out_of_time: bool) -> None:
+        self.document["left_out"].append({"part": name, "why": why, "out_of_time": out_of_time})
+        self._write()
+
+    def _write(self) -> None:
+        self.document["seconds"] = time.monotonic() - self._began
+        self._keep(self.document)
 
 
-def _bench_job(job: Job, settings: GpuBenchSettings, shows: Reporter) -> dict[str, Any]:
-    shows.stage(f"{job.name}: profile", 1)
-    options = ProfilerOptions.lean(settings.seed)
-    known = profile(job, device_name=device_name(), device=settings.device, options=options, on_progress=shows.advance)
-    engine = TorchEngine(
-        job,
-        seed=settings.seed,
-        device=settings.device,
-        options=EngineOptions(discard_steps=1, statistics_every=None),
-    )
-    engine.run(1)
-    baseline = engine.space.baseline()
-    peak = engine.run(1).peak_bytes
-    if peak is None:
-        raise InputError("the baseline's memory cannot be metered", where=job.name)
-    budgets = [int(share * peak) for share in settings.shares]
-    candidates = _candidates(known, engine.space.baseline(), budgets)
-    windows = _measure(engine, candidates, settings, shows, job.name)
-    engine.close()
-    reference = _seconds_per_sample(windows[baseline][1:])
-    plans = list(windows)
-    return {
-        "job": job.name,
-        "data": [source.name for source in job.data_sources()] if job.data_sources else [],
-        "parameters": sum(p.numel() for p in engine.model.parameters()),
-        "batch_size": job.batch_size,
-        "units": len(known.units),
-        "profile": {"steps": known.steps, "seconds": known.seconds, "warnings": list(known.warnings)},
-        "baseline": {"seconds_per_sample": reference, "peak_bytes": peak},
-        "plans": [_plan(known, plan, windows[plan]) for plan in plans],
-        "budgets": [
-            _budget(share, budget, candidates[budget], windows, plans, reference)
-            for share, budget in zip(settings.shares, budgets, strict=True)
-        ],
-        "attached": _attached(job, settings, shows),
-    }
-
-
-def _candidates(known: Profile, baseline: Plan, budgets: Sequence[int]) -> dict[int, dict[str, list[Plan]]]:
-    """Return each arm's plans by budget; a planner without a plan that fits has none."""
-    found: dict[int, dict[str, list[Plan]]] = {}
-    for budget in budgets:
-        arms = {"baseline": [baseline], **{name: [RULES[name].plan(known.space)] for name in RULE_ARMS}}
-        for name in PLANNED_ARMS:
-            try:
-                arms[name] = planned(name, known, budget, Goal())[:_FINALISTS]
-            except BudgetError:
-                arms[name] = []
-        found[budget] = arms
-    return found
-
-
-def _measure(
-    engine: TorchEngine,
-    candidates: Mapping[int, Mapping[str, Sequence[Plan]]],
+def bench_gpu(
     settings: GpuBenchSettings,
-    shows: Reporter,
-    name: str,
-) -> dict[Plan, list[Measurement]]:
-    """Measure every plan once a round, in rounds of alternating direction."""
-    plans = list(dict.fromkeys(plan for arms in candidates.values() for some in arms.values() for plan in some))
-    windows: dict[Plan, list[Measurement]] = {plan: [] for plan in plans}
-    shows.stage(f"{name}: {len(plans)} plans in {settings.rounds} rounds", settings.rounds)
-    for number in range(settings.rounds):
-        for plan in plans if number % 2 == 0 else reversed(plans):
-            engine.apply(plan)
-            windows[plan].append(engine.run(_WINDOW_STEPS))
-        shows.advance(number + 1)
-    return windows
-
-
-def _seconds(windows: Sequence[Measurement]) -> float | None:
-    """Return the median seconds of a step; ``None`` if a window failed."""
-    if any(window.failure is not None for window in windows):
-        return None
-    return statistics.median(seconds for window in windows for seconds in window.step_s)
-
-
-def _seconds_per_sample(windows: Sequence[Measurement]) -> float | None:
-    """Return the median seconds of a sample: under adaptive batching a step takes k batches."""
-    seconds, samples = _seconds(windows), windows[0].samples_per_step
-    return None if seconds is None or not samples else seconds / samples
-
-
-def _peak(windows: Sequence[Measurement]) -> int | None:
-    return max((window.peak_bytes for window in windows if window.peak_bytes is not None), default=None)
-
-
-def _plan(known: Profile, plan: Plan, windows: Sequence[Measurement]) -> dict[str, Any]:
-    failures = [window for window in windows if window.failure is not None]
-    return {
-        "plan": plan.to_json(),
-        "seconds_per_step": _seconds(windows[1:]),
-        "predicted_seconds_per_step": seconds_per_step(known, plan),
-        "peak_bytes": _peak(windows),
-        "predicted_peak_bytes": peak_bytes(known, plan),
-        "failure": str(failures[0].failure) if failures else None,
-    }
-
-
-def _budget(
-    share: float,
-    budget_bytes: int,
-    candidates: Mapping[str, Sequence[Plan]],
-    windows: Mapping[Plan, Sequence[Measurement]],
-    plans: Sequence[Plan],
-    reference: float | None,
+    *,
+    keep: Callable[[dict[str, Any]], None],
+    reporter: Reporter | None = None,
+    run_part: RunPart = run_in_process,
+    began: float | None = None,
 ) -> dict[str, Any]:
-    """Return what each arm comes to within a budget, and whether the planners are at least the best of the others."""
-    arms = {name: _arm(some, budget_bytes, windows, plans, reference) for name, some in candidates.items() if some}
-    static = [arms[name]["speedup"] or 0.0 for name in ("baseline", *RULE_ARMS) if arms[name]["fits"]]
-    return {
-        "share": share,
-        "bytes": budget_bytes,
-        "arms": arms,
-        "best_static_speedup": max(static, default=None),
-        **{f"{name}_speedup": arms[name]["speedup"] if name in arms else None for name in PLANNED_ARMS},
-    }
+    """Return what plans come to on a device, job by job, once all parts were run or their time is over.
 
+    Args:
+        settings: what is measured.
+        keep: is given the document whenever something was found.
+        reporter: shows progress.
+        run_part: runs a part.
+        began: when its time began, by ``time.monotonic``; ``None`` for now.
 
-def _arm(
-    some: Sequence[Plan],
-    budget_bytes: int,
-    windows: Mapping[Plan, Sequence[Measurement]],
-    plans: Sequence[Plan],
-    reference: float | None,
-) -> dict[str, Any]:
-    def first_round(plan: Plan) -> tuple[bool, float]:
-        peak, seconds = _peak(windows[plan]), _seconds_per_sample(windows[plan][:1])
-        return (peak is None or peak > budget_bytes), float("inf") if seconds is None else seconds
-
-    plan = min(some, key=first_round)
-    seconds, peak = _seconds_per_sample(windows[plan][1:]), _peak(windows[plan])
-    return {
-        "plan": plans.index(plan),
-        "fits": peak is not None and peak <= budget_bytes and seconds is not None,
-        "speedup": None if seconds is None or reference is None else reference / seconds,
-    }
-
-
-def _attached(job: Job, settings: GpuBenchSettings, shows: Reporter) -> dict[str, Any]:
-    try:
-        return bench_overhead_attached(
-            placed(job, settings.device), steps=settings.attached_steps, seed=settings.seed, reporter=shows
-        )
-    except _CANNOT_RUN as error:
-        return {"failure": first_line(error)}
-
-
-def placed(job: Job, device: str) -> Job:
-    """Return the job with its model and its batches on a device."""
-    return replace(
-        job,
-        model=lambda: job.model().to(device),
-        batches=lambda seed: (map_tensors(lambda tensor: tensor.to(device), batch) for batch in job.batches(seed)),
-    )
+    Raises:
+        InputError: if there is no such device, job or folder of data; nothing was kept then.
+    """
+    bench = _Bench(settings, keep, reporter or Silent(), run_part, time.monotonic() if began is None else began)
+    bench.run()
+    return bench.document
 
 
 def verdict(document: Mapping[str, Any]) -> str:
-    """Return in one sentence what was found."""
-    parts = []
-    for job in document["jobs"]:
-        ahead = [
-            f"{one['share']:.0%}: exact {_times(one['exact_speedup'])}, ppo {_times(one['ppo_speedup'])}, best rule "
-            f"{_times(one['best_static_speedup'])}"
-            for one in job["budgets"]
-        ]
-        errors = [
-            abs(plan["predicted_peak_bytes"] / plan["peak_bytes"] - 1) for plan in job["plans"] if plan["peak_bytes"]
-        ]
-        parts.append(
-            f"{job['job']} (baseline {format_bytes(job['baseline']['peak_bytes'])}): {'; '.join(ahead)}; peaks "
-            f"predicted within {max(errors, default=0.0):.1%}"
-        )
-    return ". ".join([*parts, *document["left_out"]])
+    """Return in sentences what was found, what was not, and how it ended."""
+    answered = [
+        f"{question}: {_answer(document['answers'][name])}"
+        for name, question in _QUESTIONS.items()
+        if name in document["answers"]
+    ]
+    jobs = [_job_line(job) for job in document["jobs"] if "baseline" in job]
+    left_out = [f"{one['part']} left out ({one['why']})" for one in document["left_out"]]
+    ended = f"{document['ended']} after {document['seconds']:.0f} s"
+    return ". ".join([*(["; ".join(answered)] if answered else []), *jobs, *left_out, ended])
+
+
+def _answer(answer: Mapping[str, Any]) -> str:
+    said = {True: "yes", False: "no", None: "unknown"}[answer["yes"]]
+    worst = answer.get("worst_frac", answer.get("frac"))
+    return said if worst is None else f"{said} ({worst:.1%})"
+
+
+def _job_line(job: Mapping[str, Any]) -> str:
+    arms = [f"{name} {_shown(arm)}" for name, arm in job["arms"].items()]
+    peak = format_bytes(job["baseline"]["peak_bytes"])
+    return f"{job['job']} (baseline {peak}): {'; '.join(arms) or 'no arm was measured'}"
+
+
+def _shown(arm: Mapping[str, Any]) -> str:
+    """Return an arm's speed at each share of the baseline's memory, where it fits."""
+    return ", ".join(
+        f"{one['share']:.0%} {_times(one['speedup']) if one['fits'] else 'none'}" for one in arm["budgets"]
+    )
 
 
 def _times(speedup: float | None) -> str:
-    return "none" if speedup is None else f"{speedup:.2f}x"
+    return "unknown" if speedup is None else f"{speedup:.2f}x"

@@ -25,6 +25,7 @@ from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.gym.observation import Observation
 from autotune.job import Job
 from autotune.measurement import Failure, Measurement
+from autotune.mechanics.devices import device_kind, fp32_arithmetic, fp32_computed_in, is_accelerator
 from autotune.physics.carbon import Intensity
 from autotune.physics.planning import LOOK_AHEAD
 from autotune.plan import Launch, Plan
@@ -366,6 +367,7 @@ def _document(
         "version": COMPARISON_VERSION,
         "job": job.name,
         "device": device,
+        **_fp32(arms[0].job or job),
         "seeds": list(protocol.seeds),
         "memory_budget_bytes": protocol.memory_budget_bytes,
         "dips": None if protocol.dips is None else asdict(protocol.dips),
@@ -378,6 +380,15 @@ def _document(
         "gate": gate,
         "against_baseline": entries if gate is None else gated(entries, gate),
     }
+
+
+def _fp32(baseline: Job) -> dict[str, Any]:
+    """Return how the baseline computes products of fp32 numbers, where that is not the same on all devices."""
+    kind = device_kind()
+    if not is_accelerator(kind):
+        return {}
+    with fp32_computed_in(baseline.launch.fp32):
+        return {"fp32": fp32_arithmetic(kind)}
 
 
 def _arm_json(arm: Arm, job: Job, records: Sequence[RunRecord], intensity: Intensity | None) -> dict[str, Any]:

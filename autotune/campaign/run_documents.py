@@ -36,6 +36,8 @@ _Text = Annotated[str, Len(0, 10_000)]
 _Name = Annotated[str, Len(1, 1_000)]
 _Seeds = Annotated[list[Seed], Len(2, 1_000)]
 _Names = Annotated[list[_Name], Len(1, 1_000)]
+# How products of fp32 numbers were computed.
+_Fp32 = Annotated[dict[Literal["matrix products", "convolutions"], Literal["fp32", "tf32", "bf16"]], Len(2, 2)]
 
 
 # What was asked for.
@@ -382,6 +384,8 @@ class Comparison:
 
     job: _Name
     device: _Text
+    # The baseline's, on an accelerator.
+    fp32: _Fp32 | None = None
     seeds: _Seeds
     memory_budget_bytes: Bytes | None
     dips: _Dips | None = None

@@ -266,9 +266,14 @@ def describe_environment(job: Job | None = None) -> dict[str, Any]:
     }
 
 
-def benchmark_folder(runs: Path) -> Path:
-    """Return where this machine's benchmarks are written: ``<runs>/benchmarks/<device>/``."""
-    words = re.sub(r"\((R|TM)\)|Processor|CPU", " ", device_name())
+def benchmark_folder(runs: Path, device: str | None = None) -> Path:
+    """Return where a device's benchmarks are written: ``<runs>/benchmarks/<device>/``.
+
+    Args:
+        runs: the runs folder.
+        device: what the device is called; ``None`` for where jobs train on this machine.
+    """
+    words = re.sub(r"\((R|TM)\)|Processor|CPU", " ", device_name() if device is None else device)
     return runs / "benchmarks" / ("-".join(re.findall(r"[a-z0-9]+", words.lower())) or "unknown")
 
 

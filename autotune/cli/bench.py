@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -399,11 +399,11 @@ def every(runs_dir: RunsOption = shared.RUNS) -> None:
     """Run every benchmark that needs no run of another command, one after another, with its defaults."""
     import importlib.util
 
-    import torch
+    from autotune.mechanics.devices import device_kind
 
     names = [*ALL]
     names += ["cluster"] if importlib.util.find_spec("ray") is not None else []
-    names += ["gpu"] if torch.cuda.is_available() else []
+    names += ["gpu"] if device_kind() != "cpu" else []
     for name in names:
         shared.console(as_json=False).print(f"autotune bench {name}")
         app([name, "--runs-dir", str(runs_dir)], standalone_mode=False)
@@ -421,29 +421,55 @@ def gpu(
             "--data", callback=input_path, help="A folder with WikiText-2 and CIFAR-10; random data if left out."
         ),
     ] = None,
-    device: Annotated[str, typer.Option("--device", help="cuda, or cpu to try the command on small jobs.")] = "cuda",
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="This machine's accelerator if left out; cpu to try the command on small jobs."),
+    ] = None,
     rounds: Annotated[int, typer.Option("--rounds", max=10_000, help="Windows in which each plan is measured.")] = 4,
     seconds: Annotated[
         float,
-        typer.Option("--seconds", min=1, max=shared.LONGEST_S, help="No further job begins after so many seconds."),
-    ] = 300.0,
+        typer.Option("--seconds", min=10, max=shared.LONGEST_S, help="All has ended after so many seconds."),
+    ] = 540.0,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="The file to write; runs/benchmarks/<device>/gpu.json if left out."),
+    ] = None,
     seed: SeedOption = 0,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure plans within 100, 60, 40 and 30 % of the FP32 baseline's memory, predictions, and being attached."""
+    """Answer whether predictions hold, then measure plans within 100, 60, 40 and 30 % of the baseline's memory."""
+    began = time.monotonic()
     from autotune.campaign.bench_gpu import GpuBenchSettings, bench_gpu, verdict
-    from autotune.campaign.gpu_jobs import gpu_jobs
     from autotune.campaign.runs import require_writable
+    from autotune.errors import EngineError
+    from autotune.files import write_json
 
-    require_writable(runs_dir)
-    if re.fullmatch(r"cpu|cuda(:[0-9]{1,2})?", device) is None:
-        raise InputError(f"device is {device!r}", where="--device", allowed="cuda, cuda:N, cpu")
-    settings = GpuBenchSettings(device=device, rounds=rounds, seconds=seconds, seed=seed)
-    found = gpu_jobs(None if jobs is None else jobs.split(","), data, device)
+    require_writable(runs_dir if out is None else out.parent, where="" if out is None else f"--out {out}")
+    settings = GpuBenchSettings(
+        device=device,
+        jobs=None if jobs is None else tuple(jobs.split(",")),
+        data=None if data is None else str(data),
+        rounds=rounds,
+        seconds=seconds,
+        seed=seed,
+    )
+
+    def path(document: dict[str, Any]) -> Path:
+        name = "gpu.json" if device != "cpu" else "gpu-command-on-cpu.json"
+        return out or runs_dir / "benchmarks" / document.get("folder", "unknown") / name
+
+    def keep(document: dict[str, Any]) -> None:
+        path(document).parent.mkdir(parents=True, exist_ok=True)
+        write_json(path(document), document)
+
     with shared.Bars(shared.console(as_json=as_json)) as bars:
-        document = bench_gpu(found, settings, reporter=bars)
-    _finish(document, "gpu" if device != "cpu" else "gpu-command-on-cpu", verdict(document), runs_dir, as_json)
+        document = bench_gpu(settings, keep=keep, reporter=bars, began=began)
+    if as_json:
+        shared.print_json(document)
+    shared.console(as_json=as_json).print(f"{verdict(document)}; written to {path(document)}", soft_wrap=True)
+    if document["machine"] is None:
+        raise EngineError("the device did not answer")
 
 
 def _finish(document: dict[str, Any], name: str, line: str, runs_dir: Path, as_json: bool) -> None:

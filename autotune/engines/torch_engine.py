@@ -131,6 +131,7 @@ class TorchEngine:
         self.options = options or EngineOptions()
         self.memory_budget_bytes: int | None = None
         self.device = devices.resolved(device)
+        devices.require_fp32_choice(job.launch.fp32, self.device, where=f"job {job.name!r}")
         if devices.is_accelerator(self.device):
             # Models that stand in cycles would be in the peaks of this one.
             devices.release(self.device)
@@ -218,7 +219,7 @@ class TorchEngine:
         """Return the job's metric, in the user's own precision and in evaluation mode; training is not touched."""
         modes = {module: module.training for module in self.model.modules()}
         try:
-            with randomness.isolated(), torch.no_grad(), controls.suspended(self.model):
+            with self._own_fp32(), randomness.isolated(), torch.no_grad(), controls.suspended(self.model):
                 self.model.eval()
                 return float(self.job.evaluate(self.model))
         finally:
@@ -444,12 +445,16 @@ class TorchEngine:
     @contextlib.contextmanager
     def _own_randomness(self) -> Iterator[None]:
         """Run the body on this run's generators, and leave the caller's as they were."""
-        with randomness.isolated():
+        with self._own_fp32(), randomness.isolated():
             randomness.restore(self._random)
             try:
                 yield
             finally:
                 self._random = randomness.capture()
+
+    def _own_fp32(self) -> contextlib.AbstractContextManager[None]:
+        """Compute fp32 as the job was launched to, and put torch's settings back."""
+        return devices.fp32_computed_in(self.job.launch.fp32)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return by name the tensors that a snapshot holds, beside the optimizer's."""

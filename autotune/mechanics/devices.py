@@ -27,7 +27,12 @@ from autotune.errors import InputError, first_line
 
 AnyDevice = torch.device | str
 
-_FP32 = "fp32"
+_FP32, _TF32 = "fp32", "tf32"
+# What can be chosen for products of fp32 numbers, by what torch calls it; and the first that computes in TF32.
+_FP32_CHOICES = {_FP32: "ieee", _TF32: "tf32"}
+_TF32_CAPABILITY = (8, 0)
+# Where kernel modules of NVIDIA's and AMD's tell their version.
+_DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
 
 # What torch, the host's allocator, drivers and libraries say where memory runs out; all but the first two raise a plain
 # RuntimeError. MPS: "MPS backend out of memory". NCCL and RCCL allocate for themselves, and say so in two lines.
@@ -165,6 +170,15 @@ def device_name(device: AnyDevice | None = None) -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def driver(device: AnyDevice) -> str | None:
+    """Return which driver, and which version of its platform's libraries, a device is used through, where they say."""
+    if not is_accelerator(device):
+        return None
+    modules = [path.read_text(errors="replace").split("\n")[0].strip() for path in _DRIVERS if path.is_file()]
+    versions = [(name, getattr(torch.version, name, None)) for name in ("cuda", "hip", "xpu")]
+    return "; ".join([*modules, *(f"{name} {version}" for name, version in versions if version)]) or None
 
 
 # ---------------------------------------------------------------------------------------------- what a device can do
@@ -431,13 +445,80 @@ def _arithmetic(switch: Any) -> str:
     overall: Any = torch.backends
     for one in (switch, overall):
         try:
-            chosen = one.fp32_precision
+            chosen = getattr(one, "fp32_precision", "none")
         except RuntimeError:
             # Set by an older switch, which torch lets nobody mix with this one.
-            return "tf32" if getattr(one, "allow_tf32", False) else _FP32
+            return _TF32 if getattr(one, "allow_tf32", False) else _FP32
         if chosen != "none":
             return _FP32 if chosen == "ieee" else str(chosen)
     return _FP32
+
+
+def arithmetic_shown(fp32: Mapping[str, str]) -> str:
+    """Return what :func:`fp32_arithmetic` found in words: of convolutions, where they differ from matrix products."""
+    products, convolutions = fp32["matrix products"], fp32["convolutions"]
+    return products if products == convolutions else f"{products}, convolutions in {convolutions}"
+
+
+def has_tf32(device: AnyDevice) -> bool:
+    """Return whether a device can compute products of fp32 numbers in TF32: NVIDIA's can, since Ampere."""
+    found = torch.device(device)
+    if found.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(found) >= _TF32_CAPABILITY
+
+
+def require_fp32_choice(choice: str | None, device: AnyDevice, *, where: str) -> None:
+    """Refuse to choose between TF32 and fp32 on a device that has no TF32; ``None`` chooses nothing.
+
+    Raises:
+        InputError: naming the device and those that have it.
+    """
+    if choice is not None and not has_tf32(device):
+        raise InputError(
+            f"+{choice} chooses whether fp32 is computed in TF32, which {device_name(device)} has not",
+            where=where,
+            allowed="an NVIDIA GPU of compute capability 8.0 or higher; elsewhere without it",
+        )
+
+
+@contextmanager
+def fp32_computed_in(choice: str | None) -> Iterator[None]:
+    """Compute products of fp32 numbers, convolutions among them, in one way while the body runs.
+
+    Args:
+        choice: ``fp32`` or ``tf32``; ``None`` leaves torch's settings as they are.
+    """
+    if choice is None:
+        yield
+        return
+    cudnn: Any = torch.backends.cudnn
+    older: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn)
+    newer: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+    allowed = [_readable(switch, "allow_tf32") for switch in older]
+    precisions = [_readable(switch, "fp32_precision") for switch in newer]
+    # Some of torch reads the older switches, and refuses to where they say something else than the newer ones.
+    try:
+        for switch in older:
+            switch.allow_tf32 = choice == _TF32
+        for switch in newer:
+            switch.fp32_precision = _FP32_CHOICES[choice]
+        yield
+    finally:
+        for switch, was_allowed in zip(older, allowed, strict=True):
+            if was_allowed is not None:
+                switch.allow_tf32 = was_allowed
+        for switch, precision in zip(newer, precisions, strict=True):
+            if precision is not None:
+                switch.fp32_precision = precision
+
+
+def _readable(switch: Any, name: str) -> Any:
+    """Return one of torch's switches; ``None`` where the other kind of switch was set."""
+    try:
+        return getattr(switch, name)
+    except RuntimeError:
+        return None
 
 
 def _function(device: AnyDevice, name: str) -> Any:

@@ -27,7 +27,7 @@ from autotune.report.pareto import Cost, Front, measured_arm, measured_trial
 from autotune.report.plan_section import plan_figure, plan_section
 from autotune.report.scatter import Trade
 from autotune.report.svg import Figure
-from autotune.report.tables import all_fit, alone_lines, best_entry, judged_arms, verdict_line
+from autotune.report.tables import all_fit, alone_lines, baseline_shown, best_entry, judged_arms, verdict_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ class ComparisonPage:
             *("within budget", "final metric", "tuning", "pays after", "verdict"),
         )
         said = (
-            f"The first arm, {document['baseline']}, is the reference. Times are to the target, "
+            f"The first arm, {baseline_shown(document)}, is the reference. Times are to the target, "
             f"{document['metric']['target']:g}; the final metric is taken after {document['horizon_samples']:,} "
             f"samples and counts as kept within {document['metric']['margin']:.1%}."
         )

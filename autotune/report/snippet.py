@@ -13,7 +13,7 @@ from dataclasses import replace
 from autotune.errors import InputError
 from autotune.job import Job
 from autotune.physics.learning_rate import batch_factor
-from autotune.plan import Plan
+from autotune.plan import Launch, Plan
 from autotune.report.exported import Export, clip_norm
 from autotune.report.launchers import own_launch
 
@@ -87,7 +87,10 @@ def to_python(plan: Plan, job: Job, reference: str) -> Export:
         taken=_block(2, _taken(plan, job)),
         updated=_block(2, _updated(plan, job)),
     )
-    held = "" if replace(plan.launch, zero_stage=None) == job.launch else own_launch(plan)
+    # How fp32 is computed is the process's setting, which a job does not carry.
+    alone = replace(job.launch, fp32=None)
+    own = Launch(fp32=plan.launch.fp32) if replace(plan.launch, zero_stage=None, fp32=None) == alone else plan.launch
+    held = own_launch(plan.changed(launch=own))
     return Export(files={FILE: script}, command=f"python {FILE}", notes=(f"it does not hold {held}",) if held else ())
 
 

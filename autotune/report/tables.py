@@ -11,6 +11,7 @@ from rich import box
 from rich.table import Table
 
 from autotune.budget import format_bytes
+from autotune.mechanics.devices import arithmetic_shown
 from autotune.plan import Plan
 from autotune.report.costs import arm_costs
 from autotune.report.figures import reached_times
@@ -34,7 +35,7 @@ def comparison_table(comparison: Mapping[str, Any]) -> Table:
         entry = judged.get(arm["name"])
         fits = all_fit(comparison, arm["name"])
         table.add_row(
-            arm["name"],
+            _shown(comparison, arm),
             _time(arm),
             _speedup(entry),
             _memory(_peak(arm), baseline_peak),
@@ -43,6 +44,17 @@ def comparison_table(comparison: Mapping[str, Any]) -> Table:
             style=None if fits else "dim",
         )
     return table
+
+
+def baseline_shown(comparison: Mapping[str, Any]) -> str:
+    """Return the baseline's name, with how it computes fp32 where the comparison says so."""
+    name: str = comparison["baseline"]
+    return f"{name} ({arithmetic_shown(comparison['fp32'])})" if comparison.get("fp32") else name
+
+
+def _shown(comparison: Mapping[str, Any], arm: Mapping[str, Any]) -> str:
+    name: str = arm["name"]
+    return baseline_shown(comparison) if name == comparison["baseline"] else name
 
 
 def judged_arms(comparison: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -67,12 +79,12 @@ def jobs_table(document: Mapping[str, Any]) -> Table:
 
 def plan_lines(comparison: Mapping[str, Any]) -> list[str]:
     """Return one line per arm: its plan and what it cost to find."""
-    width = max(len(arm["name"]) for arm in comparison["arms"])
+    width = max(len(_shown(comparison, arm)) for arm in comparison["arms"])
     lines = []
     for arm in comparison["arms"]:
         plan = str(Plan.from_json(arm["plan"])) if "plan" in arm else "changes during the run"
         cost = f"  (found in {arm['tuning_s']:.0f} s, {arm['tuning_steps']} real steps)" if arm["tuning_s"] else ""
-        lines.append(f"{arm['name']:{width}}  {plan}{cost}")
+        lines.append(f"{_shown(comparison, arm):{width}}  {plan}{cost}")
     return lines
 
 

@@ -9,7 +9,7 @@ from autotune.campaign.arms import static_arm
 from autotune.campaign.protocol import Arm
 from autotune.campaign.reproduce.experiments import CONVOLUTION, Experiment
 from autotune.campaign.reproduce.paper_numbers import TABLE_3, Component
-from autotune.campaign.reproduce.races import Campaign, Summary, summarised
+from autotune.campaign.reproduce.races import Campaign, Summary, fp32_notes, summarised, tf32_arms
 from autotune.campaign.reproduce.rows import Row, over
 from autotune.plan import Plan, PlanSpace
 
@@ -49,13 +49,15 @@ def component_arms(experiment: Experiment, space: PlanSpace) -> list[Arm]:
 
 def ablation(experiment: Experiment, campaign: Campaign) -> tuple[list[Row], list[str], dict[str, Any]]:
     """Return rows, notes and facts of the ablation of one task."""
-    document = campaign.race(experiment, component_arms(experiment, campaign.space(experiment.job)), None)
+    first, *others = component_arms(experiment, campaign.space(experiment.job))
+    beside = tf32_arms(experiment)
+    document = campaign.race(experiment, [first, *beside, *others], None)
     # The paper's is of its convolution network alone.
     numbers = TABLE_3 if experiment.architecture == CONVOLUTION else [None] * len(COMPONENTS)
-    first = summarised(document, BASELINE)
+    baseline = summarised(document, BASELINE)
     rows: list[Row] = []
-    for name, number in zip(COMPONENTS, numbers, strict=True):
-        rows += _rows(name, number, summarised(document, name), first, experiment)
+    for name, number in [*zip(COMPONENTS, numbers, strict=True), *((arm.name, None) for arm in beside)]:
+        rows += _rows(name, number, summarised(document, name), baseline, experiment)
     return rows, _notes(experiment, document), {"comparison": document}
 
 
@@ -89,7 +91,8 @@ def _numbers(found: Summary, experiment: Experiment) -> tuple[float | None, floa
 
 
 def _notes(experiment: Experiment, document: dict[str, Any]) -> list[str]:
-    notes = [f"{entry['arm']}: {entry['verdict']}, {entry['reason']}" for entry in document["against_baseline"]]
+    judged = (f"{entry['arm']}: {entry['verdict']}, {entry['reason']}" for entry in document["against_baseline"])
+    notes = [*fp32_notes(document), *judged]
     if experiment.job.batching == "adaptive":
         notes.append(
             "k = 4 takes four batches a step here (a network with BatchNorm has another gradient if one batch is cut), "

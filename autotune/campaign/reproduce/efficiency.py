@@ -13,13 +13,16 @@ from autotune.campaign.protocol import Arm
 from autotune.campaign.reproduce.experiments import Experiment
 from autotune.campaign.reproduce.paper_numbers import MEMORY, QUALITY, THROUGHPUT, TIME, UTILISATION, Pair
 from autotune.campaign.reproduce.races import (
+    TF32,
     Campaign,
     Summary,
     baseline_arm,
+    fp32_notes,
     geometric,
     paper_arm,
     samples_needed,
     summarised,
+    tf32_arms,
 )
 from autotune.campaign.reproduce.rows import Row, over
 from autotune.campaign.run_documents import Rates
@@ -53,7 +56,8 @@ def efficiency(
     job = experiment.job
     profile = campaign.profile(job)
     budget = campaign.budget(job, MEMORY_SHARE)
-    arms = [baseline_arm(experiment), paper_arm(experiment), tuned_arm(experiment, profile, budget)]
+    tuned = tuned_arm(experiment, profile, budget)
+    arms = [baseline_arm(experiment), *tf32_arms(experiment), paper_arm(experiment), tuned]
     rates = campaign.journal.once({"flops": job.name}, lambda: _rates(job, profile.precisions, device_kind()), Rates)
     document = campaign.race(experiment, arms, budget)
     rows = [row for pair in _with_utilisation(numbers) for row in _rows(pair, experiment, document, rates)]
@@ -61,6 +65,7 @@ def efficiency(
     notes = [
         f"{TUNED}: the shipped policy, deciding while the job trains, within {MEMORY_SHARE:.0%} of the baseline's peak "
         "and at its constant learning rate; paper: its recipe, warm-up and cosine decay included",
+        *fp32_notes(document),
         *(entry["sentence"] for entry in held),
         _peak_note(rates),
     ]
@@ -104,8 +109,8 @@ def _rows(
     shown = {THROUGHPUT: experiment.item_unit, QUALITY: experiment.quality_unit}.get(metric, unit)
     rows = []
     for name, value in values.items():
-        first = name == "baseline"
-        paper = None if pair is None else pair.baseline if first else pair.optimized
+        first, theirs = name == "baseline", None if name == TF32 else pair
+        paper = None if theirs is None else theirs.baseline if first else theirs.optimized
         rows.append(
             Row(
                 metric=metric,
@@ -113,9 +118,9 @@ def _rows(
                 unit=shown,
                 paper=paper,
                 ours=value,
-                paper_change=None if first or pair is None else over(pair.optimized, pair.baseline),
+                paper_change=None if first or theirs is None else over(theirs.optimized, theirs.baseline),
                 our_change=None if first else over(value, values["baseline"]),
-                source="" if pair is None else pair.source,
+                source="" if theirs is None else theirs.source,
                 note=problems[name] if value is None else "",
             )
         )
@@ -154,6 +159,8 @@ def _held(experiment: Experiment, document: Mapping[str, Any], rates: Mapping[st
     baseline = document["arms"][0]["runs"]
     found = []
     for entry, arm in zip(document["against_baseline"], document["arms"][1:], strict=True):
+        if entry["arm"] == TF32:
+            continue
         ratio = entry["time_ratio"]
         if ratio is None:
             sentence = f"{entry['arm']}: {entry['verdict']}, since {entry['reason']}"

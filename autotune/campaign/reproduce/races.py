@@ -27,12 +27,15 @@ from autotune.campaign.windows import make_engine
 from autotune.documents import Count
 from autotune.engines.profiler import ProfilerOptions
 from autotune.job import Job
-from autotune.mechanics.devices import device_name
+from autotune.launching import launched
+from autotune.mechanics.devices import arithmetic_shown, device_kind, device_name, fp32_arithmetic, has_tf32
 from autotune.physics.profile import Profile
-from autotune.plan import PlanSpace
+from autotune.plan import Launch, PlanSpace
 
 # Of pilots: none of them is a seed of a compared run.
 _PILOT_SEEDS = (0, 1, 2)
+# The baseline, launched so that it computes fp32 in TF32.
+TF32 = "baseline+tf32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +151,20 @@ def paper_arm(experiment: Experiment) -> Arm:
     """Return the paper's recipe, with its learning-rate schedule."""
     job = experiment.job
     return Arm(name="paper", policy=lambda space: rule_policy("paper", space, job), job=job)
+
+
+def tf32_arms(experiment: Experiment) -> list[Arm]:
+    """Return the baseline in TF32, where the device has it and the baseline does without."""
+    kind = device_kind()
+    if not has_tf32(kind) or fp32_arithmetic(kind)["matrix products"] != "fp32":
+        return []
+    job = launched(experiment.constant, Launch(fp32="tf32"))
+    return [Arm(name=TF32, policy=lambda space: rule_policy("baseline", space, job), job=job)]
+
+
+def fp32_notes(document: Mapping[str, Any]) -> list[str]:
+    """Return how the baseline of ``comparison.json`` computes fp32, where it says so."""
+    return [f"baseline: products in {arithmetic_shown(document['fp32'])}"] if "fp32" in document else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

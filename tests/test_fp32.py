@@ -1,0 +1,160 @@
+"""How products of fp32 numbers are computed: chosen for one run, put back, and named beside what it made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_job
+import torch
+from torch import nn
+
+from autotune import TorchEngine
+from autotune.agents.policy import StaticPolicy
+from autotune.campaign import comparison
+from autotune.campaign.protocol import Arm, Protocol
+from autotune.campaign.reproduce import races
+from autotune.campaign.reproduce.experiments import CONVOLUTION, experiments_of
+from autotune.campaign.run_documents import Comparison
+from autotune.cli.main import run
+from autotune.documents import validated
+from autotune.errors import InputError, PlanError
+from autotune.launching import launched
+from autotune.mechanics import devices
+from autotune.mechanics.devices import arithmetic_shown, fp32_arithmetic, fp32_computed_in, has_tf32
+from autotune.plan import Launch, Plan
+from autotune.report.tables import baseline_shown, plan_lines
+
+JOB = Path(tiny_job.__file__)
+PLAIN = {"matrix products": "fp32", "convolutions": "tf32"}
+without_tf32 = pytest.mark.skipif(has_tf32("cuda"), reason="there is a GPU with TF32")
+
+
+def switches() -> list[object]:
+    """Return what torch would compute with on a GPU, by its older and its newer switches."""
+    cudnn: Any = torch.backends.cudnn
+    newer = [torch.backends.cuda.matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision]
+    return [*newer, torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision()]
+
+
+@pytest.mark.parametrize("choice", ["fp32", "tf32"])
+def test_both_kinds_of_products_are_computed_as_chosen_and_every_switch_of_torch_can_be_read(choice: str) -> None:
+    before = switches()
+    with fp32_computed_in(choice):
+        assert fp32_arithmetic("cuda") == {"matrix products": choice, "convolutions": choice}
+        assert switches()[3:5] == [choice == "tf32"] * 2
+    assert switches() == before
+
+
+def test_the_settings_are_put_back_after_an_exception_and_nothing_is_changed_without_a_choice() -> None:
+    before = switches()
+    with pytest.raises(ValueError, match="in the body"), fp32_computed_in("tf32"):
+        raise ValueError("in the body")
+    assert switches() == before
+    with fp32_computed_in(None):
+        assert switches() == before
+
+
+@pytest.mark.parametrize("chosen", ["tf32", "ieee"])
+def test_what_the_user_chose_before_is_chosen_after(chosen: str) -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = chosen
+        with fp32_computed_in("fp32" if chosen == "tf32" else "tf32"):
+            assert matmul.fp32_precision != chosen
+        assert matmul.fp32_precision == chosen
+    finally:
+        matmul.fp32_precision = before
+    assert fp32_arithmetic("cuda")["matrix products"] == "fp32"
+
+
+def test_an_engine_computes_as_its_job_was_launched_to_and_no_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "has_tf32", lambda _device: True)
+    seen: list[dict[str, str]] = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        seen.append(fp32_arithmetic("cuda"))
+        return tiny_job.mean_loss(model, batch)
+
+    before = switches()
+    for launch in (Launch(fp32="tf32"), Launch()):
+        engine = TorchEngine(launched(tiny_job.make(loss=loss), launch))
+        seen.clear()
+        engine.run(1)
+        engine.evaluate()
+        assert {one["matrix products"] for one in seen} == {launch.fp32 or "fp32"}
+        assert switches() == before
+        engine.close()
+
+
+@without_tf32
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["tune", f"{JOB}+tf32", "--memory-budget", "70%"],
+        ["compare", f"{JOB}", "--arms", "uniform-bf16,baseline+fp32", "--seeds", "2"],
+        ["compare", "charlm", "digits", "--arms", "uniform-bf16,baseline+tf32"],
+    ],
+)
+def test_a_device_without_tf32_is_named_in_one_line(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*command, "--runs-dir", str(tmp_path / "runs")]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "whether fp32 is computed in TF32" in said
+    assert "compute capability 8.0 or higher" in said
+    assert len(said.splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_plan_is_read_with_and_without_the_choice() -> None:
+    plan = Plan(launch=Launch(fp32="tf32"))
+    document = json.loads(json.dumps(plan.to_json()))
+    assert Plan.from_json(document) == plan
+    del document["launch"]
+    assert Plan.from_json(document) == Plan()
+    with pytest.raises(PlanError, match=r"launch\.fp32 is 'bf16' \(allowed: fp32, tf32\)"):
+        Plan.from_json({**document, "launch": {"fp32": "bf16"}})
+
+
+def test_a_comparison_names_how_its_baseline_computes_on_an_accelerator_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = tiny_job.make(max_steps=20)
+    arms = [
+        Arm(name=name, policy=lambda space: StaticPolicy("baseline", space.baseline())) for name in ("baseline", "twin")
+    ]
+    names = tuple(arm.name for arm in arms)
+    protocol = Protocol(job=job.name, arms=names, seeds=(1, 2), horizon_samples=160, memory_budget_bytes=None)
+    plain = comparison.compare(job, arms, protocol, device="a CPU")
+    assert "fp32" not in plain
+    assert baseline_shown(plain) == "baseline"
+    monkeypatch.setattr(comparison, "is_accelerator", lambda _kind: True)
+    monkeypatch.setattr(comparison, "fp32_arithmetic", lambda _kind: PLAIN)
+    found = comparison.compare(job, arms, protocol, device="a GPU")
+    assert found["fp32"] == PLAIN
+    assert baseline_shown(found) == "baseline (fp32, convolutions in tf32)"
+    assert plan_lines(found)[0].startswith("baseline (fp32, convolutions in tf32)  k=1")
+    for document in (plain, found):
+        document["run"] = "runs/one"
+        validated(Comparison, json.loads(json.dumps(document)), where="it", version=1)
+    with pytest.raises(InputError, match="fp32"):
+        validated(Comparison, json.loads(json.dumps({**found, "fp32": {"all": "tf32"}})), where="it", version=1)
+
+
+def test_one_kind_of_arithmetic_is_one_word() -> None:
+    assert arithmetic_shown({"matrix products": "tf32", "convolutions": "tf32"}) == "tf32"
+
+
+def test_a_table_whose_baseline_is_fp32_has_one_in_tf32_beside_it_where_the_device_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    experiment = experiments_of("cpu")[CONVOLUTION]
+    assert has_tf32("cuda") or races.tf32_arms(experiment) == []
+    monkeypatch.setattr(races, "has_tf32", lambda _kind: True)
+    monkeypatch.setattr(races, "fp32_arithmetic", lambda _kind: PLAIN)
+    (arm,) = races.tf32_arms(experiment)
+    assert (arm.name, arm.job and arm.job.launch) == ("baseline+tf32", Launch(fp32="tf32"))
+    monkeypatch.setattr(races, "fp32_arithmetic", lambda _kind: {**PLAIN, "matrix products": "tf32"})
+    assert races.tf32_arms(experiment) == []
