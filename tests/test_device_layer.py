@@ -92,13 +92,16 @@ def test_a_processor_needs_nothing_of_the_layer() -> None:
 
 
 def test_how_fp32_is_computed_follows_torchs_switches() -> None:
-    assert devices.fp32_name("cuda") == "fp32, convolutions in tf32"
+    def shown(device: str) -> str:
+        return devices.arithmetic_shown(devices.fp32_arithmetic(device))
+
+    assert shown("cuda") == "fp32, convolutions in tf32"
     before = torch.backends.cuda.matmul.fp32_precision
     try:
         torch.backends.cuda.matmul.fp32_precision = "tf32"
-        assert devices.fp32_name("cuda") == "tf32"
+        assert shown("cuda") == "tf32"
         torch.backends.cuda.matmul.fp32_precision = "ieee"
         assert devices.fp32_arithmetic("cuda") == {"matrix products": "fp32", "convolutions": "tf32"}
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
-    assert devices.fp32_name("cpu") == "fp32"
+    assert shown("cpu") == "fp32"
