@@ -20,6 +20,7 @@ import autotune
 from autotune.budget import allocated_within
 from autotune.engines.profiler import ProfilerOptions, profile
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
+from autotune.engines.watched import WatchedEngine
 from autotune.live.limits import Limits
 from autotune.live.probe import storage_lock
 from autotune.measurement import Failure
@@ -28,7 +29,7 @@ from autotune.mechanics.flops import matmul_peak
 from autotune.mechanics.step_trace import StepTracer
 from autotune.physics.memory_model import peak_bytes
 from autotune.physics.profile import Profile
-from autotune.physics.solver import solve
+from autotune.physics.solver import SAFETY_MARGIN, solve
 from autotune.physics.time_model import seconds_per_step
 
 DEVICE = "fake"
@@ -50,9 +51,9 @@ def allocated(fake: ModuleType) -> int:
     return int(fake.stats()["allocated_bytes.all.current"])
 
 
-def engine(**options: Any) -> TorchEngine:
+def engine(job: autotune.Job | None = None, **options: Any) -> TorchEngine:
     settings = {"discard_steps": 0, "statistics_every": None, **options}
-    return TorchEngine(device_jobs.make(), device=DEVICE, options=EngineOptions(**settings))
+    return TorchEngine(job or device_jobs.make(), device=DEVICE, options=EngineOptions(**settings))
 
 
 def profiled(**changes: Any) -> Profile:
@@ -141,12 +142,19 @@ def test_a_plan_for_what_is_reserved_fits_though_memory_is_in_pieces(accelerator
 
 
 def test_out_of_memory_is_a_value_and_leaves_nothing_behind(accelerator: ModuleType) -> None:
-    running = engine(meter_memory=False)
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        # What people write often ends in cycles, and what a step computed with it.
+        kept: list[Any] = [model(batch[:, :-1])]
+        kept.append(kept)
+        return nn.functional.cross_entropy(kept[0].flatten(0, 1), batch[:, 1:].flatten())
+
+    running = engine(device_jobs.make(loss=loss), meter_memory=False)
     running.apply(running.space.leanest())
     running.run(2)
     before, calls = allocated(accelerator), accelerator.calls["allocations"]
     running.run(1)
     count = accelerator.calls["allocations"] - calls
+    gc.collect()
     gc.disable()
     try:
         # From the batch itself to the last gradient.
@@ -238,6 +246,21 @@ def test_a_plan_within_its_budget_does_not_trip(accelerator: ModuleType, share: 
     assert tuner.attached
     assert not status["trips"]
     assert status["over_budget_steps"] == 0
+    tuner.detach()
+
+
+def test_a_plan_that_fills_its_budget_does_not_trip(accelerator: ModuleType) -> None:
+    # As much of it as a plan may use, and what predictions are off by.
+    budget = int(1.005 * plain_peak(accelerator) / (1 - SAFETY_MARGIN))
+    loop = Loop()
+    loop.step()
+    torch.fake.reset_peak_memory_stats()  # type: ignore[attr-defined]
+    tuner = autotune.attach(
+        loop.model, loop.optimizer, policy="planner", memory_budget_bytes=budget, runs_dir=None, limits=LIVELY
+    )
+    peaks = loop.attached(tuner, 60, accelerator)
+    assert 0.95 * budget < max(peaks) <= budget
+    assert not tuner.status["trips"]
     tuner.detach()
 
 
@@ -358,6 +381,17 @@ def test_a_profile_predicts_the_devices_time_and_not_the_launches(
         found = running.run(2).seconds_per_step
         assert found is not None
         assert seconds_per_step(known, plan) == pytest.approx(found, rel=0.1), str(plan)
+
+
+def test_the_pieces_of_a_step_are_timed_on_the_device(accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", accelerator.clock)
+    options = EngineOptions(discard_steps=0, statistics_every=None, meter_memory=False)
+    running = WatchedEngine(device_jobs.make(), device=DEVICE, options=options)
+    running.run(2)
+    window, seconds, _ = running.timed()
+    within = sum(value for (phase, _), value in seconds.items() if phase != "update")
+    # Launched, they take a hundredth of that.
+    assert within > 0.3 * window.step_s[0]
 
 
 def test_the_rate_of_products_is_the_devices(accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

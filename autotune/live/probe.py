@@ -150,7 +150,7 @@ def storage_lock(
         if saved.same(recomputed):
             return None
         repeated = []
-        for _ in range(1 if _repeats_by_promise() else _REPEATS):
+        for _ in range(_REPEATS):
             undo()
             repeated.append(plainly())
         return _judged(saved, recomputed, repeated)
@@ -165,17 +165,11 @@ def _judged(saved: _Outcome, recomputed: _Outcome, repeated: Sequence[_Outcome])
     if all(saved.same(other) for other in repeated):
         return "recomputed, its gradients, buffers or generators differ"
     apart = max(saved.apart(other) for other in repeated)
-    if _repeats_by_promise() or apart > 1:
+    if apart > 1:
         return "two passes over one input differ: it has a randomness of its own"
     if saved.apart(recomputed) > min(_PASSES_LIKE_THEM * apart, 1.0):
         return "recomputed, its gradients differ by more than two passes that save"
     return None
-
-
-def _repeats_by_promise() -> bool:
-    """Return whether the user has torch compute the same bits every time, or raise."""
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    return torch.are_deterministic_algorithms_enabled() and not warns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
