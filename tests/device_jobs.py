@@ -33,12 +33,12 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Predict the next token; its units are embedding, blocks.0 to blocks.3, norm and head."""
+    """Predict the next token; its units are embedding, blocks.0 and so on, norm and head."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 4) -> None:
         super().__init__()
         self.embedding = nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -72,4 +72,4 @@ def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = 60.0) ->
     until = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < until, what
-        time.sleep(0.1)
+        time.sleep(0.05)

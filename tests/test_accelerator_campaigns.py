@@ -12,6 +12,7 @@ import device_jobs
 import fake_accelerator
 import pytest
 import torch
+from leftovers import wait_until
 from test_accelerator import BATCH_BYTES, DEVICE, LIVELY, Loop, _asked_anew, allocated, engine, plain_peak  # noqa: F401
 
 import autotune
@@ -73,7 +74,8 @@ def test_predictions_hold_on_twenty_plans(accelerator: ModuleType) -> None:
 
 
 def test_memory_that_runs_out_at_any_allocation_of_a_step_leaves_nothing(accelerator: ModuleType) -> None:
-    running = engine(meter_memory=False)
+    job = device_jobs.make(model=lambda: device_jobs.Transformer(2))
+    running = TorchEngine(job, options=EngineOptions(discard_steps=0, statistics_every=None, meter_memory=False))
     running.apply(running.space.leanest())
     running.run(2)
     before, calls = allocated(accelerator), accelerator.calls["allocations"]
@@ -85,7 +87,8 @@ def test_memory_that_runs_out_at_any_allocation_of_a_step_leaves_nothing(acceler
         accelerator.fail_at(0)
         failures += window.failure is Failure.OUT_OF_MEMORY
         assert window.failure in (None, Failure.OUT_OF_MEMORY)
-        assert allocated(accelerator) - before <= BATCH_BYTES, number
+        # The device's own thread may let go of a failed backward pass a moment later.
+        wait_until(lambda: allocated(accelerator) - before <= BATCH_BYTES, f"{number} leaves something")
     assert failures >= 100
     running.close()
 

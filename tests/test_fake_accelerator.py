@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 pytestmark = pytest.mark.skipif(fake_accelerator.reason() is not None, reason=str(fake_accelerator.reason()))
 
 MIB = 2**20
+BACKWARD = "w = torch.ones(1, device='fake', requires_grad=True); w.sum().backward(); print(w.grad.item())"
 
 
 def bytes_on_device(num_bytes: int) -> torch.Tensor:
@@ -36,15 +37,20 @@ def child(code: str, environment: dict[str, str] | None = None) -> str:
 
 def test_an_import_registers_nothing() -> None:
     path = fake_accelerator.__path__[0].rsplit("/", 1)[0]
-    code = f"import sys; sys.path.insert(0, {path!r})\nimport torch, fake_accelerator, fake_accelerator.fixtures\n"
-    assert child(code + "print(torch._C._get_privateuse1_backend_name(), torch.accelerator.current_accelerator())") == (
-        "privateuseone None"
-    )
+    code = f"""
+import sys; sys.path.insert(0, {path!r})
+import torch, fake_accelerator, fake_accelerator.fixtures
+print(torch._C._get_privateuse1_backend_name(), torch.accelerator.current_accelerator())
+torch.ones(1, requires_grad=True).sum().backward()
+fake_accelerator.load().present(True)
+{BACKWARD}
+"""
+    assert child(code) == "privateuseone None\n1.0"
 
 
 def test_a_child_has_the_device_by_its_environment(accelerator: ModuleType) -> None:
-    code = "import torch; print(torch.accelerator.current_accelerator(), torch.fake.mem_get_info()[1])"
-    assert child(code, fake_accelerator.child_environment(capacity=MIB)) == f"fake {MIB}"
+    code = f"import torch; print(torch.accelerator.current_accelerator(), torch.fake.mem_get_info()[1])\n{BACKWARD}"
+    assert child(code, fake_accelerator.child_environment(capacity=4 * MIB)) == f"fake {4 * MIB}\n1.0"
 
 
 def test_an_absent_device_is_none_to_torch(accelerator: ModuleType) -> None:
@@ -193,7 +199,11 @@ def test_storages_are_resized_in_place(accelerator: ModuleType) -> None:
     assert torch.equal(tensor[:256:2][:128].cpu(), torch.ones(128))
 
 
-def test_a_profiler_sees_every_byte_of_the_device_and_no_copy_on_the_host(accelerator: ModuleType) -> None:
+def test_a_profiler_sees_every_byte_of_the_device_and_no_copy_on_the_host(
+    accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The first profiler of a process decides for all of them whether they write to stderr.
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
     layer, batch = nn.Linear(64, 64).to("fake"), torch.ones(8, 64, device="fake")
     before = accelerator.stats()["allocated_bytes.all.current"]
     with torch.profiler.profile(profile_memory=True) as profiler, torch.profiler.record_function("all"):
@@ -251,7 +261,7 @@ class Block(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(11, 16)
         self.norm = nn.LayerNorm(16)
-        self.project = nn.Linear(16, 48)
+        self.project = nn.Linear(16, 48, bias=False)
         self.convolution = nn.Conv2d(1, 3, 3, padding=1, bias=False)
         self.batch_norm = nn.BatchNorm2d(3)
         self.dropout = nn.Dropout(dropout)
@@ -294,6 +304,18 @@ def test_a_model_trains_as_on_the_cpu(accelerator: ModuleType, optimizer: Callab
     torch.testing.assert_close(same, losses)
     torch.testing.assert_close(on_device.cpu().state_dict(), on_cpu.state_dict(), rtol=1e-3, atol=1e-4)
     assert accelerator.calls["kernels"] > 100
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_train_as_on_the_cpu(accelerator: ModuleType, layer: type[nn.Module]) -> None:
+    on_cpu, batch = layer(4, 6, num_layers=2), torch.randn(3, 2, 4)
+    on_device = copy.deepcopy(on_cpu).to("fake")
+    for model, at in ((on_cpu, "cpu"), (on_device, "fake")):
+        model(batch.to(at))[0].pow(2).sum().backward()
+    gradients = [parameter.grad.cpu() for parameter in on_device.parameters()]
+    torch.testing.assert_close(gradients, [parameter.grad for parameter in on_cpu.parameters()])
+    with torch.inference_mode():
+        assert on_device(batch.to("fake"))[0].device.type == "fake"
 
 
 def test_a_recomputed_step_repeats_its_dropout(accelerator: ModuleType) -> None:

@@ -94,6 +94,14 @@ def no_batches() -> Job:
     return make(batches=lambda seed: iter(()))
 
 
+def batches_raise() -> Job:
+    def none(seed: int) -> Iterator[torch.Tensor]:
+        raise ValueError("no such luck")
+        yield
+
+    return make(batches=none)
+
+
 def empty_batches() -> Job:
     return make(batches=lambda seed: iter([torch.zeros(0, LENGTH + 1, dtype=torch.long)] * 3))
 

@@ -108,15 +108,26 @@ class ProfilerOptions:
 
 
 def fixed_shape(job: Job, seed: int = 0) -> Job:
-    """Return the job with one batch for ever, copied for every step: the largest of its first few."""
-    batch = max(itertools.islice(job.batches(seed), _CANDIDATES), key=lambda item: tensor_bytes(tensors(item)))
+    """Return the job with one batch for ever, copied for every step: the largest of its first few.
+
+    Raises:
+        JobError: if it has none, or they cannot be had.
+    """
+    batch = max(_first_batches(job, seed), key=lambda item: tensor_bytes(tensors(item)))
     return replace(job, batches=lambda _seed: (map_tensors(torch.clone, batch) for _ in itertools.count()))
 
 
 def length_spread(job: Job, seed: int = 0) -> float:
     """Return the standard deviation of the logarithm of the bytes of a job's first few batches."""
-    sizes = [tensor_bytes(tensors(batch)) for batch in itertools.islice(job.batches(seed), _CANDIDATES)]
+    sizes = [tensor_bytes(tensors(batch)) for batch in _first_batches(job, seed)]
     return statistics.pstdev(math.log(max(size, 1)) for size in sizes)
+
+
+def _first_batches(job: Job, seed: int) -> list[Any]:
+    found = ask(job, "batches", lambda: list(itertools.islice(job.batches(seed), _CANDIDATES)))
+    if not found:
+        raise JobError("batches yields nothing", where=f"job {job.name!r}", allowed="at least one batch")
+    return found
 
 
 def profile_key(job: Job, device_name: str) -> str:
@@ -129,7 +140,7 @@ def profile_key(job: Job, device_name: str) -> str:
     with isolated():
         seed_all(0)
         model = build_model(job)
-        batch = next(iter(ask(job, "batches", lambda: iter(job.batches(0)))), None)
+        batch = ask(job, "batches", lambda: next(iter(job.batches(0)), None))
         optimizer = build_optimizer(job, model)
     facts = {
         "job": job.name,

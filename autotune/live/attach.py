@@ -204,7 +204,7 @@ def _environment(device: torch.device) -> dict[str, Any]:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device.type,
         "device_name": devices.device_name(device) if devices.is_accelerator(device) else platform.machine(),
-        "fp32": devices.fp32_name(device),
+        "fp32": devices.arithmetic_shown(devices.fp32_arithmetic(device)),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),

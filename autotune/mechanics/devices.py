@@ -434,13 +434,6 @@ def fp32_arithmetic(device: AnyDevice) -> dict[str, str]:
     return {kind: _arithmetic(switch) for kind, switch in switches.items()}
 
 
-def fp32_name(device: AnyDevice) -> str:
-    """Return how a device computes with fp32 numbers: ``fp32``, ``tf32``, or what each kind of product does."""
-    found = fp32_arithmetic(device)
-    products, convolutions = found["matrix products"], found["convolutions"]
-    return products if products == convolutions else f"{products}, convolutions in {convolutions}"
-
-
 def _arithmetic(switch: Any) -> str:
     overall: Any = torch.backends
     for one in (switch, overall):

@@ -30,8 +30,16 @@ _LACKS = {
     "memory info": (16, ("mem_get_info",)),
     "statistics": (32, STATISTICS[:-1]),
 }
-_DEFAULTS = {"present": False, "capacity": 0, "others": 0, "fail_at": 0, "noise": False, "vanished": False}
-_DEFAULT_SMALL_KIB = 2048
+_SMALL_KIB = 2048
+_DEFAULTS = {
+    "present": False,
+    "capacity": 0,
+    "others": 0,
+    "fail_at": 0,
+    "small_segments": _SMALL_KIB,
+    "noise": False,
+    "vanished": False,
+}
 _set: dict[str, Any] = {}
 
 
@@ -96,7 +104,7 @@ def fail_at(allocation: int = 1) -> None:
     library.lib().fake_fail_at(allocation)
 
 
-def small_segments(kib: int = _DEFAULT_SMALL_KIB) -> None:
+def small_segments(kib: int = _SMALL_KIB) -> None:
     """Set the size of the allocator's small segments, from which all its sizes follow as CUDA's follow from 2 MiB.
 
     Blocks up to half of it share small segments, those up to five times of it segments of ten times its size.
@@ -107,6 +115,7 @@ def small_segments(kib: int = _DEFAULT_SMALL_KIB) -> None:
     _collect()
     if not library.lib().fake_small_segment(kib * 1024):
         raise RuntimeError("small_segments needs an empty device: tensors are alive on it")
+    _set["small_segments"] = kib
 
 
 def stats() -> dict[str, int]:

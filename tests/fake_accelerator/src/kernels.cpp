@@ -4,6 +4,7 @@
 
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -448,6 +449,31 @@ void convolution_backward(const OperatorHandle& overrideable, Stack* stack) {
   run_kernel(op, stack);
 }
 
+// One step of an LSTM or a GRU: torch asks accelerators for a fused kernel, which the CPU lacks. It is given in parts,
+// which autograd sees one by one.
+
+at::Tensor with_bias(const at::Tensor& gates, const std::optional<at::Tensor>& bias) {
+  return bias && bias->defined() ? gates + *bias : gates;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(
+    const at::Tensor& of_input, const at::Tensor& of_hidden, const at::Tensor& cell,
+    const std::optional<at::Tensor>& input_bias, const std::optional<at::Tensor>& hidden_bias) {
+  at::Tensor gates = with_bias(of_input, input_bias) + with_bias(of_hidden, hidden_bias);
+  auto parts = gates.chunk(4, 1);
+  at::Tensor next = parts[1].sigmoid() * cell + parts[0].sigmoid() * parts[2].tanh();
+  return {parts[3].sigmoid() * next.tanh(), next, gates.detach()};
+}
+
+std::tuple<at::Tensor, at::Tensor> gru_cell(
+    const at::Tensor& of_input, const at::Tensor& of_hidden, const at::Tensor& hidden,
+    const std::optional<at::Tensor>& input_bias, const std::optional<at::Tensor>& hidden_bias) {
+  auto in = with_bias(of_input, input_bias).chunk(3, 1), own = with_bias(of_hidden, hidden_bias).chunk(3, 1);
+  at::Tensor reset = (in[0] + own[0]).sigmoid(), update = (in[1] + own[1]).sigmoid();
+  at::Tensor next = (in[2] + reset * own[2]).tanh();
+  return {next + update * (hidden - next), next.detach()};
+}
+
 void return_default_generator(const OperatorHandle&, Stack* stack) {
   stack->push_back(default_generator());
 }
@@ -490,6 +516,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&fake::convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&fake::convolution_backward>());
 }
+
+// Without the second key, they would not run in inference mode.
+#define CELLS(key)                                               \
+  TORCH_LIBRARY_IMPL(aten, key, m) {                             \
+    m.impl("_thnn_fused_lstm_cell", fake::lstm_cell);            \
+    m.impl("_thnn_fused_gru_cell", fake::gru_cell);              \
+  }
+CELLS(AutogradPrivateUse1)
+CELLS(PrivateUse1)
 
 TORCH_LIBRARY(fake_accelerator, m) {
   m.def(
