@@ -25,7 +25,7 @@ from autotune.engines.profiler import fixed_shape, length_spread, spread_choices
 from autotune.engines.step_tables import Choice, Probe, all_tables, homogeneous_plans, known, without_copies
 from autotune.errors import JobError
 from autotune.job import Job
-from autotune.mechanics import controls, stepping
+from autotune.mechanics import controls, devices, stepping
 from autotune.mechanics.fake_trace import FakeTracer, fused_attention
 from autotune.mechanics.memory_meter import resident_tensors
 from autotune.mechanics.randomness import isolated, seed_all
@@ -211,9 +211,8 @@ class _Estimator:
 
     def _operator_time(self, operations: float, moved: float, dtype: torch.dtype, convolution: bool) -> float:
         # As torch is set here: by default convolutions may round to TF32, matrix products may not.
-        backends: Any = torch.backends
-        rounding = backends.cudnn.conv.fp32_precision if convolution else backends.cuda.matmul.fp32_precision
-        tf32 = rounding == "tf32" and (self._device.tf32_convolutions or not convolution)
+        rounds = devices.gpu_arithmetic()["convolutions" if convolution else "matrix products"] == "tf32"
+        tf32 = rounds and (self._device.tf32_convolutions or not convolution)
         return self._device.seconds(operations, moved, _PRECISION_OF.get(dtype, Precision.FP32), tf32=tf32)
 
     def _bytes(self, values: list[torch.Tensor]) -> int:

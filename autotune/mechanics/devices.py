@@ -172,6 +172,11 @@ def device_name(device: AnyDevice | None = None) -> str:
     return platform.processor() or platform.machine()
 
 
+def energy_library() -> str:
+    """Return which library of its maker reads a GPU's energy."""
+    return "amdsmi" if torch.version.hip else "nvml"
+
+
 def driver(device: AnyDevice) -> str | None:
     """Return which driver, and which version of its platform's libraries, a device is used through, where they say."""
     if not is_accelerator(device):
@@ -432,6 +437,11 @@ def fp32_arithmetic(device: AnyDevice) -> dict[str, str]:
         onednn: Any = torch.backends.mkldnn
         switches = {"matrix products": onednn.matmul, "convolutions": onednn.conv}
     return {kind: _arithmetic(switch) for kind, switch in switches.items()}
+
+
+def gpu_arithmetic() -> dict[str, str]:
+    """Return the same for NVIDIA's GPUs as torch is set here, also where there is none."""
+    return fp32_arithmetic("cuda")
 
 
 def _arithmetic(switch: Any) -> str:

@@ -138,7 +138,7 @@ class GpuMeter:
     def __init__(self, device: torch.device) -> None:
         from zeus.monitor import ZeusMonitor
 
-        self.source = "measured:amdsmi" if torch.version.hip else "measured:nvml"
+        self.source = f"measured:{devices.energy_library()}"
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         # No CPU: zeus would have a process look at each package.
         self._monitor: Any = ZeusMonitor(gpu_indices=[index], cpu_indices=[])
