@@ -205,7 +205,10 @@ BAD: dict[str, Callable[[Path], tuple[list[str], str]]] = {
     ),
     "escape sequence": lambda f: (["resume", "\x1b[31mred"], "\\x1b[31mred: is no run"),
     "several lines": lambda f: (["resume", "a\nautotune: all is well"], "a autotune: all is well: is no run"),
-    "device that torch does not know": lambda f: (["bench", "gpu", "--device", "abacus"], "cuda, cuda:N, cpu"),
+    "device that torch does not know": lambda f: (
+        ["bench", "gpu", "--device", "abacus"],
+        "device is 'abacus' (allowed: cpu",
+    ),
     "unknown verb": lambda f: (["frobnicate"], "frobnicate"),
     "unknown option": lambda f: (["tune", str(JOB), "--frobnicate"], "frobnicate"),
     "number that is none": lambda f: (["tune", str(JOB), "--seed", "x"], "seed"),

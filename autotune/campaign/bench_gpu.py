@@ -155,14 +155,15 @@ class _Bench:
             if number == 0:
                 self._job_part("answers", entry, profiles, min(_ANSWERS_S, self._left_s))
             if "baseline" not in entry:
-                self._job_part("known", entry, profiles, self._share_s(waiting))
+                # All arms of the job wait for it.
+                self._job_part("known", entry, profiles, self._share_s(waiting // 3))
             for place, arm in enumerate(arms):
                 # The first part has seen already what being attached costs the first job.
                 if "baseline" in entry and not (arm == _ATTACHED and arm in entry):
                     self._arm(arm, entry, profiles, self._share_s(waiting - 1 - place))
 
     def _share_s(self, waiting: int) -> float:
-        return min(self._left_s, max(_SHARES * self._left_s / waiting, _LEAST_S))
+        return min(self._left_s, max(_SHARES * self._left_s / max(waiting, 1), _LEAST_S))
 
     def _arm(self, arm: str, entry: dict[str, Any], profiles: Mapping[str, Any], limit_s: float) -> None:
         settings = self._settings
