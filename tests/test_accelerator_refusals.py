@@ -13,7 +13,9 @@ import torch
 from test_accelerator import DEVICE, LIVELY, Loop, _asked_anew, engine  # noqa: F401
 
 import autotune
+from autotune.campaign.comparison import pilot
 from autotune.campaign.references import measure_references
+from autotune.campaign.windows import make_engine
 from autotune.cli.main import run
 from autotune.engines.profiler import ProfilerOptions, profile
 from autotune.engines.torch_engine import TorchEngine
@@ -36,6 +38,12 @@ def test_jobs_train_on_the_accelerator_where_there_is_one(accelerator: ModuleTyp
     assert devices.device_kind() == DEVICE
     assert devices.device_kind(ranks=2) == ("fake" if torch.accelerator.device_count() > 1 else "cpu")
     assert TorchEngine(device_jobs.make()).device.type == DEVICE
+    assert TorchEngine(device_jobs.make(), device="cpu").device.type == "cpu"
+    # Where campaigns measure, and where compared runs train.
+    assert make_engine(device_jobs.make(), 0).device.type == DEVICE
+    accelerator.calls.clear()
+    pilot(device_jobs.make(), 100)
+    assert accelerator.calls["kernels"] > 0
     accelerator.present(False)
     try:
         assert devices.device_kind() == "cpu"
