@@ -13,6 +13,7 @@ import fake_accelerator
 import pytest
 import torch
 from leftovers import wait_until
+from ranks import run_on_ranks
 from test_accelerator import BATCH_BYTES, DEVICE, LIVELY, Loop, _asked_anew, allocated, engine, plain_peak  # noqa: F401
 
 import autotune
@@ -162,6 +163,28 @@ def test_an_isolated_engine_trains_on_the_device(accelerator: ModuleType, monkey
         here = TorchEngine(device_jobs.make(), options=EngineOptions(statistics_every=None))
         here.run(2)
         assert isolated.run(2).peak_bytes == here.run(2).peak_bytes
+
+
+def test_two_ranks_hold_one_plan_and_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (why := fake_accelerator.reason()) is not None:
+        pytest.skip(why)
+
+    def ranks(way: str) -> list[dict[str, Any]]:
+        run_on_ranks("device_rank.py", tmp_path, way, 40)
+        return [json.loads((tmp_path / f"{way}-{rank}.json").read_text()) for rank in range(2)]
+
+    plain = ranks("plain")
+    least, peak = plain[0]["least"], max(plain[0]["peaks"])
+    budget = int(least + 0.6 * (peak - least))
+    monkeypatch.setenv("BUDGET", str(budget))
+    tuned = ranks("attached")
+    for one, two in zip(plain, tuned, strict=True):
+        assert (one["losses"], one["weights"]) == (two["losses"], two["weights"])
+        assert two["attached"], two["why"]
+        assert not two["trips"]
+        assert max(two["peaks"]) <= budget
+        assert two["predicted"] == pytest.approx(two["peaks"][-1], rel=0.01)
+    assert tuned[0]["plans"][12:] == tuned[1]["plans"][12:]
 
 
 def test_ranks_that_would_share_a_device_are_refused(

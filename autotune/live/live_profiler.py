@@ -49,7 +49,7 @@ _RETRACES = 12
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """Say what a step is used for: ``probe``, ``shadow``, ``trace`` or ``time``, under which plan."""
+    """What a step is used for: ``probe``, ``settle``, ``shadow``, ``trace`` or ``time``, under which plan."""
 
     kind: str
     plan: Plan
@@ -121,6 +121,7 @@ class LiveProfiler:
         self._likeliest: Placements | None = None
         self._complete = False
         self._began = False
+        self._settled = False
         self._shadowed = False
         self._size = 0
         self._samples = 0
@@ -225,7 +226,7 @@ class LiveProfiler:
     def begin(self) -> None:
         """Begin the step that :meth:`plan_for` or :meth:`also_watch` asked for, its plan applied."""
         task, attached = self._task, self._attached
-        if task is None or task.kind == "shadow":
+        if task is None or task.kind in ("settle", "shadow"):
             return
         names = [unit.name for unit in self.space.units]
         if task.kind == "probe":
@@ -336,6 +337,10 @@ class LiveProfiler:
             return _Task("probe", first) if acts else None
         if self._complete or _profiler_runs():
             return None
+        if self._attached.bucket_bytes and not self._settled:
+            # DistributedDataParallel makes its buckets anew in the second step, beside those of the first.
+            self._settled = True
+            return _Task("settle", first)
         if not self._shadowed and acts:
             self._shadowed = True
             if self.autocast is not None:
