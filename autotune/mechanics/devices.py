@@ -12,7 +12,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -218,7 +218,9 @@ def lacks_here() -> dict[str, str]:
 
 
 def unusable(device: AnyDevice) -> str | None:
-    """Return why no job can be profiled on a device; ``None`` if one can."""
+    """Return why no job can be profiled on a device; ``None`` if one can, or while a profiler of the user's runs."""
+    if torch._C._autograd._profiler_enabled():
+        return None
     try:
         return None if traces_memory(device) else "torch's profiler does not see its allocations"
     except RuntimeError as error:
@@ -284,9 +286,8 @@ def autocast_dtypes(device: AnyDevice) -> tuple[torch.dtype, ...]:
 
 def synchronize(device: AnyDevice) -> None:
     """Wait for all that a device was given to do."""
-    wait = _function(device, "synchronize") if is_accelerator(device) else None
-    if wait is not None:
-        wait()
+    if is_accelerator(device):
+        torch.accelerator.synchronize(torch.device(device))
 
 
 def stamp_for(device: AnyDevice) -> Callable[[], Any]:
@@ -297,9 +298,13 @@ def stamp_for(device: AnyDevice) -> Callable[[], Any]:
     if event is None:
         return functools.partial(_settled_clock, torch.device(device))
 
+    index = torch.device(device).index
+
     def stamp() -> Any:
-        made = event(enable_timing=True)
-        made.record()
+        # An event is of the device that is this process's own when it is made.
+        with nullcontext() if index is None else torch.accelerator.device_index(index):
+            made = event(enable_timing=True)
+            made.record()
         return made
 
     return stamp
