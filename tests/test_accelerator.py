@@ -264,6 +264,82 @@ def test_a_plan_that_fills_its_budget_does_not_trip(accelerator: ModuleType) -> 
     tuner.detach()
 
 
+def test_a_budget_that_nothing_fits_stays_with_the_leanest_plan(accelerator: ModuleType) -> None:
+    loop = Loop()
+    loop.step()
+    torch.fake.reset_peak_memory_stats()  # type: ignore[attr-defined]
+    budget = int(1.05 * accelerator.stats()["allocated_bytes.all.current"])
+    tuner = autotune.attach(
+        loop.model, loop.optimizer, policy="planner", memory_budget_bytes=budget, runs_dir=None, limits=LIVELY
+    )
+    loop.attached(tuner, 60, accelerator)
+    assert tuner.attached
+    assert not tuner.status["trips"]
+    assert tuner.status["over_budget_steps"] > 40
+    assert len([one for one in tuner.plan.storage.values() if one == "recompute"]) >= 4
+    tuner.detach()
+
+
+class Convolutions(nn.Module):
+    """Blocks whose passes take more than the step that they are probed in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 16, 3, padding=1), nn.Linear(16, 10)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(4)
+        )
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.stem(images)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+def test_what_the_probe_needs_is_within_the_budget_and_speaks_against_no_plan(accelerator: ModuleType) -> None:
+    torch.manual_seed(0)
+    model = Convolutions().to(DEVICE).train()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    images, labels = torch.randn(16, 3, 16, 16, device=DEVICE), torch.randint(10, (16,)).to(DEVICE)
+
+    def loss() -> torch.Tensor:
+        return nn.functional.cross_entropy(model(images), labels)
+
+    for _ in range(2):
+        torch.fake.reset_peak_memory_stats()  # type: ignore[attr-defined]
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    peak = accelerator.stats()["allocated_bytes.all.peak"]
+    least = accelerator.stats()["allocated_bytes.all.current"]
+    torch.fake.reset_peak_memory_stats()  # type: ignore[attr-defined]
+    budget = int(least + 0.85 * (peak - least))
+    tuner = autotune.attach(model, optimizer, memory_budget_bytes=budget, runs_dir=None, limits=LIVELY)
+    for _ in range(40):
+        for _ in tuner.micro_batches(images):
+            tuner.backward(loss())
+        tuner.step()
+    assert not tuner.status["trips"]
+    assert accelerator.stats()["allocated_bytes.all.peak"] <= budget
+    tuner.detach()
+
+
+@pytest.mark.parametrize("lie", [10**400, True, float("inf"), -1, "much"])
+def test_a_budget_that_lies_leaves_the_last_one_standing(accelerator: ModuleType, lie: object) -> None:
+    loop, told = Loop(), [0]
+
+    def budget() -> Any:
+        told[0] += 1
+        return lie if told[0] % 3 == 0 else 2**30
+
+    tuner = autotune.attach(loop.model, loop.optimizer, memory_budget_bytes=budget, runs_dir=None, limits=LIVELY)
+    loop.attached(tuner, 8, accelerator)
+    assert tuner.attached
+    assert tuner.status["memory_budget_bytes"] == 2**30
+    tuner.detach()
+
+
 def test_attaching_leaves_nothing_and_the_users_own_statistics_alone(accelerator: ModuleType) -> None:
     loop = Loop()
     loop.step()
@@ -306,9 +382,10 @@ class Unit(nn.Module):
         return x + self.down(hidden)
 
 
-def lock_of(unit: nn.Module) -> str | None:
-    unit = unit.to(DEVICE).train()
-    return storage_lock(unit, unit.forward, (torch.randn(4, 32, 64, device=DEVICE, requires_grad=True),), {})
+def lock_of(unit: nn.Module, dtype: torch.dtype = torch.float32) -> str | None:
+    unit = unit.to(DEVICE, dtype).train()
+    handed = torch.randn(4, 32, 64, device=DEVICE, dtype=dtype, requires_grad=True)
+    return storage_lock(unit, unit.forward, (handed,), {})
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -317,6 +394,7 @@ def test_a_device_that_adds_in_any_order_locks_no_unit(accelerator: ModuleType, 
     accelerator.noise(True)
     assert lock_of(Unit()) is None
     assert lock_of(device_jobs.Block()) is None
+    assert lock_of(device_jobs.Block(), torch.bfloat16) is None
 
 
 def test_with_deterministic_algorithms_the_promise_is_bit_for_bit(accelerator: ModuleType) -> None:

@@ -321,3 +321,30 @@ def test_a_budget_that_the_update_alone_exceeds_says_so(capsys: pytest.CaptureFi
     message = capsys.readouterr().err
     assert "needs more" in message
     assert "at least" in message
+
+
+class Encoder(nn.Module):
+    """A model of torch's own layers, converted while it is built, with a weight that two of its parts share."""
+
+    def __init__(self, *, convert: bool) -> None:
+        super().__init__()
+        layers = [nn.TransformerEncoderLayer(32, 4, 64, batch_first=True) for _ in range(3)]
+        self.embedding, self.layers, self.head = nn.Embedding(64, 32), nn.ModuleList(layers), nn.Linear(32, 64)
+        self.head.weight = self.embedding.weight
+        if convert:
+            self.to(torch.bfloat16).float()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_torchs_own_layers_and_conversions_are_estimated() -> None:
+    plain, converted = (
+        estimate(tiny_job.make(model=lambda convert=convert: Encoder(convert=convert)), A100)
+        for convert in (False, True)
+    )
+    # Shared weights stay shared.
+    assert converted.static_bytes == plain.static_bytes

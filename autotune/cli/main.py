@@ -35,7 +35,7 @@ from autotune.cli import (
 from autotune.cli.arguments import require_text, require_working_folder
 from autotune.cli.console import keep_stdout_for_json, let_go_of_stdout, open_closed_streams, stdout_has_no_reader
 from autotune.cli.signals import EndedError, end_in_order
-from autotune.errors import AutotuneError, InputError, escaped, one_line, printable
+from autotune.errors import AutotuneError, EngineError, InputError, escaped, first_line, one_line, printable
 
 app = typer.Typer(
     name="autotune",
@@ -149,6 +149,11 @@ def _run(arguments: list[str]) -> int:
     command = typer.main.get_command(app)
     try:
         code = command.main(args=arguments, prog_name="autotune", standalone_mode=False)
+    except RuntimeError as error:
+        # Torch's, which is not imported for it.
+        if type(error).__name__ != "AcceleratorError":
+            raise
+        raise EngineError(f"the device fails: {first_line(error)}") from error
     except _UsageError as error:
         return _fail_usage(error, 2)
     except _ClickException as error:

@@ -26,7 +26,7 @@ from autotune.engines.step_tables import Choice, Probe, all_tables, homogeneous_
 from autotune.errors import JobError
 from autotune.job import Job
 from autotune.mechanics import controls, devices, stepping
-from autotune.mechanics.fake_trace import FakeTracer, fused_attention
+from autotune.mechanics.fake_trace import FakeTracer, fake_conversions, fused_attention
 from autotune.mechanics.memory_meter import resident_tensors
 from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.step_trace import Phase
@@ -70,7 +70,7 @@ class _Estimator:
 
     def profile(self) -> Profile:
         try:
-            with isolated(), self._mode:
+            with isolated(), self._mode, fake_conversions():
                 return self._estimate()
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise JobError(

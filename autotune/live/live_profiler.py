@@ -27,6 +27,7 @@ from autotune.live.placement import Placements, usable
 from autotune.live.probe import UnitProbe
 from autotune.live.shadow import AUTOCAST_TOLERANCE, FP32_TOLERANCE, Outcome, k_lock, precision_lock
 from autotune.mechanics import devices
+from autotune.mechanics.controls import has_16_bit_parameters
 from autotune.mechanics.memory_meter import resident_tensors, tensor_bytes
 from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch, seconds_by_place
 from autotune.physics.profile import Profile
@@ -184,7 +185,8 @@ class LiveProfiler:
         (_, reference), *others = found.items()
         for plan, outcome in others:
             if plan.accumulation_steps > 1:
-                tolerance = FP32_TOLERANCE if self.autocast is None else AUTOCAST_TOLERANCE
+                rounds = self.autocast is not None or has_16_bit_parameters(self._attached.model)
+                tolerance = AUTOCAST_TOLERANCE if rounds else FP32_TOLERANCE
                 reason = k_lock(reference, outcome, tolerance)
                 if reason is not None:
                     self.lock("accumulation_steps", reason)

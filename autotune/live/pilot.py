@@ -37,6 +37,8 @@ from autotune.plan import Plan
 _BEGIN_AGAIN = 1.5
 # Steps that what is paid once is spread over.
 _SPREAD_OVER = 1000
+# No device has more: a budget beyond is a mistake, or infinite.
+_LARGEST_BUDGET = 2**60
 # Steps before the tuner's own share of the run's time is judged; the profile is paid by then.
 _OVERHEAD_AFTER = 200
 
@@ -163,8 +165,11 @@ class Pilot:
             largest: bytes of the largest batch that it is to hold.
             samples: samples of its batch.
         """
+        learns, over = not self._profiler.done, self.over_budget
+        if learns:
+            # What steps leave unused of what they reserve is only being learnt.
+            self._room = self._peaks.room(self._profiler.fragments)
         self._budget, self._size = self._read_budget(), largest
-        learns = not self._profiler.done
         plan = self._profiler.plan_for(size, largest, samples, self._budget) if learns else None
         if plan is None:
             if self._profiler.complete and self.placements is None and not self.ranks.many:
@@ -180,7 +185,9 @@ class Pilot:
         sampled = every is not None and self.step % every == every - 1 and not self._profiler.watching
         self._apply(self._of_several(plan, largest) if sampled else plan)
         self._profiler.begin()
-        self._peaks.begin(self.plan, largest, self._budget)
+        # What was known to fit no plan, or stands beside the step, speaks against none.
+        counts = self.over_budget == over and not self._profiler.watching
+        self._peaks.begin(self.plan, largest, self._budget, counts=counts)
         if sampled:
             self._probe = GradientProbe([p for group in self.attached.optimizer.param_groups for p in group["params"]])
             self._probe.__enter__()
@@ -325,7 +332,7 @@ class Pilot:
                 value = source()
             except Exception as error:  # noqa: BLE001 - somebody's function must not end somebody's run
                 value = error
-        if not (value is None or (isinstance(value, int | float) and math.isfinite(value) and value > 0)):
+        if not (value is None or _is_size(value)):
             self.log.write("budget refused", self.step, value=value)
             return self._budget
         if value is not None and self.attached.reserved:
@@ -611,6 +618,10 @@ class Pilot:
     def too_dear(self) -> bool:
         """Tell whether the tuner takes more of the run's time than it may."""
         return self.step >= _OVERHEAD_AFTER and self.overhead_frac() > self.attached.limits.overhead_frac
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _LARGEST_BUDGET
 
 
 def _seen(window: Measurement) -> dict[str, Any]:

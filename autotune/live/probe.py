@@ -28,8 +28,8 @@ from autotune.mechanics.controls import ControlledForward
 from autotune.mechanics.devices import is_out_of_memory
 
 # Relative differences, by 2-norms, up to which two passes over one input differ by rounding alone: so many units in the
-# last place, and never what dropout does (a rate of 0.1 differs by 0.4).
-_ROUNDING_ULPS, _ROUNDING_FRAC = 32.0, 0.02
+# last place (sums that cancel lose as many), and never what dropout does (a rate of 0.1 differs by 0.4).
+_ROUNDING_ULPS, _ROUNDING_FRAC = 32.0, 0.2
 # So many passes are a sample of what passes differ by, which may be so many times as much.
 _REPEATS, _PASSES_LIKE_THEM = 3, 4.0
 
@@ -220,12 +220,21 @@ def _passes(
     gradients: Sequence[torch.Tensor | None] = ()
     if roots and wanted:
         # Anything but constant: a constant hides what a normalisation layer does.
-        weights = [
-            torch.linspace(-1, 1, leaf.numel(), device=leaf.device).to(leaf.dtype).view_as(leaf) for leaf in roots
-        ]
-        gradients = torch.autograd.grad(roots, wanted, weights, allow_unused=True)
-    values = [*gradients, *(leaf.detach() for leaf in outputs), *(b.detach().clone() for b in module.buffers())]
+        gradients = torch.autograd.grad(roots, wanted, [_weights(leaf) for leaf in roots], allow_unused=True)
+    # On the host: what is compared takes no room that the passes need.
+    values = [
+        *(None if gradient is None else gradient.cpu() for gradient in gradients),
+        *(leaf.detach().cpu() for leaf in outputs),
+        *(buffer.detach().cpu().clone() for buffer in module.buffers()),
+    ]
     return _Outcome(values, [torch.get_rng_state(), *devices.random_states()], drawn)
+
+
+def _weights(leaf: torch.Tensor) -> torch.Tensor:
+    """Return what an output is weighed with; along its last dimension, where that will do, which takes no room."""
+    count = leaf.shape[-1] if leaf.dim() and leaf.shape[-1] > 1 else leaf.numel()
+    along = torch.linspace(-1, 1, count, device=leaf.device).to(leaf.dtype)
+    return along.expand_as(leaf) if leaf.dim() and leaf.shape[-1] > 1 else along.view_as(leaf)
 
 
 def _same_numpy(one: Any, two: Any) -> bool:

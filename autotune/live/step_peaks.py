@@ -34,24 +34,26 @@ class StepPeaks:
         self._known: dict[Plan, tuple[int, int]] = {}
         self._running: tuple[Plan, int, int | None, int] | None = None
 
-    def begin(self, plan: Plan, size: int, budget_bytes: int | None) -> None:
+    def begin(self, plan: Plan, size: int, budget_bytes: int | None, *, counts: bool = True) -> None:
         """Note what a step begins with.
 
         Args:
             plan: the plan that it runs under.
             size: bytes of its largest batch.
             budget_bytes: the budget of the moment; ``None`` for none.
+            counts: whether its peak is the plan's: no pass runs beside it, and the plan is one that should fit.
         """
         seen = devices.allocated(self._device)
-        self._running = None if seen is None else (plan, size, budget_bytes, seen.peak)
+        self._running = None if seen is None or not counts else (plan, size, budget_bytes, seen.peak)
 
     def end(self) -> None:
         """Read what the step that began last needed."""
         seen = devices.allocated(self._device)
+        if seen is not None:
+            self.retries = seen.retries
         if self._running is None or seen is None:
             return
         (plan, size, budget, before), self._running = self._running, None
-        self.retries = seen.retries
         largest, peak = self._known.get(plan, (0, 0))
         if seen.peak > before:
             largest, peak = self._known[plan] = size, seen.peak

@@ -34,14 +34,48 @@ def fused_attention() -> Iterator[None]:
     """
     original = F.scaled_dot_product_attention
 
-    def fused(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **rest: Any) -> Any:
-        return original(query, key, value, attn_mask, 0.0, **rest)
+    def fused(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *more: Any, **rest: Any
+    ) -> Any:
+        return original(query, key, value, attn_mask, 0.0, *more, **rest)
 
-    F.scaled_dot_product_attention = fused  # type: ignore[assignment]
+    F.scaled_dot_product_attention = fused
     try:
         yield
     finally:
         F.scaled_dot_product_attention = original
+
+
+@contextmanager
+def fake_conversions() -> Iterator[None]:
+    """Run the body with modules' conversions (``to``, ``half``) replacing fake parameters, which torch cannot swap."""
+    original = nn.Module._apply
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def converted(tensor: torch.Tensor, convert: Any) -> torch.Tensor:
+        # A parameter that several modules share stays one; the former is kept, so that its identity is not used again.
+        if id(tensor) not in made:
+            with torch.no_grad():
+                other = convert(tensor)
+            other = nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
+            made[id(tensor)] = tensor, other
+        return made[id(tensor)][1]
+
+    def apply(self: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:
+        # Of one conversion; another one may convert the same tensors once more.
+        made.clear()
+        for module in self.modules() if recurse else [self]:
+            for owned in (module._parameters, module._buffers):
+                for name, tensor in owned.items():
+                    if tensor is not None:
+                        owned[name] = converted(tensor, convert)  # type: ignore[assignment]
+        return self
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
 
 
 class _Operators(TorchDispatchMode):
