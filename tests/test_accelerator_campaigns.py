@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 from pathlib import Path
 from types import ModuleType
@@ -75,7 +76,9 @@ def test_predictions_hold_on_twenty_plans(accelerator: ModuleType) -> None:
 
 
 @pytest.mark.timeout(1200)
-def test_memory_that_runs_out_at_any_allocation_of_a_step_leaves_nothing(accelerator: ModuleType) -> None:
+def test_memory_that_runs_out_at_any_allocation_of_a_step_leaves_nothing(
+    accelerator: ModuleType, request: pytest.FixtureRequest
+) -> None:
     job = device_jobs.make(model=lambda: device_jobs.Transformer(2))
     running = TorchEngine(job, options=EngineOptions(discard_steps=0, statistics_every=None, meter_memory=False))
     running.apply(running.space.leanest())
@@ -87,6 +90,9 @@ def test_memory_that_runs_out_at_any_allocation_of_a_step_leaves_nothing(acceler
     def held() -> int:
         return int(accelerator.stats()["allocated_bytes.all.current"])
 
+    # What was there before is not looked through again for garbage after each failure.
+    gc.freeze()
+    request.addfinalizer(gc.unfreeze)
     for number in range(1, accelerator.calls["allocations"] - calls + 1):
         accelerator.fail_at(number)
         window = running.run(1)
