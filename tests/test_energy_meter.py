@@ -193,6 +193,7 @@ def test_training_is_measured_by_counters_that_move_meanwhile(tmp_path: Path, mo
         assert window.energy_j is not None
         assert window.total_energy_j is not None
         assert 0 <= window.energy_j <= window.total_energy_j
+    assert sum(window.energy_j or 0.0 for window in windows) > 0
     # It began anew more than once, and the windows took no more than was drawn.
     assert sum(window.total_energy_j or 0.0 for window in windows) <= moved[0] / 1e6
     merged = merge_windows(windows)

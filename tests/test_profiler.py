@@ -20,6 +20,7 @@ from autotune.engines.profiler import ProfilerOptions, fixed_shape, profile, pro
 from autotune.engines.torch_engine import EngineOptions
 from autotune.errors import ProfileError
 from autotune.files import write_json
+from autotune.mechanics.step_trace import rest_of
 from autotune.physics.memory_model import peak_bytes
 from autotune.physics.profile import Profile
 from autotune.physics.time_model import seconds_per_step
@@ -321,3 +322,10 @@ def test_a_profile_leaves_nothing_alive() -> None:
     gc.collect()
     assert made
     assert not [one for one in made if one() is not None]
+
+
+def test_an_update_never_takes_less_than_nothing() -> None:
+    seconds = {("forward", 0): 0.25, ("backward", 1): 0.5, ("update", -1): 9.0}
+    assert rest_of(1.0, seconds) == 0.25
+    # What a device's events and the host's clock say may differ a little.
+    assert rest_of(0.7, seconds) == 0.0

@@ -42,7 +42,7 @@ from autotune.measurement import Failure
 from autotune.mechanics import devices
 from autotune.mechanics.memory_meter import tensor_bytes
 from autotune.mechanics.randomness import isolated, seed_all
-from autotune.mechanics.step_trace import Phase
+from autotune.mechanics.step_trace import Phase, rest_of
 from autotune.mechanics.trees import map_tensors, tensors
 from autotune.physics.profile import (
     PROFILE_VERSION,
@@ -408,7 +408,7 @@ class _Profiler:
     def _time_step(self, choice: Choice) -> float:
         """Time one more step of the choice that is applied, and return its seconds."""
         total, seconds = self._watched_step()
-        seconds[("update", -1)] = total - sum(value for (phase, _), value in seconds.items() if phase != "update")
+        seconds[("update", -1)] = rest_of(total, seconds)
         choice.seconds.append(seconds)
         return total
 

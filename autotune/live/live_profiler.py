@@ -29,7 +29,7 @@ from autotune.live.shadow import AUTOCAST_TOLERANCE, FP32_TOLERANCE, Outcome, k_
 from autotune.mechanics import devices
 from autotune.mechanics.controls import has_16_bit_parameters
 from autotune.mechanics.memory_meter import resident_tensors, tensor_bytes
-from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch, seconds_by_place
+from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch, rest_of, seconds_by_place
 from autotune.physics.profile import Profile
 from autotune.physics.solver import SAFETY_MARGIN
 from autotune.plan import Plan, PlanSpace, Precision
@@ -112,6 +112,8 @@ class LiveProfiler:
         # The plan whose peak is predicted, for batches of at most so many bytes, that peak, and what of it is static.
         self._expected: tuple[Plan, int, float, int] | None = None
         self._seen: dict[Plan, Seen] = {}
+        # Of each traced plan, the peak of its last traced step.
+        self._peaks: dict[Plan, int] = {}
         self._timed: list[Timed] = []
         self._times: Counter[Plan] = Counter()
         self._sizes: list[int] = []
@@ -355,7 +357,7 @@ class LiveProfiler:
         if due is not None and self._tries < _TRIES + 2 * len(self._ks) * len(self.space.precisions):
             self._tries += 1
             return _Task("trace", due)
-        due = self._untimed(lean=lean)
+        due = self._untimed(usable(budget_bytes), lean=lean)
         if due is not None and self._timings < _TRIES * len(self.space.precisions):
             self._timings += 1
             return _Task("time", self._likely(due, budget_bytes) if lean else due)
@@ -380,7 +382,7 @@ class LiveProfiler:
         wanted = [self._plan_of(k, precision, lean=lean) for precision in self.space.precisions for k in ks]
         return next((plan for plan in wanted if plan not in self._seen), None)
 
-    def _untimed(self, *, lean: bool) -> Plan | None:
+    def _untimed(self, room: float, *, lean: bool) -> Plan | None:
         """Return a traced plan of the precision that was timed least, to be timed before anybody plans; mostly none.
 
         Tracing makes precisions slower by shares of their own, and under adaptive batching k hangs on the time of an
@@ -389,7 +391,7 @@ class LiveProfiler:
         """
         if not self._attached.adaptive and len(self.space.precisions) == 1:
             return None
-        plans = [self._plan_of(self._ks[0], precision, lean=lean) for precision in self.space.precisions]
+        plans = [self._roomy(precision, room, lean=lean) for precision in self.space.precisions]
         counts = {
             plan: sum(one.plan.precision == plan.precision for one in self._timed)
             for plan in plans
@@ -397,6 +399,12 @@ class LiveProfiler:
         }
         least = min(counts, key=lambda plan: counts[plan], default=None)
         return None if least is None or counts[least] >= _TIMED_EACH else least
+
+    def _roomy(self, precision: Precision, room: float, *, lean: bool) -> Plan:
+        """Return the plan of a precision with the smallest k that was seen to fit; of none, with the smallest k."""
+        ks = self._ks if self.space.k_splits else self._ks[:1]
+        plans = [self._plan_of(k, precision, lean=lean) for k in ks]
+        return next((plan for plan in plans if self._peaks.get(plan, math.inf) <= room), plans[0])
 
     def _likely(self, like: Plan, budget_bytes: int | None) -> Plan:
         """Return a lean plan with the storage that the next batch would most likely get; as it is, if unknown."""
@@ -477,7 +485,7 @@ class LiveProfiler:
             gradients=None if first is None else first.attribution.gradients,
         )
         level = max(itertools.accumulate(change for _, change in trace.changes), default=0)
-        self.latest_peak = self._static + step.batch_bytes + max(level, 0)
+        self.latest_peak = self._peaks[plan] = self._static + step.batch_bytes + max(level, 0)
         if self._expected is not None:
             self._score(plan, step)
         former_law = self.growth.within, self.growth.beyond
@@ -512,7 +520,7 @@ class LiveProfiler:
         if tuple(watch.calls[0]) != calls or not step.stepped:
             return False
         seconds = seconds_by_place(watch, self._attached.device)
-        seconds["update", -1] = step.seconds - sum(value for (phase, _), value in seconds.items() if phase != "update")
+        seconds["update", -1] = rest_of(step.seconds, seconds)
         self._times[plan] += 1
         self._timed.append(Timed(plan=plan, batch_bytes=max(step.batch_bytes, 1), seconds=seconds))
         return len(self._timed) in _RENEWED_AFTER

@@ -7,7 +7,7 @@ call c as 2c and the call itself as 2c + 1, so that after n calls the last segme
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -235,6 +235,18 @@ def seconds_by_place(watch: StepWatch, device: torch.device) -> dict[tuple[Phase
         key = (place.phase, place.segment)
         seconds[key] = seconds.get(key, 0.0) + ended - began
     return seconds
+
+
+def rest_of(step_s: float, seconds: Mapping[tuple[Phase, int], float]) -> float:
+    """Return the seconds of a step that are neither forward's nor backward's.
+
+    Never below 0: an accelerator's events and the host's clock do not agree to the last microsecond.
+
+    Args:
+        step_s: of the whole step, by the host's clock.
+        seconds: what :func:`seconds_by_place` returned.
+    """
+    return max(step_s - sum(value for (phase, _), value in seconds.items() if phase != "update"), 0.0)
 
 
 class StepTracer:
