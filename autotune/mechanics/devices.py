@@ -484,7 +484,7 @@ def require_fp32_choice(choice: str | None, device: AnyDevice, *, where: str) ->
     """
     if choice is not None and not has_tf32(device):
         raise InputError(
-            f"+{choice} chooses whether fp32 is computed in TF32, which {device_name(device)} has not",
+            f"+{choice} chooses whether fp32 is computed in TF32, which {device_name(device)} cannot do",
             where=where,
             allowed="an NVIDIA GPU of compute capability 8.0 or higher; elsewhere without it",
         )
