@@ -53,7 +53,8 @@ class MemoryBudget:
         value = self.size_bytes if self.share is None else self.share
         largest = _LARGEST_TIB * _UNITS["TiB"] if self.share is None else _LARGEST_PERCENT / 100
         if (self.size_bytes is None) == (self.share is None) or value is None or not 0 < value <= largest:
-            raise BudgetError(f"memory budget is {value!r}", allowed=_ALLOWED)
+            shown = value if self.share is None else f"{100 * self.share:g}%"
+            raise BudgetError(f"memory budget is {shown}", allowed=_ALLOWED)
 
     @classmethod
     def parse(cls, text: str) -> MemoryBudget:

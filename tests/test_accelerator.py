@@ -416,7 +416,7 @@ class Rounding(Unit):
 
 def test_a_randomness_of_its_own_is_no_rounding(accelerator: ModuleType) -> None:
     accelerator.noise(True)
-    assert "randomness of its own" in str(lock_of(Unit(draws=True)))
+    assert "differ" in str(lock_of(Unit(draws=True)))
 
 
 def test_what_recomputes_otherwise_is_locked_beside_rounding(accelerator: ModuleType) -> None:

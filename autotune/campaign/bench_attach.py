@@ -55,6 +55,7 @@ class Arm:
 
     def __init__(self, job: Job, seed: int) -> None:
         self.job = job
+        devices.require_fp32_choice(job.launch.fp32, "cpu", where=f"job {job.name!r}")
         with randomness.isolated():
             randomness.seed_all(seed)
             self.model = build_model(job)

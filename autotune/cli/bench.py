@@ -29,7 +29,7 @@ def overhead(
     job: Annotated[str, typer.Option("--job", help="The job to train.")] = "charlm",
     pairs: Annotated[int, typer.Option("--pairs", min=2, max=10_000, help="Pairs of blocks of ten steps.")] = 8,
     engine: EngineOption = "torch",
-    ranks: RanksOption = 2,
+    ranks: RanksOption = None,
     zero_stage: Annotated[int, typer.Option("--zero-stage", min=0, max=3, help="With deepspeed: the stage.")] = 2,
     seed: SeedOption = 0,
     runs_dir: RunsOption = shared.RUNS,
@@ -42,14 +42,13 @@ def overhead(
     from autotune.catalog import load_job
 
     require_writable(runs_dir)
-    if engine not in ("torch", "deepspeed"):
-        raise InputError(f"engine is {engine!r}", where="--engine", allowed="torch, deepspeed")
+    asked = shared.ranks(engine, ranks, str(zero_stage) if engine == "deepspeed" else "0", None)
     found = load_job(job)
     with shared.Bars(shared.console(as_json=as_json)) as bars:
         bars.stage(f"{found.name}: engine against a plain loop", pairs)
-        if engine == "deepspeed":
+        if asked is not None:
             document = bench_deepspeed(
-                job, ranks=ranks, zero_stage=zero_stage, pairs=pairs, seed=seed, on_pair=bars.advance
+                job, ranks=asked.count, zero_stage=zero_stage, pairs=pairs, seed=seed, on_pair=bars.advance
             )
         else:
             document = bench_overhead(found, pairs=pairs, seed=seed, on_pair=bars.advance)

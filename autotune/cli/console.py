@@ -70,8 +70,10 @@ RUNS = Path("runs")
 
 
 EngineOption = Annotated[str, typer.Option("--engine", help="torch, or deepspeed for several ranks.")]
+DEFAULT_RANKS = 2
 RanksOption = Annotated[
-    int, typer.Option("--ranks", min=1, max=256, help="With deepspeed: how many ranks, on this machine.")
+    int | None,
+    typer.Option("--ranks", min=1, max=256, help="With deepspeed: how many ranks, on this machine (2, if left out)."),
 ]
 ConfigOption = Annotated[
     Path | None,
@@ -196,8 +198,8 @@ class Bars:
             self._task = None
 
 
-def ranks(engine: str, count: int, zero_stage: str, config: Path | None) -> RankOptions | None:
-    """Return what was asked of DeepSpeed.
+def ranks(engine: str, count: int | None, zero_stage: str, config: Path | None) -> RankOptions | None:
+    """Return what was asked of DeepSpeed; two ranks where no number was.
 
     Raises:
         InputError: if an option is wrong, or stands beside another engine.
@@ -205,8 +207,10 @@ def ranks(engine: str, count: int, zero_stage: str, config: Path | None) -> Rank
     if engine not in ("torch", "deepspeed"):
         raise InputError(f"engine is {engine!r}", where="--engine", allowed="torch, deepspeed")
     if engine == "torch":
-        if zero_stage != "0" or config is not None:
-            raise InputError("is for DeepSpeed", where="--zero-stage, --ds-config", allowed="--engine deepspeed beside")
+        asked = {"--ranks": count, "--zero-stage": None if zero_stage == "0" else zero_stage, "--ds-config": config}
+        given = [name for name, value in asked.items() if value is not None]
+        if given:
+            raise InputError("is for DeepSpeed", where=", ".join(given), allowed="--engine deepspeed beside")
         return None
     if zero_stage not in ("0", "1", "2", "3", "all"):
         raise InputError(f"ZeRO stage is {zero_stage!r}", where="--zero-stage", allowed="0, 1, 2, 3, all")
@@ -214,4 +218,8 @@ def ranks(engine: str, count: int, zero_stage: str, config: Path | None) -> Rank
     from autotune.files import read_json
 
     stage = 0 if zero_stage == "all" else int(zero_stage)
-    return RankOptions(count=count, zero_stage=stage, config=None if config is None else read_json(config))
+    return RankOptions(
+        count=DEFAULT_RANKS if count is None else count,
+        zero_stage=stage,
+        config=None if config is None else read_json(config),
+    )

@@ -33,7 +33,7 @@ def command(
     ] = 50.0,
     lean: LeanOption = False,
     engine: EngineOption = "torch",
-    ranks: RanksOption = 2,
+    ranks: RanksOption = None,
     zero_stage: Annotated[str, typer.Option("--zero-stage", help="With deepspeed: 0, 1, 2 or 3.")] = "0",
     ds_config: ConfigOption = None,
     seed: Annotated[

@@ -42,7 +42,7 @@ def command(
         bool, typer.Option("--isolate", help="Train in a process of its own: what kills or hangs it is a failed trial.")
     ] = False,
     engine: EngineOption = "torch",
-    ranks: RanksOption = 2,
+    ranks: RanksOption = None,
     zero_stage: Annotated[
         str, typer.Option("--zero-stage", help="With deepspeed: 0, 1, 2, 3, or all to choose the fastest.")
     ] = "0",

@@ -23,7 +23,7 @@ from autotune.engines.attribution import attribute
 from autotune.engines.inspection import accumulation_choices, ask, build_model, build_optimizer
 from autotune.engines.profiler import fixed_shape, length_spread, spread_choices
 from autotune.engines.step_tables import Choice, Probe, all_tables, homogeneous_plans, known, without_copies
-from autotune.errors import JobError
+from autotune.errors import InputError, JobError
 from autotune.job import Job
 from autotune.mechanics import controls, devices, stepping
 from autotune.mechanics.fake_trace import FakeTracer, fake_conversions, fused_attention
@@ -49,8 +49,15 @@ def estimate(job: Job, device: DeviceSpec, *, on_progress: Callable[[float], Non
         on_progress: is told of the share that is done.
 
     Raises:
+        InputError: if the job asks for TF32, and the device has none.
         JobError: if the step depends on values of tensors, which fake tensors do not have.
     """
+    if job.launch.fp32 is not None and device.tf32 is None:
+        raise InputError(
+            f"+{job.launch.fp32} chooses whether fp32 is computed in TF32, which {device.name} cannot do",
+            where=f"job {job.name!r}",
+            allowed="a device with TF32; elsewhere without it",
+        )
     return _Estimator(job, device, on_progress).profile()
 
 
@@ -70,7 +77,7 @@ class _Estimator:
 
     def profile(self) -> Profile:
         try:
-            with isolated(), self._mode, fake_conversions():
+            with devices.fp32_computed_in(self._job.launch.fp32), isolated(), self._mode, fake_conversions():
                 return self._estimate()
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise JobError(

@@ -15,7 +15,7 @@ from autotune.errors import InputError, JobError
 from autotune.job import Job
 from autotune.measurement import Failure
 from autotune.mechanics import controls, stepping
-from autotune.mechanics.activations import foreign_argument
+from autotune.mechanics.activations import uncopyable_argument
 from autotune.mechanics.devices import is_out_of_memory
 from autotune.mechanics.precision import excluded_precisions, useful_precisions
 from autotune.plan import PlanSpace, Precision
@@ -128,7 +128,7 @@ def build_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
 def _told_of(foreign: Mapping[str, str]) -> str:
     name, kind = next(iter(foreign.items()))
     others = f", and so are {len(foreign) - 1} others" if len(foreign) > 1 else ""
-    return f"{name} is handed a {kind}{others}: recomputed, it might change it twice"
+    return f"{name} is handed a {kind}{others}, which cannot be copied: recomputed, it might change it twice"
 
 
 def _micro_batches(job: Job, batch: Any, choices: Sequence[int]) -> list[Any]:
@@ -156,7 +156,7 @@ def _trial(job: Job, model: nn.Module, batch: Any, units: tuple[Unit, ...]) -> t
     foreign: dict[str, str] = {}
 
     def note(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        found = foreign_argument(model.get_submodule(name), args, kwargs)
+        found = uncopyable_argument(args, kwargs)
         if found is not None:
             foreign[name] = found
 

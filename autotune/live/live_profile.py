@@ -222,6 +222,8 @@ def build_profile(
     own = seen
     if batching == "adaptive":
         seen = [*seen, *_longer(seen, space.accumulation_choices)]
+    else:
+        seen = own = [*seen, *_whole(seen)]
     reference_bytes = max(one.batch_bytes for one in seen)
     ks = sorted({one.plan.accumulation_steps for one in seen})
     kinds = {unit.name: (unit.kind, unit.num_parameters) for unit in space.units}
@@ -256,6 +258,24 @@ def build_profile(
         length_spread=length_spread,
     )
     return _fitted(profile, timed, reference_bytes)
+
+
+def _whole(seen: Sequence[Seen]) -> list[Seen]:
+    """Return what precisions would show at most at each k that only others were seen at, from the next larger one."""
+    found = []
+    for precision in dict.fromkeys(_precision(one.plan) for one in seen):
+        alike = [one for one in seen if _precision(one.plan) == precision]
+        known = {one.plan.accumulation_steps for one in alike}
+        for k in {one.plan.accumulation_steps for one in seen} - known:
+            more = min((other for other in known if other > k), default=max(known))
+            for one in alike:
+                if one.plan.accumulation_steps == more:
+                    size = int(one.batch_bytes * max(more / k, 1))
+                    grown = _at_size(one, size, 1.0)
+                    found.append(
+                        replace(grown, plan=one.plan.changed(accumulation_steps=k), batch_bytes=one.batch_bytes)
+                    )
+    return found
 
 
 def _longer(seen: Sequence[Seen], ks: Sequence[int]) -> list[Seen]:

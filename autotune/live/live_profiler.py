@@ -89,6 +89,7 @@ class LiveProfiler:
         failed: why there will be none; ``None`` if there will.
         growth: how memory grows with a batch's size.
         latest_peak: measured peak of the last traced step; ``None`` before the first.
+        step_peak: that of the step that ended last; ``None`` if it was not traced.
         fragments: the most bytes that a traced step reserved beyond what it allocated at its peak; 0 on a CPU.
         autocast: dtype of the user's own autocast; ``None`` for none.
         scores: of predicted peaks. Where two, or the last, are too low by more than the reserve, nobody acts.
@@ -106,6 +107,7 @@ class LiveProfiler:
         self.failed: str | None = lacking if attached.space.units else "the model has no units"
         self.growth = Growth()
         self.latest_peak: int | None = None
+        self.step_peak: int | None = None
         self.fragments = 0
         self.autocast: torch.dtype | None = None
         self.scores: list[Score] = []
@@ -260,12 +262,15 @@ class LiveProfiler:
 
     def phase(self, name: Phase) -> None:
         """Be told of each micro-batch's passes."""
+        if name == "backward":
+            for probe in self._probes.values():
+                probe.settle()
         if self._watch is not None:
             self._watch.begin(name)
 
     def end(self, step: Step) -> bool:
         """Take in the step; return whether the profile is another one now."""
-        task, self._task = self._task, None
+        task, self._task, self.step_peak = self._task, None, None
         self._sizes.append(step.batch_bytes)
         if task is None:
             return False
@@ -353,11 +358,12 @@ class LiveProfiler:
             self._task = _Task("shadow", first)
             if len(self.shadows) > 1:
                 return self._task
-        due = self._untraced(first, lean=lean) or (self._fuller(budget_bytes) if lean else None)
+        room = usable(budget_bytes)
+        due = self._untraced(first, room, lean=lean) or (self._fuller(budget_bytes) if lean else None)
         if due is not None and self._tries < _TRIES + 2 * len(self._ks) * len(self.space.precisions):
             self._tries += 1
             return _Task("trace", due)
-        due = self._untimed(usable(budget_bytes), lean=lean)
+        due = self._untimed(room, lean=lean)
         if due is not None and self._timings < _TRIES * len(self.space.precisions):
             self._timings += 1
             return _Task("time", self._likely(due, budget_bytes) if lean else due)
@@ -373,14 +379,33 @@ class LiveProfiler:
         if not self._complete:
             self.failed = "no step of the run could be traced"
 
-    def _untraced(self, first: Plan, *, lean: bool) -> Plan | None:
-        """Return the next plan to trace of those that each k and precision is seen by; ``None`` once all were."""
+    def _untraced(self, first: Plan, room: float, *, lean: bool) -> Plan | None:
+        """Return the next plan to trace of those that each k and precision is seen by; ``None`` once all were.
+
+        Under a budget the largest k of each precision comes first, and what it lets expect to need more is left out.
+        """
         if first not in self._seen or self.growth.told_by(first, self._size):
             return first
         # Cut, a larger k only saves memory; of a step's batches, each after the first is like the second.
-        ks = (self._ks if lean else self._ks[:1]) if self.space.k_splits else self._ks[:2]
+        ks = (self._ks[::-1] if lean else self._ks[:1]) if self.space.k_splits else self._ks[:2]
         wanted = [self._plan_of(k, precision, lean=lean) for precision in self.space.precisions for k in ks]
-        return next((plan for plan in wanted if plan not in self._seen), None)
+        return next((plan for plan in wanted if plan not in self._seen and self._expected_peak(plan) <= room), None)
+
+    def _expected_peak(self, plan: Plan) -> float:
+        """Return what a plan should need if it falls with k as the user's own precision does; 0 if nothing tells."""
+        own, small, large = self.space.precisions[0], self._ks[0], self._ks[-1]
+        names = [unit.name for unit in self.space.units]
+
+        def peak(k: int, precision: Precision | None = None) -> int | None:
+            other = {} if precision is None else {"precision": dict.fromkeys(names, precision)}
+            return self._peaks.get(plan.changed(accumulation_steps=k, **other))
+
+        whole, least, known = peak(small, own), peak(large, own), peak(large)
+        if small == large or whole is None or least is None or known is None or not self.space.k_splits:
+            return 0.0
+        falls = (1 / plan.accumulation_steps - 1 / large) / (1 / small - 1 / large)
+        share = max(known - self._static, 0) / max(least - self._static, 1)
+        return known + share * max(whole - least, 0) * falls
 
     def _untimed(self, room: float, *, lean: bool) -> Plan | None:
         """Return a traced plan of the precision that was timed least, to be timed before anybody plans; mostly none.
@@ -485,7 +510,7 @@ class LiveProfiler:
             gradients=None if first is None else first.attribution.gradients,
         )
         level = max(itertools.accumulate(change for _, change in trace.changes), default=0)
-        self.latest_peak = self._peaks[plan] = self._static + step.batch_bytes + max(level, 0)
+        self.step_peak = self.latest_peak = self._peaks[plan] = self._static + step.batch_bytes + max(level, 0)
         if self._expected is not None:
             self._score(plan, step)
         former_law = self.growth.within, self.growth.beyond

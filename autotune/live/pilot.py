@@ -52,7 +52,7 @@ class Pilot:
         step: optimizer steps since the tuner was attached.
         placements: what predicts; ``None`` until the run is profiled.
         own_s: seconds that all of this took.
-        over_budget: steps that ran though no plan was known to fit.
+        over_budget: steps that ran though no plan was known to fit, or that were seen to need more.
         switches: decided switches.
         placed: changes of storage between them, for a batch or a budget.
 
@@ -77,6 +77,8 @@ class Pilot:
         self._learns = True
         self.run_s = 0.0
         self.over_budget = 0
+        # Whether no plan was known to fit the step that runs.
+        self._unfitting = False
         self.switches = 0
         self.placed = 0
         self.placements: Placements | None = None
@@ -165,7 +167,7 @@ class Pilot:
             largest: bytes of the largest batch that it is to hold.
             samples: samples of its batch.
         """
-        learns, over = not self._profiler.done, self.over_budget
+        learns, self._unfitting = not self._profiler.done, False
         if learns:
             # What steps leave unused of what they reserve is only being learnt.
             self._room = self._peaks.room(self._profiler.fragments)
@@ -186,7 +188,7 @@ class Pilot:
         self._apply(self._of_several(plan, largest) if sampled else plan)
         self._profiler.begin()
         # What was known to fit no plan, or stands beside the step, speaks against none.
-        counts = self.over_budget == over and not self._profiler.watching
+        counts = not self._unfitting and not self._profiler.watching
         self._peaks.begin(self.plan, largest, self._budget, counts=counts)
         if sampled:
             self._probe = GradientProbe([p for group in self.attached.optimizer.param_groups for p in group["params"]])
@@ -234,12 +236,13 @@ class Pilot:
     def after_step(self, step: Step) -> None:
         """Take in a step; decide, where one is due."""
         self._end_probe()
-        self._peaks.end()
-        watched = self._profiler.watching
+        peak, watched = self._peaks.end(), self._profiler.watching
         if self._profiler.end(step):
             self._news = True
             if not self.ranks.many:
                 self._take_profile()
+        peak = self._profiler.step_peak or peak or 0
+        self.over_budget += self._unfitting or peak > (self._budget or math.inf)
         self.run_s += step.seconds
         self._take(step, ordinary=not watched)
         # Under adaptive batching a longer step than the baseline's consumes more.
@@ -308,7 +311,7 @@ class Pilot:
         if found is None:
             found = placements.fastest(room, length)
         if found is None:
-            self.over_budget += 1
+            self._unfitting = True
             return placements.leanest()
         return found
 

@@ -1,7 +1,9 @@
 """Probe, on the run's own first batch, which units may be recomputed: and lock, with the reason, what may not.
 
-A unit is probed where it is called: its forward and backward passes run twice on copies of its inputs, once saving and
-once recomputing, and every gradient, buffer and generator must come out the same to the last bit. Nothing of it stays.
+A unit is probed where it is called: its forward and backward passes run on copies of the unit and of what it is handed,
+once saving and once recomputing. Every gradient and output, all that the copies hold afterwards and the generators must
+come out the same to the last bit, and nothing outside of the copies may change. What cannot be copied is not probed,
+and locked.
 
 Where the device itself does not repeat to the last bit (flash attention's backward pass adds in any order, as do sums
 by atomics), two passes that both save say by how much; recomputing may then differ as they do, and not more.
@@ -10,21 +12,22 @@ by atomics), two passes that both save say by how much; recomputing may then dif
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 
-from autotune.mechanics import devices, randomness
-from autotune.mechanics.activations import Recomputation, foreign_argument, without_empty_cache
-from autotune.mechanics.buffers import copy_buffers, write_buffers
+from autotune.live.surroundings import Surroundings
+from autotune.mechanics import randomness
+from autotune.mechanics.activations import WRITTEN, Kept, Recomputation, undone
 from autotune.mechanics.controls import ControlledForward
+from autotune.mechanics.copies import CopyError, copied, own_copy, state_of, twin_of
 from autotune.mechanics.devices import is_out_of_memory
 
 # Relative differences, by 2-norms, up to which two passes over one input differ by rounding alone: so many units in the
@@ -53,6 +56,7 @@ class UnitProbe:
         self.autocast: torch.dtype | None = None
         self._inner: Callable[..., Any] = module.forward
         self._shadowed: Callable[..., Any] | None = module.__dict__.get("forward")
+        self._kept: list[Kept] = []
         module.__dict__["forward"] = self
 
     def remove(self) -> None:
@@ -64,6 +68,8 @@ class UnitProbe:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Probe the first call in training, then run it as if nothing had been."""
+        if torch.compiler.is_compiling():
+            return self._inner(*args, **kwargs)
         if self.calls == 0 and torch.is_grad_enabled() and self.module.training:
             self.calls = 1
             device = _device_type(args, kwargs)
@@ -71,11 +77,27 @@ class UnitProbe:
             if self.reason is None:
                 with self._uncontrolled():
                     self.reason = storage_lock(self.module, self._inner, args, kwargs)
-        if self.reason is None:
-            return self._inner(*args, **kwargs)
-        # The plan of the step was made before anybody knew.
-        with self._uncontrolled():
-            return self._inner(*args, **kwargs)
+        controlled = self._inner if isinstance(self._inner, ControlledForward) else None
+        if self.reason is not None:
+            # The plan of the step was made before anybody knew.
+            with self._uncontrolled():
+                return self._inner(*args, **kwargs)
+        if controlled is not None:
+            controlled.recomputation.keeps = True
+        else:
+            self._kept.append(Kept(tree_flatten((args, kwargs))[0], copies=False))
+        return self._inner(*args, **kwargs)
+
+    def settle(self) -> None:
+        """Be told that backward begins: what was written to since the unit was handed it speaks against recomputing."""
+        if isinstance(self._inner, ControlledForward):
+            recomputation = self._inner.recomputation
+            recomputation.settle()
+            recomputation.keeps = False
+            self.reason = self.reason or recomputation.barred
+        elif any(kept.written for kept in self._kept):
+            self.reason = self.reason or WRITTEN
+        self._kept = []
 
     @contextmanager
     def _uncontrolled(self) -> Iterator[None]:
@@ -103,11 +125,6 @@ def structural_lock(module: nn.Module) -> str | None:
     """Return why a unit cannot be recomputed whatever a probe says; ``None`` if nothing is in the way."""
     if getattr(module, "_compiled_call_impl", None) is not None:
         return "it is compiled in place; compile it as `block = torch.compile(block)` instead"
-    for name, part in module.named_modules():
-        hooked = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
-        if any(hooked):
-            inside = f"its part {name!r}" if name else "it"
-            return f"{inside} has hooks of its own, which recomputation would call twice"
     return None
 
 
@@ -118,46 +135,70 @@ def storage_lock(
 
     Args:
         module: the unit.
-        forward: its forward.
+        forward: its forward; one that is not its class's (compiled, or put there by somebody) has no copy.
         args: what it was called with.
         kwargs: the same, by keyword.
     """
-    foreign = foreign_argument(module, args, kwargs)
-    if foreign is not None:
-        return f"it is handed a {foreign}, which it may change: recomputed, it would change it twice"
-    # The passes below must leave the run's own cache as it is.
-    kwargs = without_empty_cache(module, kwargs)
-    before = randomness.capture()
-    buffers = copy_buffers(module)
-    recomputation = Recomputation(module)
-
-    def plainly() -> _Outcome:
-        return _passes(module, lambda a, k: forward(*a, **k), args, kwargs)
-
-    def again() -> _Outcome:
-        return _passes(module, lambda a, k: recomputation.run(forward, a, k), args, kwargs)
-
-    def undo() -> None:
-        randomness.restore(before)
-        write_buffers(module, buffers)
-
+    own = forward.original if isinstance(forward, ControlledForward) else forward
+    itself = getattr(own, "__self__", None) is not module
+    before, around = randomness.capture(), Surroundings(module, itself=itself)
+    unit = _Unit(module, forward if itself else None, args, kwargs, before)
     try:
-        saved = plainly()
-        if saved.python_drawn:
-            return "it draws from python's or numpy's generator, which recomputation does not repeat"
-        undo()
-        recomputed = again()
-        if saved.same(recomputed):
-            return None
-        repeated = []
-        for _ in range(_REPEATS):
-            undo()
-            repeated.append(plainly())
-        return _judged(saved, recomputed, repeated)
+        # In backward, nothing is set that a caller's forward pass sets for the time that it takes.
+        return Context().run(_compared, unit)
+    except CopyError as error:
+        return f"it cannot be probed: a {error} cannot be copied"
     except Exception as error:  # noqa: BLE001 - whatever it is, the unit is left alone
         return "ran out of memory while probed" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
     finally:
-        undo()
+        around.restore()
+        randomness.restore(before)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Unit:
+    """Hold a unit and what it was called with.
+
+    Attributes:
+        module: the unit.
+        forward: its forward, where no copy can be made of it; ``None`` where one can.
+        args: what it was called with.
+        kwargs: the same, by keyword.
+        before: the generators' states.
+    """
+
+    module: nn.Module
+    forward: Callable[..., Any] | None
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    before: randomness.RandomState
+
+    def passes(self, *, recomputes: bool) -> _Outcome:
+        """Return what the unit's passes come to; of itself nothing is changed."""
+        randomness.restore(self.before)
+        if self.forward is not None:
+            with undone(self.module):
+                return _passes(self.module, self.forward, self.args, self.kwargs, recomputes=recomputes)
+        twin = twin_of(self.module)
+        return _passes(twin, twin.forward, self.args, self.kwargs, recomputes=recomputes)
+
+
+def _compared(unit: _Unit) -> str | None:
+    """Return what speaks against a unit's recomputation, by passes over copies."""
+    saved = unit.passes(recomputes=False)
+    if saved.writes:
+        return WRITTEN
+    if not randomness.same_on_host(unit.before):
+        return "it draws from python's or numpy's generator, which recomputation does not repeat"
+    # What is only made once, such as a table that is kept, is there by now.
+    around = Surroundings(unit.module, itself=unit.forward is not None)
+    recomputed = unit.passes(recomputes=True)
+    changed = around.changed()
+    if changed is not None:
+        return f"it changes {changed}, which recomputation would change once more"
+    if saved.same(recomputed):
+        return None
+    return _judged(saved, recomputed, [unit.passes(recomputes=False) for _ in range(_REPEATS)])
 
 
 def _judged(saved: _Outcome, recomputed: _Outcome, repeated: Sequence[_Outcome]) -> str | None:
@@ -174,49 +215,77 @@ def _judged(saved: _Outcome, recomputed: _Outcome, repeated: Sequence[_Outcome])
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Outcome:
-    """Hold what a forward and backward pass came to."""
+    """Hold what a forward and backward pass came to.
+
+    Attributes:
+        tensors: gradients and outputs.
+        state: all that the unit and what it was handed hold afterwards, by path.
+        generators: their states.
+        writes: whether it wrote to tensors that it was handed.
+    """
 
     tensors: Sequence[torch.Tensor | None]
+    state: Mapping[str, Any]
     generators: Sequence[torch.Tensor]
-    python_drawn: bool
+    writes: bool
 
     def same(self, other: _Outcome) -> bool:
-        return self._drew_like(other) and all(
-            _equal(one, two) for one, two in zip(self.tensors, other.tensors, strict=True)
+        return self._like(other) and all(
+            _equal(one, two) for one, two in zip(self._values(), other._values(), strict=True)
         )
 
     def apart(self, other: _Outcome) -> float:
         """Return the largest difference of two tensors over what rounding explains; above 1 it is something else."""
-        if not self._drew_like(other):
+        if not self._like(other):
             return math.inf
-        return max((_apart(one, two) for one, two in zip(self.tensors, other.tensors, strict=True)), default=0.0)
+        return max((_apart(one, two) for one, two in zip(self._values(), other._values(), strict=True)), default=0.0)
 
-    def _drew_like(self, other: _Outcome) -> bool:
-        return all(torch.equal(one, two) for one, two in zip(self.generators, other.generators, strict=True))
+    def _values(self) -> list[torch.Tensor | None]:
+        return [*self.tensors, *(value for value in self.state.values() if isinstance(value, torch.Tensor))]
+
+    def _like(self, other: _Outcome) -> bool:
+        """Tell whether all but tensors are the same."""
+        drawn = all(torch.equal(one, two) for one, two in zip(self.generators, other.generators, strict=True))
+        return (
+            drawn
+            and self.state.keys() == other.state.keys()
+            and all(map(_alike, self.state.values(), other.state.values()))
+        )
+
+
+def _alike(one: Any, two: Any) -> bool:
+    if isinstance(one, torch.Tensor) or type(one) is not type(two):
+        return isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor)
+    if isinstance(one, np.ndarray):
+        return bool(np.array_equal(one, two, equal_nan=one.dtype.kind in "fc"))
+    return one is two or one == two or one != one
 
 
 def _passes(
     module: nn.Module,
-    run: Callable[[tuple[Any, ...], Mapping[str, Any]], Any],
+    forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    *,
+    recomputes: bool,
 ) -> _Outcome:
+    """Run a unit forward and backward on copies of what it was handed."""
     inputs: list[torch.Tensor] = []
 
-    def own(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        copied = value.detach().clone()
-        if value.requires_grad:
-            inputs.append(copied.requires_grad_())
-        return copied
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        made = own_copy(tensor)
+        inputs.append(made)
+        return made
 
-    own_args, own_kwargs = tree_map(own, args), tree_map(own, dict(kwargs))
-    states = random.getstate(), np.random.get_state()  # noqa: NPY002 - user code may draw from it
-    outputs = [leaf for leaf in tree_flatten(run(own_args, own_kwargs))[0] if isinstance(leaf, torch.Tensor)]
-    drawn = states[0] != random.getstate() or not _same_numpy(states[1], np.random.get_state())  # noqa: NPY002
-    roots = [leaf for leaf in outputs if leaf.requires_grad]
-    wanted = [*inputs, *(parameter for parameter in module.parameters() if parameter.requires_grad)]
+    own_args, own_kwargs = copied((args, dict(kwargs)), own)
+    versions = [tensor._version for tensor in inputs]
+    if recomputes:
+        outputs = Recomputation(module).run(forward, own_args, own_kwargs)
+    else:
+        outputs = forward(*own_args, **own_kwargs)
+    found = [leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, torch.Tensor)]
+    roots = [leaf for leaf in found if leaf.requires_grad]
+    wanted = [tensor for tensor in (*inputs, *module.parameters()) if tensor.requires_grad]
     gradients: Sequence[torch.Tensor | None] = ()
     if roots and wanted:
         # Anything but constant: a constant hides what a normalisation layer does.
@@ -224,10 +293,10 @@ def _passes(
     # On the host: what is compared takes no room that the passes need.
     values = [
         *(None if gradient is None else gradient.cpu() for gradient in gradients),
-        *(leaf.detach().cpu() for leaf in outputs),
-        *(buffer.detach().cpu().clone() for buffer in module.buffers()),
+        *(leaf.detach().cpu() for leaf in found),
     ]
-    return _Outcome(values, [torch.get_rng_state(), *devices.random_states()], drawn)
+    writes = versions != [tensor._version for tensor in inputs]
+    return _Outcome(values, state_of((module, own_args, own_kwargs)), randomness.drawn_states(), writes)
 
 
 def _weights(leaf: torch.Tensor) -> torch.Tensor:
@@ -235,10 +304,6 @@ def _weights(leaf: torch.Tensor) -> torch.Tensor:
     count = leaf.shape[-1] if leaf.dim() and leaf.shape[-1] > 1 else leaf.numel()
     along = torch.linspace(-1, 1, count, device=leaf.device).to(leaf.dtype)
     return along.expand_as(leaf) if leaf.dim() and leaf.shape[-1] > 1 else along.view_as(leaf)
-
-
-def _same_numpy(one: Any, two: Any) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
 
 
 def _equal(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:

@@ -46,22 +46,23 @@ class StepPeaks:
         seen = devices.allocated(self._device)
         self._running = None if seen is None or not counts else (plan, size, budget_bytes, seen.peak)
 
-    def end(self) -> None:
-        """Read what the step that began last needed."""
+    def end(self) -> int | None:
+        """Return what the step that began last needed; ``None`` if nobody can tell, or if it does not count."""
         seen = devices.allocated(self._device)
         if seen is not None:
             self.retries = seen.retries
         if self._running is None or seen is None:
-            return
+            return None
         (plan, size, budget, before), self._running = self._running, None
         largest, peak = self._known.get(plan, (0, 0))
         if seen.peak > before:
             largest, peak = self._known[plan] = size, seen.peak
         if not peak or size < largest:
-            return
+            return None
         self._largest = max(self._largest or 0, peak)
         if budget:
             self.pressure = max(self.pressure or 0.0, peak / budget)
+        return peak
 
     def take(self) -> int | None:
         """Return the window's largest peak, as far as it is known, and begin another window."""

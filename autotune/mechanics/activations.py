@@ -1,75 +1,225 @@
 """Recompute a unit's activations in backward, and change nothing else by it.
 
-Random draws repeat, because the generator's state is kept; buffers that forward updates (BatchNorm's running
-statistics, a power iteration's vectors) are updated once and read as they were, because the recomputation runs on
-copies taken before the forward pass. A cache of keys and values, which a unit would fill once more, is not handed to
-it while it holds nothing for it.
+A recomputation runs as the forward pass did: with the generators' states, the attributes, modes, weights and buffers
+that the unit had when it was called, and with copies of what it was handed besides tensors (a cache of keys and values,
+say), as they were then. What it changes of all that is forgotten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from enum import Enum
-from types import BuiltinFunctionType, FunctionType
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from autotune.mechanics.buffers import copy_buffers, drop_constants, replaced_buffers
+from autotune.mechanics.copies import CopyError, copied
 
-# What a unit may be handed besides tensors: nothing that it could change.
-_CONSTANTS = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    Enum,
-    type,
-    FunctionType,
-    BuiltinFunctionType,
-    np.generic,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
-# What transformers' models call the cache that they hand to each layer.
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
+WRITTEN = "what it is handed is written to in place before its backward pass"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def without_empty_cache(module: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a unit's arguments without a cache that holds nothing for it; nobody reads in training what it would hold.
+def uncopyable_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Return the type of an object, handed to a unit, that no copy can be made of; ``None`` for none."""
+    try:
+        copied([leaf for leaf in tree_flatten((args, dict(kwargs)))[0] if not isinstance(leaf, torch.Tensor)])
+    except CopyError as error:
+        return str(error)
+    return None
 
-    A cache that holds something (a prefix, say), or whose entries other layers read, is left where it is.
 
-    Source: ``transformers.modeling_layers.GradientCheckpointingLayer``, which recomputes without one, too.
+class Kept:
+    """Keep what a unit was handed, with copies, until it is known whether anybody writes to it before backward.
+
+    Args:
+        leaves: its arguments' leaves.
+        copies: whether copies are kept as well.
     """
-    numbers = (getattr(part, "layer_idx", None) for part in module.modules())
-    number = next((index for index in numbers if type(index) is int), None)
-    if number is None or getattr(module, "_can_checkpoint_with_cache", False):
-        return dict(kwargs)
-    found = [name for name in _CACHES if _is_empty(kwargs.get(name), number)]
-    return {**kwargs, **dict.fromkeys(found), **({"use_cache": False} if found and "use_cache" in kwargs else {})}
+
+    def __init__(self, leaves: Sequence[Any], *, copies: bool = True) -> None:
+        self._leaves = leaves
+        self._tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._versions = [_version(tensor) for tensor in self._tensors]
+        # On the host, where there is one beside the device: the step may need all that the device has.
+        self._copies = [
+            leaf.detach().to("cpu", copy=True) if copies and isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+        ]
+
+    @property
+    def written(self) -> bool:
+        """Tell whether somebody has written to the tensors since."""
+        return self._versions != [_version(tensor) for tensor in self._tensors]
+
+    def settle(self) -> None:
+        """Forget the copies where nobody has."""
+        if not self.written:
+            self._copies = list(self._leaves)
+
+    def leaves(self) -> list[Any]:
+        """Return the leaves as they were."""
+        if not self.written:
+            return list(self._leaves)
+        pairs = zip(self._leaves, self._copies, strict=True)
+        return [_back(copy, like) if isinstance(like, torch.Tensor) else like for like, copy in pairs]
+
+    def devices(self) -> list[torch.Tensor]:
+        """Return empty tensors on the devices of the tensors."""
+        return [torch.empty(0, device=device) for device in dict.fromkeys(tensor.device for tensor in self._tensors)]
 
 
-def foreign_argument(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Return the type of an object, handed to a unit, that recomputing might change once more; ``None`` for none."""
-    leaves = tree_flatten((args, without_empty_cache(module, kwargs)))[0]
-    return next((type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_CONSTANTS))), None)
+def _back(copy: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return copy.detach().to(like.device).requires_grad_(like.requires_grad)
 
 
-def _is_empty(cache: object, number: int) -> bool:
-    length = getattr(cache, "get_seq_length", None)
-    return callable(length) and length(number) == 0
+def _version(tensor: torch.Tensor) -> int:
+    # Tensors of inference mode count no versions, and nobody may write to them in training.
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class _Again(AbstractContextManager[None]):
+    """Put a module back, while the body runs, to what it was when this was made; it can be entered any number of times.
+
+    Attributes:
+        runs: whether a body runs.
+    """
+
+    def __init__(self, recomputation: Recomputation) -> None:
+        module = recomputation.module
+        self._recomputation = recomputation
+        parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+        self._parts = [(vars(part), vars(part).copy(), part._parameters.copy()) for part in parts]
+        self.buffers = copy_buffers(module)
+        self._entered: list[ExitStack] = []
+
+    @property
+    def runs(self) -> bool:
+        return bool(self._entered)
+
+    def __enter__(self) -> None:
+        self._recomputation.count += 1
+        stack = ExitStack()
+        for own, then, weights in self._parts:
+            _put(own, then, stack)
+            # torch.func.functional_call runs a module with other weights than it has.
+            _put(own["_parameters"], weights, stack)
+        copies = {name: buffer.clone() for name, buffer in self.buffers.items()}
+        stack.enter_context(replaced_buffers(self._recomputation.module, copies))
+        self._entered.append(stack)
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.pop().close()
+
+
+def _put(own: dict[str, Any], then: dict[str, Any], stack: ExitStack) -> None:
+    """Put former entries into a dictionary, and the present ones back when a stack is closed."""
+    if len(own) == len(then) and all(map(operator.is_, own.values(), then.values())):
+        # What the body writes is forgotten all the same.
+        stack.callback(_restore, own, then)
+        return
+    stack.callback(_restore, own, own.copy())
+    _restore(own, then)
+
+
+def _restore(own: dict[str, Any], former: dict[str, Any]) -> None:
+    if len(own) != len(former) or not all(map(operator.is_, own.values(), former.values())):
+        own.clear()
+        own.update(former)
+
+
+class _Reads(TorchFunctionMode):
+    """Find out whether any tensor with a gradient that objects hold is used while this is active.
+
+    Attributes:
+        tensors: those tensors.
+        happened: whether one was used.
+    """
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        super().__init__()
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.happened = False
+        copied(list(objects), self._met)
+
+    def _met(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            self.tensors[id(tensor)] = tensor
+        return tensor
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.tensors and not self.happened:
+            self.happened = any(id(leaf) in self.tensors for leaf in tree_leaves((args, kwargs)))
+        return function(*args, **(kwargs or {}))
+
+
+class _Absent(torch.Tensor):
+    """Stand for a tensor that a unit was not seen to use: to keep it would keep other units' activations alive."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError("a recomputed unit uses a tensor of another one, which it did not when it was first run")
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _absent(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.Tensor._make_subclass(_Absent, torch.empty(0)) if tensor.requires_grad else tensor
+
+
+@dataclass(slots=True)
+class _Call:
+    """Run one call of a unit, and run it again as it was.
+
+    Attributes:
+        forward: the unit's forward.
+        args: what it was called with; gone once it has run, so that nothing is kept alive by it.
+        kwargs: the same, by keyword.
+        shape: of both.
+        objects: copies of what is no tensor, by place.
+        kept: what it was handed, where that is kept besides.
+        again: puts the unit back to what it was.
+    """
+
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    shape: TreeSpec
+    objects: dict[int, Any]
+    kept: Kept | None
+    again: _Again
+
+    def run(self, *leaves: Any) -> Any:
+        """Run it; with the leaves that checkpoint kept, where it is run again."""
+        if not self.again.runs:
+            return self.forward(*self.args, **self.kwargs)
+        found = list(leaves) if self.kept is None else self.kept.leaves()
+        for place, value in self.objects.items():
+            found[place] = copied(value)
+        args, kwargs = tree_unflatten(found, self.shape)
+        return self.forward(*args, **kwargs)
+
+    def has_run(self, *, drops: bool) -> None:
+        """Forget what only its first run needs.
+
+        Args:
+            drops: whether what objects hold of other units is forgotten as well.
+        """
+        self.args, self.kwargs = (), {}
+        if drops:
+            self.objects = {place: copied(value, _absent) for place, value in self.objects.items()}
+
+
+def undone(module: nn.Module) -> AbstractContextManager[None]:
+    """Return what runs a body after which a module has the attributes, modes, weights and buffers that it has now."""
+    return _Again(Recomputation(module))
 
 
 @dataclass(slots=True)
@@ -79,10 +229,19 @@ class Recomputation:
     Attributes:
         module: the module whose forward it is.
         count: how many backward passes recomputed it.
+        keeps: whether what it is handed is kept besides, while nobody knows whether it is written to before backward.
+        barred: why it is not recomputed any more; ``None`` while it is.
+        kept: what it was handed since backward began last.
     """
 
     module: nn.Module
     count: int = 0
+    keeps: bool = False
+    barred: str | None = None
+    kept: list[Kept] = field(default_factory=list)
+    _hooks: int | None = None
+    # Whether it reads what others of the step have put into objects that it is handed; ``None`` while unknown.
+    _reads: bool | None = None
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call ``forward`` so that autograd keeps its inputs only.
@@ -90,22 +249,59 @@ class Recomputation:
         Tensors anywhere in the arguments are handed over one by one: checkpoint finds the device whose generator it
         must keep by looking at its positional arguments.
         """
-        leaves, shape = tree_flatten((args, without_empty_cache(self.module, kwargs)))
-        copies = copy_buffers(self.module)
+        leaves, shape = tree_flatten((args, dict(kwargs)))
+        objects = self._objects(leaves)
+        if objects is None:
+            return forward(*args, **kwargs)
+        kept = Kept(leaves) if self.keeps else None
+        if kept is not None:
+            self.kept.append(kept)
+        call = _Call(forward, args, kwargs, shape, objects, kept, _Again(self))
+        reads = _Reads(objects.values()) if self._reads is None else None
 
-        def flat(*values: Any) -> Any:
-            call_args, call_kwargs = tree_unflatten(list(values), shape)
-            return forward(*call_args, **call_kwargs)
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[None]]:
+            return nullcontext() if reads is None or not reads.tensors else reads, call.again
 
-        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), self._recomputing(copies)
-
-        result = checkpoint(flat, *leaves, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
-        drop_constants(self.module, copies)
+        # Whatever checkpoint is handed, it refuses to use once somebody has written to it.
+        given = leaves if kept is None else kept.devices()
+        tensors = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in given]
+        result = checkpoint(call.run, *tensors, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
+        call.has_run(drops=self._drops(reads))
+        drop_constants(self.module, call.again.buffers)
         return result
 
-    @contextmanager
-    def _recomputing(self, copies: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        self.count += 1
-        with replaced_buffers(self.module, copies):
-            yield
+    def _drops(self, reads: _Reads | None) -> bool:
+        """Tell whether tensors of other units need not be kept for a recomputation, by what the first call used."""
+        if reads is not None and reads.tensors:
+            self._reads = reads.happened
+        return reads is not None and self._reads is False
+
+    def settle(self) -> None:
+        """Be told that backward begins: whose inputs were written to is barred from the next step on."""
+        for kept in self.kept:
+            kept.settle()
+            if kept.written:
+                self.barred = WRITTEN
+        self.kept = []
+
+    def _objects(self, leaves: Sequence[Any]) -> dict[int, Any] | None:
+        """Return copies of what is no tensor, by place; ``None``, the unit being barred, if it cannot be recomputed."""
+        hooks = _hooks_within(self.module)
+        if self._hooks is None:
+            self._hooks = hooks
+        if hooks != self._hooks:
+            self.barred = "its parts got other hooks after it was probed"
+        if self.barred is not None:
+            return None
+        try:
+            tensor = _absent if self._reads is False else _itself
+            objects = enumerate(leaves)
+            return {place: copied(leaf, tensor) for place, leaf in objects if not isinstance(leaf, torch.Tensor)}
+        except CopyError as error:
+            self.barred = f"it is handed a {error}, which cannot be copied and which it may change"
+            return None
+
+
+def _hooks_within(module: nn.Module) -> int:
+    """Return how many hooks a module's parts have; its own are called round its forward, and not by it."""
+    return sum(len(vars(part)[name]) for part in module.modules() if part is not module for name in _HOOKS)

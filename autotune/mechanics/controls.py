@@ -31,6 +31,7 @@ class ControlledForward:
         precision: the precision that the next call runs in.
         storage: the storage that the next call uses.
         passes_16_bit: whether 16-bit outputs are handed on as they are.
+        original: the forward that is run: the module's own, or one that somebody else put on it.
         failures: takes in what a call under the plan raises, the unit then being run as the user has it; ``None`` lets
             exceptions through.
     """
@@ -45,12 +46,12 @@ class ControlledForward:
         self.recomputation = Recomputation(module)
         # A forward that somebody else put on the instance is called, and put back at the end.
         self._shadowed: Callable[..., Any] | None = module.__dict__.get("forward")
-        self._original: Callable[..., Any] = module.forward
+        self.original: Callable[..., Any] = module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unit's own forward in the plan's precision, keeping or recomputing its activations."""
-        if self.suspended:
-            return self._original(*args, **kwargs)
+        if self.suspended or torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)
         try:
             run = self._bind(self.precision)
             if self.storage is Storage.RECOMPUTE and torch.is_grad_enabled():
@@ -61,11 +62,11 @@ class ControlledForward:
                 raise
             # Without the frames, which hold what they computed.
             self.failures.append(error.with_traceback(None))
-        return self._original(*args, **kwargs)
+        return self.original(*args, **kwargs)
 
     def _bind(self, precision: Precision) -> Callable[..., Any]:
         """Return the forward in a precision that later switches cannot change under a living graph."""
-        original, passes = self._original, self.passes_16_bit
+        original, passes = self.original, self.passes_16_bit
         if precision is Precision.INHERIT:
             return original
 
@@ -91,7 +92,7 @@ class ControlledForward:
         if self._shadowed is not None:
             return copy.deepcopy(self._shadowed, memo)
         copied = memo.get(id(self.module))
-        return self._original if copied is None else type(copied).forward.__get__(copied)
+        return self.original if copied is None else type(copied).forward.__get__(copied)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the module's plain bound forward, so that no package of ours is needed to load it."""

@@ -35,11 +35,29 @@ def capture() -> RandomState:
 
 
 def restore(state: RandomState) -> None:
-    """Set all generators to a captured state."""
-    random.setstate(state.python)
-    np.random.set_state(state.numpy)  # noqa: NPY002
-    torch.set_rng_state(state.cpu)
+    """Set all generators to a captured state; one that is in it already is left alone, for others may draw from it."""
+    if random.getstate() != state.python:
+        random.setstate(state.python)
+    if not _same_numpy(state.numpy):
+        np.random.set_state(state.numpy)  # noqa: NPY002
+    if not torch.equal(torch.get_rng_state(), state.cpu):
+        torch.set_rng_state(state.cpu)
     devices.restore_random_states(state.accelerators)
+
+
+def same_on_host(state: RandomState) -> bool:
+    """Tell whether python's and numpy's generators are in a captured state."""
+    return random.getstate() == state.python and _same_numpy(state.numpy)
+
+
+def drawn_states() -> list[torch.Tensor]:
+    """Return the states of torch's generators, which recomputation repeats."""
+    return [torch.get_rng_state(), *devices.random_states()]
+
+
+def _same_numpy(state: Any) -> bool:
+    now: Any = np.random.get_state()  # noqa: NPY002
+    return all(np.array_equal(one, two) for one, two in zip(now, state, strict=True))
 
 
 def seed_all(seed: int) -> None:

@@ -1,0 +1,269 @@
+"""Copy objects with all that they refer to, so that a pass over the copy changes nothing of the original.
+
+Parameters are not copied: a copy reads the same storage through a leaf of its own, without the original's hooks and
+gradient. Functions, classes and what belongs to a process (groups of ranks, locks) are shared. What can be copied in
+no way is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import threading
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+# What nothing can change, and what is one for the whole process.
+_SHARED = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    Enum,
+    type,
+    FunctionType,
+    BuiltinFunctionType,
+    ModuleType,
+    weakref.ReferenceType,
+    type(threading.Lock()),
+    type(threading.RLock()),
+    np.generic,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_PLAIN_CONTAINERS = (list, tuple, dict, set, frozenset, deque, OrderedDict, defaultdict)
+# The packages whose objects are groups of ranks, streams, context variables and loggers.
+_OF_THE_PROCESS = ("torch._C", "torch.distributed", "contextvars", "_contextvars", "logging")
+# Whose copies would be copies of a whole program.
+_MOST_OBJECTS = 50_000
+# Frozen parameters up to this size (codebooks, running averages) are copied: a forward pass may write to them.
+_FROZEN_BYTES = 2**25
+
+TensorCopy = Callable[[torch.Tensor], torch.Tensor]
+
+
+class CopyError(Exception):
+    """Name the type of an object that cannot be copied."""
+
+
+class _Copier:
+    """Copy trees of objects that may refer to each other.
+
+    Args:
+        tensor: returns the copy of a tensor.
+    """
+
+    def __init__(self, tensor: TensorCopy) -> None:
+        self._tensor = tensor
+        # The originals stay alive, so that no other object gets their number.
+        self._known: dict[int, Any] = {}
+        self._originals: list[Any] = []
+
+    def copied(self, value: Any) -> Any:
+        if isinstance(value, _SHARED) or _belongs_to_process(value):
+            return value
+        if id(value) in self._known:
+            return self._known[id(value)]
+        if len(self._originals) >= _MOST_OBJECTS:
+            raise CopyError(f"{type(value).__name__} that leads to {_MOST_OBJECTS} others")
+        if isinstance(value, torch.Tensor):
+            return self.know(value, self._tensor(value))
+        if isinstance(value, torch.Generator):
+            return self.know(value, value.clone_state())
+        if isinstance(value, MethodType):
+            return self.know(value, MethodType(value.__func__, self.copied(value.__self__)))
+        if isinstance(value, functools.partial):
+            keywords = self.copied(value.keywords)
+            return self.know(value, functools.partial(value.func, *self.copied(value.args), **keywords))
+        if isinstance(value, _CONTAINERS):
+            return self._container(value)
+        return self._plain_object(value) if _is_plain(value) else self._otherwise(value)
+
+    def know(self, value: Any, made: Any) -> Any:
+        """Take one object for the copy of another, and return it."""
+        self._known[id(value)] = made
+        self._originals.append(value)
+        return made
+
+    def _container(self, value: Any) -> Any:
+        if isinstance(value, tuple | frozenset):
+            items = [self.copied(item) for item in value]
+            named = hasattr(value, "_fields")
+            return self.know(value, type(value)(*items) if named else type(value)(items))
+        # A shallow copy keeps what a subclass has besides its items.
+        made = self.know(value, copy.copy(value))
+        if isinstance(value, dict):
+            for key, item in value.items():
+                dict.__setitem__(made, key, self.copied(item))
+        elif isinstance(value, set):
+            made.clear()
+            made.update(self.copied(item) for item in value)
+        else:
+            for place, item in enumerate(value):
+                made[place] = self.copied(item)
+        if type(value) not in _PLAIN_CONTAINERS and hasattr(value, "__dict__"):
+            vars(made).update({name: self.copied(item) for name, item in vars(value).items()})
+        return made
+
+    def _plain_object(self, value: Any) -> Any:
+        made = self.know(value, object.__new__(type(value)))
+        for name, item in vars(value).items():
+            vars(made)[name] = self.copied(item)
+        return made
+
+    def _otherwise(self, value: Any) -> Any:
+        try:
+            made = copy.deepcopy(value, dict(self._known))
+        except Exception as error:
+            raise CopyError(type(value).__name__) from error
+        if made is value and not isinstance(value, random.Random):
+            # What calls itself its own copy is a constant.
+            return self.know(value, value)
+        return self.know(value, made)
+
+
+def copied(value: Any, tensor: TensorCopy = lambda tensor: tensor) -> Any:
+    """Return a copy of any object and of all that it leads to.
+
+    Args:
+        value: the object.
+        tensor: returns the copy of a tensor; left out, tensors are shared.
+
+    Raises:
+        CopyError: naming the type that cannot be copied.
+    """
+    if isinstance(value, _SHARED):
+        return value
+    return _Copier(tensor).copied(value)
+
+
+def twin_of(module: nn.Module) -> nn.Module:
+    """Return a copy of a module that computes the same and shares nothing that a pass may write to but weights.
+
+    Raises:
+        CopyError: naming the type that cannot be copied.
+    """
+
+    def alike(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, nn.Parameter) or (not tensor.requires_grad and tensor.nbytes <= _FROZEN_BYTES):
+            return own_copy(tensor)
+        found = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
+        vars(found).update(vars(tensor))
+        return found
+
+    copier = _Copier(alike)
+    # Whoever runs the twin's forward meets none of the hooks round it.
+    for name, hooks in vars(module).items():
+        if "hooks" in name and isinstance(hooks, OrderedDict):
+            copier.know(hooks, OrderedDict())
+    twin: nn.Module = copier.copied(module)
+    return twin
+
+
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a leaf with a tensor's values; a parameter stays one."""
+    made = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def state_of(value: Any) -> dict[str, Any]:
+    """Return all values that an object leads to, by path: tensors but trained parameters, numbers, generators' states.
+
+    Two copies of one object in the same state have equal ones.
+    """
+    return dict(_state("", value, set()))
+
+
+def _state(path: str, value: Any, met: set[int]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, bool | int | float | complex | str | bytes | np.generic):
+        yield path, value
+        return
+    if isinstance(value, _SHARED) or _belongs_to_process(value) or id(value) in met or len(met) > _MOST_OBJECTS:
+        return
+    met.add(id(value))
+    if isinstance(value, torch.Tensor):
+        if not isinstance(value, nn.Parameter) or (not value.requires_grad and value.nbytes <= _FROZEN_BYTES):
+            # On the host: what is compared takes no room that passes need.
+            yield path, value.detach().cpu().clone()
+        return
+    if isinstance(value, torch.Generator):
+        yield path, value.get_state()
+    elif isinstance(value, random.Random):
+        yield path, value.getstate()
+    elif isinstance(value, np.ndarray):
+        yield path, value.copy()
+    elif isinstance(value, np.random.Generator):
+        yield path, repr(value.bit_generator.state)
+    elif isinstance(value, np.random.RandomState):
+        yield path, repr(value.get_state())
+    else:
+        yield from _state_of_parts(path, value, met)
+
+
+def _state_of_parts(path: str, value: Any, met: set[int]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        yield f"{path}#", len(value)
+        for name, item in value.items():
+            yield from _state(f"{path}[{name!r:.60}]", item, met)
+    elif isinstance(value, list | tuple | deque):
+        yield f"{path}#", len(value)
+        for place, item in enumerate(value):
+            yield from _state(f"{path}[{place}]", item, met)
+    elif isinstance(value, set | frozenset):
+        yield f"{path}#", len(value)
+    elif isinstance(value, MethodType):
+        yield from _state(f"{path}.__self__", value.__self__, met)
+    elif isinstance(value, functools.partial):
+        yield from _state(f"{path}.args", (value.args, value.keywords), met)
+    if hasattr(value, "__dict__") and not isinstance(value, MethodType):
+        for name, item in vars(value).items():
+            yield from _state(f"{path}.{name}", item, met)
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell whether an object is no more than what its ``__dict__`` holds."""
+    kind = type(value)
+    if isinstance(value, nn.Module):
+        return not isinstance(value, torch.jit.ScriptModule)
+    return (
+        hasattr(value, "__dict__")
+        and not hasattr(kind, "__deepcopy__")
+        and getattr(kind, "__reduce_ex__", None) is _PLAIN_REDUCTION[0]
+        and getattr(kind, "__reduce__", None) is _PLAIN_REDUCTION[1]
+        and kind.__basicsize__ <= _PLAIN_SIZE
+        and not any("__slots__" in vars(base) and vars(base)["__slots__"] for base in kind.__mro__)
+    )
+
+
+class _Plain:
+    pass
+
+
+_PLAIN_REDUCTION: tuple[Any, Any] = (object.__reduce_ex__, object.__reduce__)
+# An object with a ``__dict__`` and weak references, and nothing of C's behind it.
+_PLAIN_SIZE = _Plain.__basicsize__
+
+
+def _belongs_to_process(value: Any) -> bool:
+    """Tell whether an object stands for something that the whole process has one of."""
+    if isinstance(value, torch.Tensor | torch.Generator | nn.Module):
+        return False
+    return type(value).__module__.startswith(_OF_THE_PROCESS)
