@@ -6,6 +6,7 @@ Importing this package is fast: nothing of it, and no library, is loaded before 
 from __future__ import annotations
 
 import importlib
+import random as _random
 from typing import TYPE_CHECKING, Any
 
 from autotune.gym.registration import register_with_gymnasium
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
         RunDirectoryError,
     )
     from autotune.job import DataSource, Job, WarmupCosine
-    from autotune.live.attach import attach
+    from autotune.live.attach import attach, detach
     from autotune.live.limits import Limits
     from autotune.live.tuner import LiveTuner
     from autotune.measurement import Failure, GradientStatistics, Measurement, UnitGradient
@@ -72,6 +73,7 @@ __all__ = [
     "__version__",
     "attach",
     "compare",
+    "detach",
     "find_units",
     "load_job",
     "name_units",
@@ -104,7 +106,7 @@ _LAZY = {
             "RunDirectoryError",
         ),
         "autotune.job": ("DataSource", "Job", "WarmupCosine"),
-        "autotune.live.attach": ("attach",),
+        "autotune.live.attach": ("attach", "detach"),
         "autotune.live.limits": ("Limits",),
         "autotune.live.tuner": ("LiveTuner",),
         "autotune.measurement": ("Failure", "GradientStatistics", "Measurement", "UnitGradient"),
@@ -117,7 +119,13 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+        # Some of the libraries that this imports draw random numbers while they are.
+        state = _random.getstate()
+        try:
+            return getattr(importlib.import_module(_LAZY[name]), name)
+        finally:
+            if _random.getstate() != state:
+                _random.setstate(state)
     raise AttributeError(f"module 'autotune' has no attribute {name!r}")
 
 

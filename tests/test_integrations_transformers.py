@@ -20,7 +20,7 @@ from torch import nn
 
 from autotune import AttachError, TorchEngine
 from autotune.engines.profiler import ProfilerOptions, fixed_shape, profile
-from autotune.live import attach as attach_module
+from autotune.live.limits import KILL_VARIABLE
 from autotune.mechanics.precision import useful_precisions
 from autotune.physics.memory_model import peak_bytes
 from autotune.plan import Precision
@@ -375,7 +375,7 @@ def test_a_loss_that_calls_the_model_twice_detaches_and_changes_no_bit(tmp_path:
 @pytest.mark.slow
 def test_the_variable_that_kills_leaves_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = train(tmp_path, attached=False)
-    monkeypatch.setenv(attach_module.KILL_VARIABLE, "1")
+    monkeypatch.setenv(KILL_VARIABLE, "1")
     tuned = train(tmp_path, attached=True)
     assert tuned.callback is not None
     assert tuned.callback.tuner is not None

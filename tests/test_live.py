@@ -25,8 +25,8 @@ from torch import nn
 
 import autotune
 from autotune import AttachError, Limits
-from autotune.live import attach as attach_module
 from autotune.live.deciding import find_policy
+from autotune.live.limits import KILL_VARIABLE
 from autotune.plan import Launch, Plan, PlanSpace, Precision, Storage
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -308,7 +308,7 @@ def test_a_budget_that_lies_is_noted_and_the_last_one_stands(lie: Any) -> None:
 
 def test_the_variable_that_kills_is_read_when_attaching(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = train(deep_gpt, token_batches, gpt_loss, 20)
-    monkeypatch.setenv(attach_module.KILL_VARIABLE, "1")
+    monkeypatch.setenv(KILL_VARIABLE, "1")
     tuned = train(deep_gpt, token_batches, gpt_loss, 20, policy="exact", memory_budget_bytes=1000, limits=RESTLESS)
     assert not tuned.status["attached"]  # type: ignore[attr-defined]
     assert_identical(plain, tuned)

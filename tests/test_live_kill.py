@@ -16,7 +16,7 @@ from test_live import RESTLESS, Trace, Wanders, assert_identical, image_batches,
 from torch import nn
 
 import autotune
-from autotune.live import attach as attach_module
+from autotune.live.limits import KILL_VARIABLE
 
 STEPS = 30
 # Where in a step the switch is pulled.
@@ -71,7 +71,7 @@ class Run:
             return
         if self.way == "variable":
             with self.patch.context() as patch:
-                patch.setenv(attach_module.KILL_VARIABLE, "1")
+                patch.setenv(KILL_VARIABLE, "1")
                 self.tuner = self.attach()
         elif self.way != "never":
             self.placed = self.tuner.status["placed"]

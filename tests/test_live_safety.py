@@ -73,7 +73,14 @@ def test_nothing_is_switched_while_gradients_of_somebody_elses_making_are_alive(
     seeded()
     model = Frozen()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    tuner = autotune.attach(model, optimizer, **ATTACHED, runs_dir=None)  # type: ignore[arg-type]
+    tuner = autotune.attach(
+        model,
+        optimizer,
+        **ATTACHED,
+        mode="rounding",
+        accumulation_choices=(1,),
+        runs_dir=None,  # type: ignore[arg-type]
+    )
     for number, batch in enumerate(token_batches(24)):
         alive = number > 14 and number % 2 == 0
         plan = tuner.plan

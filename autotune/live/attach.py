@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import functools
 import platform
 import weakref
 from collections.abc import Sequence
@@ -24,32 +25,50 @@ from autotune.live.checks import (
     inner_of,
     is_adaptive,
     limits_of,
+    refuse_other_updates,
+    refuse_unspread,
     updates_through,
 )
 from autotune.live.deciding import find_policy
 from autotune.live.decision_log import LOG_NAME, LOG_VERSION, DecisionLog, make_run_folder
 from autotune.live.deepspeed_engines import held_bytes, is_engine
 from autotune.live.follower import follow
-from autotune.live.limits import Limits, Mode, Stage
+from autotune.live.limits import KILL_VARIABLE, Limits, Mode, Stage, is_disabled
 from autotune.live.pilot import Pilot
 from autotune.live.ranks import Ranks
 from autotune.live.screen import screen_of
 from autotune.live.tuner import LiveTuner
-from autotune.mechanics import controls, devices, randomness
+from autotune.mechanics import controls, devices
 from autotune.mechanics.precision import useful_precisions
 from autotune.mechanics.sharded import ShardedUpdate
 from autotune.mechanics.stepping import Update
 from autotune.plan import PlanSpace, Precision
 from autotune.units import Unit, units_of
 
-# Set to anything but "" or 0, nothing is attached: the loop runs as if the tuner were not there.
-KILL_VARIABLE = "AUTOTUNE_DISABLE"
 _STOP_FILE = "STOP"
 
-_attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# The tuner of each model that one is attached to; a tuner holds its model, and so it must not be held here.
+_attached: weakref.WeakKeyDictionary[nn.Module, weakref.ReferenceType[LiveTuner]] = weakref.WeakKeyDictionary()
 
 
-@randomness.isolated()
+def detach(model: nn.Module, reason: str = "detach() was called") -> None:
+    """Leave a model as it was found, if a tuner is attached to it: also where nobody has the tuner any more.
+
+    Args:
+        model: what was given to :func:`attach`, or what is in it.
+        reason: is written to the decision log.
+
+    Raises:
+        AttachError: if the model is no module.
+    """
+    inner = inner_of(model)
+    reference = _attached.pop(inner, None)
+    tuner = None if reference is None else reference()
+    if tuner is not None:
+        tuner.detach(reason)
+    controls.remove(inner)
+
+
 def attach(
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -116,11 +135,11 @@ def attach(
     elif is_engine(model):
         raise AttachError("model is a DeepSpeed engine", where="attach", allowed="autotune.attach(engine=engine)")
     inner = inner_of(model)
-    if inner in _attached:
-        raise AttachError(
-            "a tuner is attached to this model already", where="attach", allowed="one at a time; detach() it first"
-        )
+    _refuse_overlap(inner)
     check(inner, optimizer, sharded=sharded is not None)
+    if sharded is None:
+        refuse_unspread(model, inner)
+        refuse_other_updates(inner, optimizer, chosen_mode)
     assert model is not None
     assert optimizer is not None
     limits = limits_of(limits, sharded=sharded is not None)
@@ -129,7 +148,7 @@ def attach(
     if mlflow and runs_dir is None:
         raise AttachError("mlflow is set and runs_dir is None", where="attach", allowed="a folder for the run's log")
     budget, reserved = budget_of(memory_budget_bytes)
-    if os.environ.get(KILL_VARIABLE, "0") not in ("", "0"):
+    if is_disabled():
         device = next(inner.parameters()).device
         return _inert(inner, model, optimizer, sharded or _update(device, optimizer, clip_norm))
     found = find_policy(policy)
@@ -159,18 +178,48 @@ def attach(
     folder, log = _log_of(facts, found, None if runs_dir is None or ranks.rank else Path(runs_dir))
     if mlflow and folder is not None:
         follow(folder)
+    pilot = Pilot(facts, found, log, ranks)
     tuner = LiveTuner(
         facts,
         model,
         sharded or _update(facts.device, optimizer, clip_norm),
-        Pilot(facts, found, log, ranks),
+        pilot,
         stop_file=None if folder is None else folder / _STOP_FILE,
         folder=folder,
-        on_detach=lambda: _attached.discard(inner),
+        on_detach=functools.partial(_forget, weakref.ref(inner)),
         screen=screen_of() if show and ranks.rank == 0 else None,
     )
-    _attached.add(inner)
+    _attached[inner] = weakref.ref(tuner)
+    # A tuner that is lost, by an exception in a function say, leaves no unit under a plan.
+    weakref.finalize(tuner, _left_behind, weakref.ref(inner), pilot).atexit = False
     return tuner
+
+
+def _forget(reference: weakref.ReferenceType[nn.Module]) -> None:
+    model = reference()
+    if model is not None:
+        _attached.pop(model, None)
+
+
+def _left_behind(reference: weakref.ReferenceType[nn.Module], pilot: Pilot) -> None:
+    """Leave a model whose tuner is gone as it was found, unless the tuner did, or another one has been attached."""
+    model = reference()
+    if model is not None and model in _attached and _attached[model]() is None:
+        del _attached[model]
+        with contextlib.suppress(Exception):
+            pilot.close()
+        controls.remove(model)
+
+
+def _refuse_overlap(model: nn.Module) -> None:
+    """Refuse a model that has modules in common with one that a tuner is attached to."""
+    parts = set(model.modules())
+    for other, reference in list(_attached.items()):
+        if reference() is not None and (other in parts or model in set(other.modules())):
+            what = "this model" if other is model else f"a {type(other).__name__} that shares modules with this model"
+            raise AttachError(
+                f"a tuner is attached to {what} already", where="attach", allowed="one at a time; detach() it first"
+            )
 
 
 def _log_of(facts: Attached, policy: object, runs: Path | None) -> tuple[Path | None, DecisionLog]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from autotune.budget import MemoryBudget
@@ -70,6 +71,48 @@ def check(model: nn.Module, optimizer: Any, *, sharded: bool) -> None:
         raise AttachError(
             "the model runs under a plan already", where="attach", allowed="a model that no engine holds; close() it"
         )
+
+
+def refuse_unspread(model: Any, inner: nn.Module) -> None:
+    """Refuse, where several ranks train, a model whose ranks nobody keeps alike: each would decide for itself."""
+    if model is not inner or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    spread = ("FSDPModule", "FullyShardedDataParallel")
+    if any(base.__name__ in spread for part in inner.modules() for base in type(part).__mro__):
+        return
+    if any(
+        type(parameter).__name__ == "DTensor" or hasattr(parameter, "device_mesh") for parameter in inner.parameters()
+    ):
+        return
+    raise AttachError(
+        f"{dist.get_world_size()} ranks train, and the model is not spread over them",
+        where="attach",
+        allowed="what the loop calls: DistributedDataParallel(model), or a model after fully_shard()",
+    )
+
+
+def refuse_other_updates(model: nn.Module, optimizer: Any, mode: Mode) -> None:
+    """Refuse, where batches are to be cut or precisions changed, updates that the tuner does not make."""
+    if mode is Mode.EXACT:
+        return
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) not in owned:
+            raise AttachError(
+                f"the optimizer does not own {name}, and mode {mode} runs passes beside the step whose gradients "
+                "another optimizer would use",
+                where="attach",
+                allowed="mode exact, or one optimizer of all that is trained",
+            )
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise AttachError(
+                f"{name} has a hook that runs once its gradient is accumulated (an optimizer in backward, say), which "
+                f"mode {mode} would run several times a step",
+                where="attach",
+                allowed="mode exact",
+            )
 
 
 def _check_accelerated(optimizer: Any) -> None:

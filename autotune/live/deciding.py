@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import logging
@@ -171,13 +172,17 @@ class Decider:
             except queue.Empty:
                 raise TimeoutError("the policy is still busy with a former decision") from None
             self.late = False
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
+            # After a fork, the thread is the parent's.
+            self._questions, self._answers = queue.SimpleQueue(), queue.SimpleQueue()
             self._thread = threading.Thread(target=self._work, name="autotune-policy", daemon=True)
             self._thread.start()
             self._ending = functools.partial(_end, self._thread, self._questions)
             atexit.register(self._ending)
-        # Generators are the process's, not the thread's: whatever a policy draws is put back.
-        with randomness.isolated():
+        # Generators are the process's, not the thread's: whatever a policy draws is put back. The policies of this
+        # package draw from none, and what the run's other threads draw meanwhile is theirs.
+        ours = type(self.policy).__module__.startswith("autotune.")
+        with contextlib.nullcontext() if ours else randomness.isolated():
             self._questions.put(question)
             try:
                 answer, error = self._answers.get(timeout=self._timeout_s if timeout_s is None else timeout_s)

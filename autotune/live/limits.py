@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from autotune.errors import AttachError
+
+# Set to anything but "" or 0, nothing is attached, and what is leaves within a step.
+KILL_VARIABLE = "AUTOTUNE_DISABLE"
+
+
+def is_disabled() -> bool:
+    """Tell whether the environment forbids tuners."""
+    return os.environ.get(KILL_VARIABLE, "0") not in ("", "0")
 
 
 class Mode(StrEnum):

@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import statistics
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -118,7 +118,7 @@ class LiveProfiler:
         self._peaks: dict[Plan, int] = {}
         self._timed: list[Timed] = []
         self._times: Counter[Plan] = Counter()
-        self._sizes: list[int] = []
+        self._sizes: deque[int] = deque(maxlen=64)
         self._task: _Task | None = None
         self._traces = 0
         self._tries = 0
@@ -143,6 +143,11 @@ class LiveProfiler:
     def done(self) -> bool:
         """Tell whether there is nothing left to learn before anybody may act."""
         return self._complete or self.failed is not None
+
+    @property
+    def probed(self) -> bool:
+        """Tell whether it is known which units may be recomputed, or is being found out."""
+        return self._began
 
     @property
     def complete(self) -> bool:
@@ -306,8 +311,7 @@ class LiveProfiler:
         """Make the profile anew from all that was seen."""
         if not self._seen:
             return None
-        sizes = self._sizes[-64:]
-        logs = [math.log(max(size, 1)) for size in sizes]
+        logs = [math.log(max(size, 1)) for size in self._sizes]
         self.profile = build_profile(
             self._attached.name,
             str(self._attached.device),

@@ -297,8 +297,7 @@ class Pilot:
             return self.baseline
         if placements is None:
             # Nothing can be predicted yet: the user's own profiler runs, or other ranks are not as far.
-            waits = self._budget is not None and self._profiler.failed is None
-            return self._profiler.leanest if waits else self.baseline
+            return self._profiler.leanest if self._budget is not None and self._profiler.probed else self.baseline
         room, length = usable(self._budget), self._share(size)
         if self.ranks.many:
             length, room = self.ranks.largest([length, -room])

@@ -20,6 +20,7 @@ from torch import nn
 
 from autotune.errors import AttachError, JobError
 from autotune.live.attached import Attached, Step
+from autotune.live.limits import KILL_VARIABLE, Mode, is_disabled
 from autotune.live.pilot import Pilot
 from autotune.live.scaled_loss import is_scaled
 from autotune.live.screen import Screen
@@ -60,6 +61,7 @@ class _Running:
         losses: weighed losses, detached.
         norm: 2-norm of the gradient, once it was unscaled.
         pending: whether a gradient has been accumulated.
+        left_early: whether the caller left it before its last micro-batch; by an exception, if no :meth:`step` follows.
     """
 
     began: float
@@ -78,6 +80,7 @@ class _Running:
     losses: list[torch.Tensor] = field(default_factory=list)
     norm: float | None = None
     pending: bool = False
+    left_early: bool = False
 
     def add(self, batch: Any) -> None:
         """Take in a batch: for memory the largest counts."""
@@ -156,6 +159,7 @@ class LiveTuner:
         self._parallel = isinstance(model, nn.parallel.DistributedDataParallel)
         self._running: _Running | None = None
         self._found_locks: dict[str, str] = {}
+        self._last: dict[str, Any] = {} if pilot is None else pilot.summary()
         self._weight = 1.0
         self._largest_bytes = 0
         # What a pass beside the run comes to; ``None`` in the run itself.
@@ -190,13 +194,15 @@ class LiveTuner:
             for number, (piece, weight) in enumerate(pieces, 1):
                 self._weight = weight
                 running.weights.append(weight)
-                running.micro_samples.append(stepping.num_samples(piece))
+                running.micro_samples.append(_num_samples(piece))
                 with self._synchronised(last=number == len(pieces) and self._is_full(running)):
                     self._tell_phase("forward")
                     yield piece
         except GeneratorExit:
             # The caller's body raised, or left early: nothing that watches the step may stay on.
             self._safely(lambda pilot: pilot.abandon_step())
+            if self._running is not None:
+                self._running.left_early = True
             raise
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -289,6 +295,7 @@ class LiveTuner:
         with contextlib.suppress(Exception):
             # Of a pilot that is broken these may be broken, too.
             self._found_locks, figures = pilot.locks, pilot.summary()
+            self._last = figures
         with contextlib.suppress(Exception):
             pilot.close()
         controls.remove(self._facts.model)
@@ -321,10 +328,10 @@ class LiveTuner:
 
     @property
     def status(self) -> dict[str, Any]:
-        """Return figures of the run so far: steps, plan, switches, trips, pressure, overhead."""
+        """Return figures of the run, up to now or until it was left: steps, plan, switches, trips, pressure, ..."""
         if self._pilot is None:
-            return {"attached": False, "detached_because": self.detached_because}
-        return {"attached": True, **self._pilot.summary()}
+            return {**self._last, "attached": False, "detached_because": self.detached_because}
+        return {**self._pilot.summary(), "attached": True, "detached_because": None}
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -370,7 +377,12 @@ class LiveTuner:
             return
         began = time.perf_counter()
         outcomes = []
+        # Of what another optimizer of the caller's updates, gradients may be alive.
+        parameters = (*self._facts.model.parameters(), *self._update.parameters)
+        gradients = [(parameter, parameter.grad) for parameter in dict.fromkeys(parameters)]
         try:
+            for parameter, _ in gradients:
+                parameter.grad = None
             for plan in pilot.shadows:
                 with pilot.trying(plan) as failures, undone(self._facts.model):
                     self._beside = Attempt([], failures)
@@ -383,6 +395,8 @@ class LiveTuner:
         finally:
             self._beside = None
             self._update.discard()
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
             spent = time.perf_counter() - began
             running.own_s += spent
             pilot.spend(spent)
@@ -463,18 +477,24 @@ class LiveTuner:
             batch: the step's batch, or its first micro-batch.
             bounded: whether the caller knows that a step begins here, whatever gradients are alive.
         """
-        if self._running is not None and self._running.pending:
+        alone = self._facts.accumulation_steps == 1 and not self._facts.adaptive
+        if self._running is not None and self._running.pending and not (alone and self._running.left_early):
             # Without a full step() in between: accumulation, in which nothing may be switched.
             self._running.come_back()
             self._running.add(batch)
             return 1
-        if self._running is not None:
+        ended = self._running is None
+        if not ended:
             self._safely(lambda pilot: pilot.abandon_step())
         running = self._running = _Running(time.perf_counter())
         running.add(batch)
+        if self._pilot is not None and is_disabled():
+            self.detach(f"{KILL_VARIABLE} is set")
         if self._stop_file is not None and self._pilot is not None and self._stop_file.exists():
             self.detach(f"{self._stop_file} exists")
-        if not bounded and any(parameter.grad is not None for parameter in self._update.parameters):
+        # Storage may be switched beside gradients, which only k and precisions add to.
+        free = bounded or (ended and self._facts.mode is Mode.EXACT)
+        if not free and any(parameter.grad is not None for parameter in self._update.parameters):
             # Gradients of somebody else's making are alive: no boundary, so that nothing is switched.
             return 1
         own = self._facts.accumulation_steps

@@ -118,5 +118,20 @@ def resident_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, batches
 
 def tensor_bytes(values: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the tensors' storages; a storage that several tensors share counts once."""
-    storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in values}
+    parts = [part for value in values for part in _strided(value)]
+    storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
     return sum(storages.values())
+
+
+def _strided(value: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that a tensor is stored in: of a sparse one, its indices and values."""
+    layout = value.layout
+    if layout is torch.strided:
+        return [value]
+    if layout is torch.sparse_coo:
+        return [value._indices(), value._values()]
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [value.crow_indices(), value.col_indices(), value.values()]
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [value.ccol_indices(), value.row_indices(), value.values()]
+    return []

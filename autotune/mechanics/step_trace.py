@@ -163,6 +163,9 @@ class StepWatch:
         if phase == "forward":
             self.calls.append([])
             self._go(Place(len(self.calls) - 1, phase, 0))
+        elif not self.calls:
+            # Whoever tells of no forward pass shows no step.
+            return
         elif phase == "backward":
             self._go(Place(self.place.micro_batch, phase, 2 * len(self.calls[-1])))
         else:
@@ -201,7 +204,8 @@ class StepWatch:
         if self._on_call is not None:
             self._on_call(role, self.place, found)
         inside, before = 2 * call + 1, 2 * call
-        flowing = [tensor for tensor in found if tensor.requires_grad]
+        # Of leaves, autograd refuses to say in autograd.grad() whether their gradients are due.
+        flowing = [tensor for tensor in found if tensor.grad_fn is not None]
         if not flowing or not torch.is_grad_enabled():
             return
         if role == "output":

@@ -193,7 +193,7 @@ class Update:
         """
         if self.scaled and self._accumulating:
             self._scaler.unscale_(self.optimizer)
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        gradients = [_dense(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
         if not gradients:
             return 0.0
         return float(nn.utils.get_total_norm(gradients))
@@ -268,6 +268,11 @@ class Update:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self._scaler.load_state_dict(state)
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the norm of a gradient, which may be sparse."""
+    return gradient if gradient.layout is torch.strided else gradient.coalesce().values()
 
 
 def weights(counts: Sequence[int]) -> list[float]:

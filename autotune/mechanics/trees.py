@@ -1,13 +1,16 @@
-"""Walk over trees of tensors: tuples, lists, dicts, and mappings of other types, as tokenizers return them."""
+"""Walk over trees of tensors: tuples, lists, dicts, other mappings (tokenizers return such), dataclasses, objects."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, MutableMapping
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
+
+_LIBRARIES = ("builtins", "enum", "types")
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
@@ -16,8 +19,8 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)
-        elif isinstance(leaf, MutableMapping):
-            found += tensors(list(leaf.values()))
+        elif parts := _parts(leaf):
+            found += tensors(list(parts.values()))
     return found
 
 
@@ -27,11 +30,30 @@ def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return change(leaf)
-        if isinstance(leaf, MutableMapping):
-            mapped = copy.copy(leaf)
-            for key, value in leaf.items():
-                mapped[key] = map_tensors(change, value)
-            return mapped
-        return leaf
+        parts = _parts(leaf)
+        if not parts:
+            return leaf
+        mapped = copy.copy(leaf)
+        for key, value in parts.items():
+            changed = map_tensors(change, value)
+            if isinstance(leaf, MutableMapping):
+                mapped[key] = changed
+            else:
+                # Also where a dataclass is frozen.
+                object.__setattr__(mapped, key, changed)
+        return mapped
 
     return tree_map(visit, tree)
+
+
+def _parts(leaf: Any) -> Mapping[str, Any]:
+    """Return what a tree's leaf holds by name: entries of a mapping, fields of a dataclass, attributes of an object."""
+    if isinstance(leaf, MutableMapping):
+        return leaf
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
+    if isinstance(leaf, torch.nn.Module | type) or callable(leaf) or type(leaf).__module__ in _LIBRARIES:
+        return {}
+    found = getattr(leaf, "__dict__", {})
+    # Of an object, what it holds beside tensors may lead anywhere.
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
