@@ -168,7 +168,9 @@ def load_policy(folder: Path) -> Policy:
     manifest = _read_manifest(folder / MANIFEST)
     weights = _read_weights(folder / WEIGHTS, manifest)
     leans = isinstance(manifest, _LeverManifest)
-    network = LeverNetwork(manifest.width) if leans else PolicyNetwork(manifest.width)
+    # To fill weights with random numbers first would draw from the caller's generator.
+    with torch.device("meta"):
+        network = LeverNetwork(manifest.width) if leans else PolicyNetwork(manifest.width)
     fill(network, weights, str(folder / WEIGHTS))
     answer = _lever_probe(network) if isinstance(network, LeverNetwork) else _probe(network)
     if answer != manifest.probe_action:
@@ -290,7 +292,7 @@ def fill(network: nn.Module, weights: bytes, where: str) -> None:
             )
         if not torch.isfinite(tensor).all():
             raise PolicyFileError(f"tensor {name!r} is not finite", where=where)
-    network.load_state_dict(tensors)
+    network.load_state_dict(tensors, assign=True)
 
 
 def _probe(network: PolicyNetwork) -> list[int]:
