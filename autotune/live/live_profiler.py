@@ -13,7 +13,7 @@ import logging
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -26,6 +26,7 @@ from autotune.live.live_profile import Seen, Timed, build_profile, seen_of
 from autotune.live.placement import Placements, usable
 from autotune.live.probe import UnitProbe
 from autotune.live.shadow import AUTOCAST_TOLERANCE, FP32_TOLERANCE, Outcome, k_lock, precision_lock
+from autotune.live.signature import Signature
 from autotune.mechanics import devices
 from autotune.mechanics.controls import has_16_bit_parameters
 from autotune.mechanics.memory_meter import resident_tensors, tensor_bytes
@@ -46,6 +47,11 @@ _RENEWED_AFTER = (2, 4, 8, 16, 32)
 # A batch this much larger than any that was traced is traced as well, and so often at most.
 _LARGER = 1.1
 _RETRACES = 12
+# Steps that are traced because nothing like them was; and how much more one of them must need to be told apart.
+_LOOKS = 48
+# Steps that pass while one like those that are planned with is awaited.
+_WAITS = 32
+_DENSER = 1.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +122,13 @@ class LiveProfiler:
         self._seen: dict[Plan, Seen] = {}
         # Of each traced plan, the peak of its last traced step.
         self._peaks: dict[Plan, int] = {}
+        # Of which steps those tell, the first being like those that were kept; and how many bytes each plan needed for
+        # one of the batch's.
+        self._known: list[Signature] = []
+        self._densities: dict[Plan, float] = {}
+        self._signature = Signature((), (0, 0))
+        self._looks = 0
+        self._waits = 0
         self._timed: list[Timed] = []
         self._times: Counter[Plan] = Counter()
         self._sizes: deque[int] = deque(maxlen=64)
@@ -170,7 +183,9 @@ class LiveProfiler:
         """Tell whether the running step is not an ordinary one."""
         return self._task is not None
 
-    def plan_for(self, size: int, largest: int, samples: int, budget_bytes: int | None) -> Plan | None:
+    def plan_for(
+        self, size: int, largest: int, samples: int, budget_bytes: int | None, signature: Signature
+    ) -> Plan | None:
         """Return the plan that the next step shall run under so that something is learnt; ``None`` if nothing is due.
 
         Args:
@@ -178,8 +193,9 @@ class LiveProfiler:
             largest: bytes of the largest batch that it is to hold.
             samples: samples of its batch.
             budget_bytes: the budget of the moment; ``None`` for none.
+            signature: what else its memory hangs on.
         """
-        self._size, self._largest, self._samples = size, largest, samples
+        self._size, self._largest, self._samples, self._signature = size, largest, samples, signature
         self._expected = None
         self._task = None if self.failed is not None else self._next(budget_bytes)
         return None if self._task is None else self._task.plan
@@ -205,6 +221,20 @@ class LiveProfiler:
                 if reason is not None:
                     self.lock(str(precision), reason)
 
+    def bar(self, barred: Mapping[str, str]) -> bool:
+        """Lock the storage of units that turned out not to be recomputable; return whether the profile is another one.
+
+        Args:
+            barred: why not, by unit.
+        """
+        new = {name: reason for name, reason in barred.items() if name not in self.locks}
+        if not new:
+            return False
+        self.locks.update(new)
+        units = (replace(unit, recomputable=unit.recomputable and unit.name not in new) for unit in self.space.units)
+        self.space = replace(self.space, units=tuple(units))
+        return self._complete and self.rebuild() is not None
+
     def lock(self, what: str, reason: str) -> None:
         """Take a choice away: ``accumulation_steps``, or a precision by its name."""
         self.locks[what] = reason
@@ -214,7 +244,24 @@ class LiveProfiler:
             kept = tuple(one for one in self.space.precisions if one != what)
             self.space = replace(self.space, precisions=kept)
 
-    def also_watch(self, plan: Plan, size: int) -> None:
+    def knows(self, signature: Signature) -> bool:
+        """Tell whether what was traced tells what a step with a signature needs."""
+        return any(known.tells_of(signature) for known in self._known)
+
+    def look_at(self, plan: Plan, size: int, signature: Signature) -> None:
+        """Trace the step that is about to run, whose signature tells that nothing like it was traced.
+
+        Args:
+            plan: the plan that it runs under: one that needs least.
+            size: bytes of its batch.
+            signature: what else its memory hangs on.
+        """
+        self._size, self._signature = size, signature
+        if self._looks < _LOOKS and not _profiler_runs():
+            self._looks += 1
+            self._task = _Task("trace", plan)
+
+    def also_watch(self, plan: Plan, size: int, signature: Signature) -> None:
         """Learn from the step that is about to run under a plan anyway.
 
         It is traced if its batch is larger than any that was, and timed if its plan hardly was.
@@ -222,11 +269,14 @@ class LiveProfiler:
         Args:
             plan: the plan.
             size: bytes of its batch, or of the first that the caller accumulates.
+            signature: what else its memory hangs on.
         """
         profile = self.profile
         if self._task is not None or not self._complete or profile is None or _profiler_runs():
             return
-        self._size = size
+        self._size, self._signature = size, signature
+        if self._known and not self._known[0].tells_of(signature):
+            return
         own = self._seen.get(plan)
         known = profile.tables[0].batch_bytes if own is None else own.batch_bytes
         if self._traces < _TRACES + _RETRACES and (size > _LARGER * known or self.growth.told_by(plan, size)):
@@ -362,6 +412,17 @@ class LiveProfiler:
             self._task = _Task("shadow", first)
             if len(self.shadows) > 1:
                 return self._task
+        return self._due(first, budget_bytes, lean=lean)
+
+    def _due(self, first: Plan, budget_bytes: int | None, *, lean: bool) -> _Task | None:
+        """Return what is to be traced or timed next; ``None``, the learning having ended, once all was."""
+        if lean and self._seen and not self.knows(self._signature):
+            self._looks += 1
+            return _Task("trace" if self._looks < _LOOKS else "settle", first)
+        if lean and self._known and not self._known[0].tells_of(self._signature) and self._waits < _WAITS:
+            # What a batch of another shape showed would be mixed with what is known.
+            self._waits += 1
+            return _Task("settle", first)
         room = usable(budget_bytes)
         due = self._untraced(first, room, lean=lean) or (self._fuller(budget_bytes) if lean else None)
         if due is not None and self._tries < _TRIES + 2 * len(self._ks) * len(self.space.precisions):
@@ -489,6 +550,9 @@ class LiveProfiler:
         if not tracer.trace.calls:
             # What is compiled as a whole calls none by itself.
             raise RuntimeError("no unit was called in what tell_phase() named the forward pass")
+        if self._known and self._signature.trained not in {known.trained for known in self._known}:
+            # Other gradients are left, and more may be saved.
+            self._forget()
         first = next(iter(self._seen.values()), None)
         if first is not None and first.calls != tracer.trace.calls:
             raise RuntimeError("the units are called differently from step to step")
@@ -518,6 +582,8 @@ class LiveProfiler:
         if self._expected is not None:
             self._score(plan, step)
         former_law = self.growth.within, self.growth.beyond
+        if not self._is_densest(plan, level / max(self._size, 1)):
+            return False
         self.growth.note(plan, self._size, seen.attribution)
         former = self._seen.get(plan)
         if former is not None and former.batch_bytes > size:
@@ -525,6 +591,26 @@ class LiveProfiler:
             return former_law != (self.growth.within, self.growth.beyond)
         self._seen[plan] = seen
         return True
+
+    def _is_densest(self, plan: Plan, density: float) -> bool:
+        """Note what a step was like; tell whether it is to be planned with, and not one that needed more for its bytes.
+
+        Args:
+            plan: the plan that it ran under.
+            density: bytes that it needed beside static ones, over its batch's.
+        """
+        if not self.knows(self._signature):
+            if self._known and density > _DENSER * self._densities.get(plan, 0.0):
+                self._forget()
+            self._known.append(self._signature)
+        self._densities[plan] = max(density, self._densities.get(plan, 0.0))
+        return self._known[0].tells_of(self._signature)
+
+    def _forget(self) -> None:
+        """Begin to learn anew; whoever plans already, goes on from what he has until enough was traced again."""
+        self._seen, self._peaks, self._densities, self._known = {}, {}, {}, []
+        self.growth, self._complete, self._likeliest = Growth(), False, None
+        self._tries = self._timings = self._waits = 0
 
     def _score(self, plan: Plan, step: Step) -> None:
         """Score what was predicted of the step that ran; of larger batches than those nothing was."""

@@ -23,6 +23,7 @@ from autotune.live.live_profiler import LiveProfiler
 from autotune.live.placement import Placements, usable
 from autotune.live.ranks import Ranks
 from autotune.live.shadow import Outcome
+from autotune.live.signature import Signature
 from autotune.live.step_peaks import StepPeaks
 from autotune.live.window import Ran, Window
 from autotune.live.wires import Reading, Wires, compiled_graphs
@@ -90,6 +91,8 @@ class Pilot:
         # Size of the batch that the policy's profile is of.
         self._begun = 0
         self._news = False
+        # The profile that is planned from.
+        self._taken: Profile | None = None
         self._switcher = controls.Switcher(attached.model, [unit.name for unit in attached.space.units])
         self._profiler = LiveProfiler(attached)
         self._monitor = GradientMonitor(attached.model, attached.space.units)
@@ -159,28 +162,32 @@ class Pilot:
 
     # Before and after a step.
 
-    def before_step(self, size: int, largest: int, samples: int) -> None:
+    def before_step(self, size: int, largest: int, samples: int, signature: Signature) -> None:
         """Read the budget, and put the step that begins under the plan that it shall run with.
 
         Args:
             size: bytes of its batch, or of the first that the caller accumulates.
             largest: bytes of the largest batch that it is to hold.
             samples: samples of its batch.
+            signature: what else its memory hangs on.
         """
         learns, self._unfitting = not self._profiler.done, False
         if learns:
             # What steps leave unused of what they reserve is only being learnt.
             self._room = self._peaks.room(self._profiler.fragments)
         self._budget, self._size = self._read_budget(), largest
-        plan = self._profiler.plan_for(size, largest, samples, self._budget) if learns else None
+        plan = self._profiler.plan_for(size, largest, samples, self._budget, signature) if learns else None
         if plan is None:
-            if self._profiler.complete and self.placements is None and not self.ranks.many:
+            if self._profiler.complete and self._profiler.profile is not self._taken and not self.ranks.many:
                 self._take_profile()
             plan = self._placed_plan(largest)
-            if self._check.runs_baseline and self._fits(self.baseline, largest):
+            if self._is_news(signature):
+                plan = self._profiler.leanest
+                self._profiler.look_at(plan, size, signature)
+            elif self._check.runs_baseline and self._fits(self.baseline, largest):
                 plan = self.baseline
             else:
-                self._profiler.also_watch(plan, size)
+                self._profiler.also_watch(plan, size, signature)
         # To plan from a first profile is part of learning, too.
         self._learns = learns or self._profiler.watching
         every = self.attached.limits.statistics_every
@@ -193,6 +200,12 @@ class Pilot:
         if sampled:
             self._probe = GradientProbe([p for group in self.attached.optimizer.param_groups for p in group["params"]])
             self._probe.__enter__()
+
+    def _is_news(self, signature: Signature) -> bool:
+        """Tell whether, under a budget, a step is like none that was traced."""
+        if self._budget is None or not self.acting or self.ranks.many:
+            return False
+        return self._profiler.complete and not self._profiler.knows(signature)
 
     @property
     def shadows(self) -> tuple[Plan, ...]:
@@ -243,6 +256,11 @@ class Pilot:
                 self._take_profile()
         peak = self._profiler.step_peak or peak or 0
         self.over_budget += self._unfitting or peak > (self._budget or math.inf)
+        barred = self._switcher.barred()
+        if barred and self._profiler.bar(barred):
+            self._news = True
+            if not self.ranks.many:
+                self._take_profile()
         self.run_s += step.seconds
         self._take(step, ordinary=not watched)
         # Under adaptive batching a longer step than the baseline's consumes more.
@@ -477,7 +495,7 @@ class Pilot:
 
     def _take_profile(self) -> None:
         """Take a new profile: whoever plans from one begins anew."""
-        profile = self._profiler.profile
+        profile = self._taken = self._profiler.profile
         if profile is None:
             return
         self._news = False

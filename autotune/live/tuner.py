@@ -25,6 +25,7 @@ from autotune.live.pilot import Pilot
 from autotune.live.scaled_loss import is_scaled
 from autotune.live.screen import Screen
 from autotune.live.shadow import Attempt, undone
+from autotune.live.signature import signature_of
 from autotune.live.view import Snapshot, farewell
 from autotune.mechanics import controls, devices, stepping
 from autotune.mechanics.memory_meter import tensor_bytes
@@ -501,7 +502,8 @@ class LiveTuner:
         # Of micro-batches that are still to come no size is known: the largest so far stands for them.
         several = own > 1 or self._facts.adaptive
         largest = max(running.size, self._largest_bytes) if several else running.size
-        self._safely(lambda pilot: pilot.before_step(running.size, largest, running.samples))
+        signature = signature_of(batch, self._facts.model, self._facts.optimizer)
+        self._safely(lambda pilot: pilot.before_step(running.size, largest, running.samples, signature))
         running.own_s = time.perf_counter() - running.began
         if self._pilot is not None and self._pilot.wants_time and devices.is_accelerator(self._facts.device):
             # What the device still does is of the steps before.

@@ -149,6 +149,15 @@ class Switcher:
         for name, module in self._modules.items():
             _set(module, plan.precision_of(name), plan.storage_of(name), passes_16_bit=False)
 
+    def barred(self) -> dict[str, str]:
+        """Return why units are not recomputed any more though their plan says so, by unit."""
+        forwards = {name: module.__dict__.get("forward") for name, module in self._modules.items()}
+        return {
+            name: forward.recomputation.barred
+            for name, forward in forwards.items()
+            if isinstance(forward, ControlledForward) and forward.recomputation.barred is not None
+        }
+
     @contextmanager
     def trying(self, plan: Plan) -> Iterator[list[Exception]]:
         """Run the body under a plan that units may be unable to run under: an operation may know no 16 bits, say.

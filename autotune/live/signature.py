@@ -1,0 +1,49 @@
+"""Tell what a step's memory hangs on before it runs: the shapes of its batch, and what is trained.
+
+Bytes alone do not tell: 8 sequences of 256 tokens take as many as 64 of 32, and their attention weights eight times
+the room. A batch that is in every dimension as large as one that was measured, or smaller, or larger, needs what its
+bytes tell; one that is larger in one dimension and smaller in another has to be measured itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotune.mechanics.trees import tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Hold what a step's memory hangs on besides the bytes of its batch.
+
+    Attributes:
+        shapes: of the batch's tensors.
+        trained: number of parameters that require a gradient, and of those that the optimizer keeps a state for.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    trained: tuple[int, int]
+
+    def tells_of(self, other: Signature) -> bool:
+        """Tell whether, once a step with this signature was measured, bytes tell what one with the other needs."""
+        if self.trained != other.trained or [len(s) for s in self.shapes] != [len(s) for s in other.shapes]:
+            return False
+        own, its = ([size for shape in one.shapes for size in shape] for one in (self, other))
+        return all(map(operator.ge, own, its)) or all(map(operator.le, own, its))
+
+
+def signature_of(batch: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> Signature:
+    """Return the signature of a step.
+
+    Args:
+        batch: its batch, or the first that the caller accumulates.
+        model: the model.
+        optimizer: its optimizer.
+    """
+    trained = sum(parameter.requires_grad for parameter in model.parameters())
+    return Signature(tuple(tuple(leaf.shape) for leaf in tensors(batch)), (trained, len(optimizer.state)))

@@ -1,0 +1,165 @@
+"""Memory hangs on more than a batch's bytes: its shapes, what is trained, how often the model is called."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from small_models import TinyGPT
+from test_live import RESTLESS, gpt_loss, seeded
+from torch import nn
+
+import autotune
+from autotune.live.signature import Signature
+from autotune.mechanics import controls, randomness
+from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors
+from autotune.plan import Plan, Storage
+
+CPU = torch.device("cpu")
+TOKENS = 1024
+
+
+class Attention(nn.Module):
+    """Keep the attention's weights, which grow with the square of the length."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.out, self.drop = nn.Linear(width, width), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        weights = self.drop(torch.softmax(q @ k.mT, dim=-1))
+        return x + self.out(weights @ v)
+
+
+class Eager(TinyGPT):
+    """Be a model of such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(width=16, blocks=6)
+        self.blocks = nn.ModuleList(Attention(16) for _ in range(6))
+
+
+def equal_bytes(lengths: Sequence[int]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, 11, (TOKENS // length, length), generator=generator) for length in lengths]
+
+
+Prepare = Callable[[nn.Module, int], None]
+Loss = Callable[[nn.Module, torch.Tensor, int], torch.Tensor]
+
+
+class Alone:
+    """Train without a tuner, under plans that are told, and meter each step."""
+
+    def __init__(self, loss: Loss, prepare: Prepare) -> None:
+        with randomness.isolated():
+            seeded()
+            self.model = Eager()
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
+            self.random = randomness.capture()
+        self._loss, self._prepare = loss, prepare
+
+    def peak_bytes(self, plan: Plan, batch: torch.Tensor, number: int) -> int:
+        self._prepare(self.model, number)
+        controls.apply(self.model, plan)
+        meter = MemoryMeter(CPU)
+        with randomness.isolated():
+            randomness.restore(self.random)
+            with meter.metering(resident_tensors(self.model, self.optimizer, [batch])):
+                self._loss(self.model, batch, number).backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            self.random = randomness.capture()
+        assert meter.peak_bytes is not None
+        return meter.peak_bytes
+
+
+def plain_loss(model: nn.Module, batch: torch.Tensor, _: int) -> torch.Tensor:
+    return gpt_loss(model, batch)
+
+
+def shares_of_budget(
+    batches: Sequence[torch.Tensor],
+    budget: int,
+    *,
+    loss: Loss = plain_loss,
+    prepare: Prepare = lambda model, number: None,
+) -> tuple[list[float], list[Plan], dict[str, Any]]:
+    """Return each step's true peak over the budget, and its plan."""
+    alone = Alone(loss, prepare)
+    seeded()
+    model = Eager()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    shares, plans = [], []
+    with autotune.attach(
+        model, optimizer, "exact", memory_budget_bytes=budget, limits=RESTLESS, runs_dir=None
+    ) as tuner:
+        for number, batch in enumerate(batches):
+            prepare(model, number)
+            for micro in tuner.micro_batches(batch):
+                plans.append(tuner.plan)
+                tuner.backward(loss(model, micro, number))
+            tuner.step()
+            shares.append(alone.peak_bytes(plans[-1], batch, number) / budget)
+        status = {**tuner.status, "locks": tuner.locks}
+    for one, two in zip(alone.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, two)
+    return shares, plans, status
+
+
+def peaks_of(batch: torch.Tensor) -> tuple[int, int]:
+    """Return what a step needs at least and at most."""
+    alone = Alone(plain_loss, lambda model, number: None)
+    names = [f"blocks.{number}" for number in range(6)]
+    found = []
+    for storage in (Storage.RECOMPUTE, Storage.SAVE):
+        plan = Plan(storage=dict.fromkeys(names, storage))
+        found.append([alone.peak_bytes(plan, batch, 0) for _ in range(2)][-1])
+    return found[0], found[1]
+
+
+def saves(plan: Plan) -> bool:
+    return any(plan.storage_of(f"blocks.{number}") is Storage.SAVE for number in range(6))
+
+
+@pytest.mark.parametrize("order", ["random", "short first"])
+def test_batches_of_equal_bytes_and_other_shapes_stay_within_the_budget(order: str) -> None:
+    lengths = [32, 64, 128, 256] * 12
+    random.Random(5).shuffle(lengths)
+    if order == "short first":
+        lengths = sorted(lengths[:12]) + lengths[12:]
+    batches = equal_bytes(lengths)
+    low, high = peaks_of(max(batches, key=lambda batch: batch.shape[1]))
+    shares, plans, status = shares_of_budget(batches, int(low + 0.3 * (high - low)))
+    assert max(shares) <= 1.0, (shares, status)
+    # The room is used.
+    assert any(saves(plan) for plan in plans[-12:])
+    assert not status["over_budget_steps"]
+
+
+def test_layers_that_are_unfrozen_later_stay_within_the_budget() -> None:
+    def prepare(model: nn.Module, number: int) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(number >= 24 or not name.startswith(("blocks.0", "blocks.1", "blocks.2", "emb")))
+
+    batches = equal_bytes([64] * 48)
+    low, high = peaks_of(batches[0])
+    shares, plans, _ = shares_of_budget(batches, int(low + 0.4 * (high - low)), prepare=prepare)
+    assert max(shares) <= 1.0, shares
+    assert any(saves(plan) for plan in plans[-8:])
+
+
+def test_what_one_signature_tells_of_another() -> None:
+    known = Signature(((8, 64),), (10, 10))
+    assert known.tells_of(Signature(((8, 64),), (10, 10)))
+    assert known.tells_of(Signature(((4, 64),), (10, 10)))
+    assert known.tells_of(Signature(((16, 128),), (10, 10)))
+    assert not known.tells_of(Signature(((4, 128),), (10, 10)))
+    assert not known.tells_of(Signature(((16, 32),), (10, 10)))
+    assert not known.tells_of(Signature(((8, 64),), (12, 10)))
+    assert not known.tells_of(Signature(((8, 64), (8,)), (10, 10)))
