@@ -93,8 +93,15 @@ class _Again(AbstractContextManager[None]):
     def __init__(self, recomputation: Recomputation) -> None:
         module = recomputation.module
         self._recomputation = recomputation
-        parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
-        self._parts = [(vars(part), vars(part).copy(), part._parameters.copy()) for part in parts]
+        # Each dictionary of the module's parts, and what it held.
+        self._then: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for part in module.modules():
+            if not isinstance(part, torch.jit.ScriptModule):
+                own = part.__dict__
+                self._then.append((own, own.copy()))
+                if part._parameters:
+                    # torch.func.functional_call runs a module with other weights than it has.
+                    self._then.append((part._parameters, part._parameters.copy()))
         self.buffers = copy_buffers(module)
         self._entered: list[ExitStack] = []
 
@@ -105,10 +112,8 @@ class _Again(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._recomputation.count += 1
         stack = ExitStack()
-        for own, then, weights in self._parts:
-            _put(own, then, stack)
-            # torch.func.functional_call runs a module with other weights than it has.
-            _put(own["_parameters"], weights, stack)
+        stack.callback(_restore, [(own, own.copy()) for own, _ in self._then])
+        _restore(self._then)
         copies = {name: buffer.clone() for name, buffer in self.buffers.items()}
         stack.enter_context(replaced_buffers(self._recomputation.module, copies))
         self._entered.append(stack)
@@ -117,20 +122,12 @@ class _Again(AbstractContextManager[None]):
         self._entered.pop().close()
 
 
-def _put(own: dict[str, Any], then: dict[str, Any], stack: ExitStack) -> None:
-    """Put former entries into a dictionary, and the present ones back when a stack is closed."""
-    if len(own) == len(then) and all(map(operator.is_, own.values(), then.values())):
-        # What the body writes is forgotten all the same.
-        stack.callback(_restore, own, then)
-        return
-    stack.callback(_restore, own, own.copy())
-    _restore(own, then)
-
-
-def _restore(own: dict[str, Any], former: dict[str, Any]) -> None:
-    if len(own) != len(former) or not all(map(operator.is_, own.values(), former.values())):
-        own.clear()
-        own.update(former)
+def _restore(former: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Put back what dictionaries held, where they hold something else."""
+    for own, then in former:
+        if len(own) != len(then) or not all(map(operator.is_, own.values(), then.values())):
+            own.clear()
+            own.update(then)
 
 
 class _Reads(TorchFunctionMode):
