@@ -70,3 +70,9 @@ def test_500_switches_under_delays_lies_and_crashes(world: int, tmp_path: Path) 
     for rank in tuned[1:]:
         assert rank["plans"][12:] == tuned[0]["plans"][12:]
     assert_same_run(plain, tuned)
+
+
+def test_fully_sharded_ranks_hold_the_same_plan_and_change_no_bit(tmp_path: Path) -> None:
+    run_on_ranks("fully_sharded_rank.py", tmp_path)
+    # One rank writes.
+    assert len(list(tmp_path.glob("*/*/decisions.jsonl"))) == 4

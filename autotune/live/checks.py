@@ -15,6 +15,7 @@ from autotune.errors import AttachError, InputError
 from autotune.live.attached import Budget, LearningRateRule
 from autotune.live.deepspeed_engines import is_engine, update_of
 from autotune.live.limits import Limits, Mode
+from autotune.live.ranks import is_spread
 from autotune.mechanics import controls
 from autotune.mechanics.sharded import ShardedUpdate
 
@@ -77,12 +78,7 @@ def refuse_unspread(model: Any, inner: nn.Module) -> None:
     """Refuse, where several ranks train, a model whose ranks nobody keeps alike: each would decide for itself."""
     if model is not inner or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    spread = ("FSDPModule", "FullyShardedDataParallel")
-    if any(base.__name__ in spread for part in inner.modules() for base in type(part).__mro__):
-        return
-    if any(
-        type(parameter).__name__ == "DTensor" or hasattr(parameter, "device_mesh") for parameter in inner.parameters()
-    ):
+    if is_spread(inner):
         return
     raise AttachError(
         f"{dist.get_world_size()} ranks train, and the model is not spread over them",

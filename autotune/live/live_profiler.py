@@ -29,7 +29,7 @@ from autotune.live.shadow import AUTOCAST_TOLERANCE, FP32_TOLERANCE, Outcome, k_
 from autotune.live.signature import Signature
 from autotune.mechanics import devices
 from autotune.mechanics.controls import has_16_bit_parameters
-from autotune.mechanics.memory_meter import resident_tensors, tensor_bytes
+from autotune.mechanics.memory_meter import resident_tensors, storages, tensor_bytes
 from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch, rest_of, seconds_by_place
 from autotune.physics.profile import Profile
 from autotune.physics.solver import SAFETY_MARGIN
@@ -302,7 +302,7 @@ class LiveProfiler:
             gradients = (parameter.grad for parameter in attached.model.parameters())
             self._gradients = tensor_bytes(gradient for gradient in gradients if gradient is not None)
             resident = resident_tensors(attached.model, attached.optimizer, [])
-            self._residents = {tensor.untyped_storage().data_ptr() for tensor in resident}
+            self._residents = set(storages(resident))
             self._static = tensor_bytes(resident) - self._gradients + attached.bucket_bytes
             seen = devices.allocated(attached.device)
             if seen is not None:

@@ -18,6 +18,15 @@ from torch import nn
 from autotune.live.deepspeed_engines import is_engine
 
 
+def is_spread(model: nn.Module) -> bool:
+    """Tell whether a model's parameters are spread over ranks: after ``fully_shard()``, or in tensor parallelism."""
+    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters()) or any(
+        base.__name__ in ("FSDPModule", "FullyShardedDataParallel")
+        for part in model.modules()
+        for base in type(part).__mro__
+    )
+
+
 class RanksError(Exception):
     """Say that the ranks could not agree; the run goes on without the tuner."""
 
@@ -42,6 +51,8 @@ class Ranks:
             theirs = model.process_group
         elif is_engine(model):
             theirs = model.data_parallel_group
+        elif dist.is_available() and dist.is_initialized() and is_spread(model):
+            theirs = dist.group.WORLD
         if theirs is not None and dist.is_initialized() and dist.get_world_size(theirs) > 1:
             self.rank, self.world = dist.get_rank(theirs), dist.get_world_size(theirs)
             members = dist.get_process_group_ranks(theirs)

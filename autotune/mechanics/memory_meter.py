@@ -118,13 +118,21 @@ def resident_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, batches
 
 def tensor_bytes(values: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the tensors' storages; a storage that several tensors share counts once."""
-    parts = [part for value in values for part in _strided(value)]
-    storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
-    return sum(storages.values())
+    return sum(storages(values).values())
+
+
+def storages(values: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Return the bytes of the storages that tensors have on this rank, by address."""
+    parts = [part.untyped_storage() for value in values for part in _strided(value)]
+    return {part.data_ptr(): part.nbytes() for part in parts}
 
 
 def _strided(value: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that a tensor is stored in: of a sparse one, its indices and values."""
+    if hasattr(value, "device_mesh"):
+        # Of a DTensor, this rank holds a part.
+        local: Any = value
+        value = local.to_local()
     layout = value.layout
     if layout is torch.strided:
         return [value]

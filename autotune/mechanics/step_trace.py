@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from autotune.mechanics import devices
 from autotune.mechanics.collectives import settled_collectives
 from autotune.mechanics.devices import quiet_profiler
+from autotune.mechanics.memory_meter import storages
 from autotune.mechanics.trees import tensors
 
 Phase = Literal["forward", "backward", "update"]
@@ -309,7 +310,8 @@ class StepTracer:
 
     def _address(self, tensor: torch.Tensor) -> int:
         """Return what tells a tensor's storage from all others that are alive."""
-        return tensor.untyped_storage().data_ptr()
+        # What has no storage of its own is told apart by itself.
+        return next(iter(storages([tensor])), id(tensor))
 
     def _read(self, profiled: profile) -> StepTrace:
         marks: list[float] = []
