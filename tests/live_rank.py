@@ -44,6 +44,8 @@ class Troubled(Wanders):
 def main() -> None:
     """Train."""
     folder, way, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    # Profiled by each rank for itself, before there are several.
+    lowest, highest = profiled_peaks() if way == "following" else (0, 0)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     seeded(rank)
@@ -58,7 +60,6 @@ def main() -> None:
         policy: Any = policies[way]
         budget: Any = 10**9
         if way == "following":
-            lowest, highest = profiled_peaks()
             # Each rank has a budget of its own, and batches of its own length.
             buckets = sum(parameter.nbytes for parameter in inner.parameters())
             budget = Moves(int(lowest * (1.02 + rank / 20)) + buckets, int(highest * (1.1 + rank / 20)) + buckets)
