@@ -1,0 +1,127 @@
+"""Loops that people write train to the same bits when attached, within every budget, and with nothing left behind."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import pkgutil
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from test_live import RESTLESS, Wanders, seeded
+from test_live_modes import Roams
+from torch.utils._pytree import tree_leaves
+from zoo import Run
+
+from autotune import AttachError
+from autotune.plan import Plan, Storage
+
+# These are run each time; the others with the slow tests.
+QUICK = {"gpt", "gan", "lbfgs"}
+
+LOOPS = [
+    pytest.param(found.name, marks=[] if found.name in QUICK else [pytest.mark.slow])
+    for found in pkgutil.iter_modules(zoo.__path__)
+    if not found.name.startswith("_")
+]
+
+
+def loop_of(name: str) -> ModuleType:
+    """Return a loop, if what it needs is installed."""
+    try:
+        return importlib.import_module(f"zoo.{name}")
+    except ModuleNotFoundError as error:
+        pytest.skip(f"{error.name} is not installed")
+
+
+def trained(loop: ModuleType, run: Run) -> Run:
+    seeded()
+    loop.train(run)
+    return run.finish()
+
+
+def assert_same(one: Run, two: Run) -> None:
+    """Compare losses, all that was trained, and the generators, to the bit."""
+    assert one.losses == two.losses or all(
+        a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(one.losses, two.losses, strict=True)
+    )
+    for a, b in zip(tree_leaves(one.kept), tree_leaves(two.kept), strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    assert one.drawn == two.drawn
+
+
+def assert_locks(loop: ModuleType, run: Run) -> None:
+    """Ask that what is locked is what the loop says, and that the tuner is still there."""
+    assert run.status["attached"], run.status["detached_because"]
+    locked = {name: why for name, why in run.locks.items() if name not in ("accumulation_steps", "precision")}
+    expected = getattr(loop, "LOCKED", {})
+    observed = getattr(loop, "OBSERVED", None)
+    if observed is not None:
+        expected = {**expected, "units": observed}
+    assert locked.keys() == expected.keys(), locked
+    assert all(part in locked[name] for name, part in expected.items()), locked
+
+
+def attached(loop: ModuleType, **attaching: Any) -> Run:
+    return trained(loop, Run({"limits": RESTLESS, "policy": "exact", **attaching}))
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_trains_to_the_same_bits_within_every_budget(name: str) -> None:
+    loop = loop_of(name)
+    refused = getattr(loop, "REFUSED", None)
+    if refused is not None:
+        with pytest.raises(AttachError, match=refused):
+            attached(loop)
+        return
+    alone = trained(loop, Run())
+    assert_same(alone, trained(loop, Run()))
+    lean = attached(loop, memory_budget_bytes=1)
+    assert_same(alone, lean)
+    assert_locks(loop, lean)
+    wandering = attached(loop, policy=Wanders(), memory_budget_bytes=10**12)
+    assert_same(alone, wandering)
+    assert_locks(loop, wandering)
+    if not hasattr(loop, "OBSERVED"):
+        assert wandering.status["switches"] > 8, wandering.status
+        within(loop, alone, lean.used, wandering.used[0])
+
+
+def within(loop: ModuleType, alone: Run, lean: list[Plan], any_plan: Plan) -> None:
+    """Attach under a budget that moves, and meter each step of a run alone under the plans that the tuner chose."""
+    leanest = trained(loop, Run(plans=lean))
+    everything = any_plan.changed(storage=dict.fromkeys(any_plan.storage, Storage.SAVE))
+    fullest = trained(loop, Run(plans=[everything]))
+    assert_same(alone, leanest)
+    lowest, highest = max(leanest.peaks), max(fullest.peaks)
+
+    def budget(step: int) -> int:
+        return int(lowest * 1.02 + (highest * 1.05 - lowest * 1.02) * (step * 5 % 7) / 6)
+
+    moving = trained(loop, Run({"limits": RESTLESS, "policy": "exact"}, budget=budget))
+    assert_same(alone, moving)
+    metered = trained(loop, Run(plans=moving.used)).peaks
+    over = {step: peak / budget(step) for step, peak in enumerate(metered) if peak > budget(step)}
+    assert not over, (over, lowest, highest)
+    if highest > 1.1 * lowest:
+        assert len({repr(plan) for plan in moving.used}) > 1, moving.status
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_trains_on_in_the_modes_that_round(name: str) -> None:
+    loop = loop_of(name)
+    for mode in getattr(loop, "MODES", ()):
+        alone, tuned = trained(loop, Run()), attached(loop, policy=Roams(), mode=mode, memory_budget_bytes=10**12)
+        assert tuned.status["attached"], tuned.status["detached_because"]
+        assert far(alone, tuned) < (1e-3 if mode == "rounding" else 0.1), mode
+
+
+def far(one: Run, two: Run) -> float:
+    """Return how far the trained numbers of two runs are apart, over what the first one's come to."""
+    both = list(zip(tree_leaves(one.kept[0]), tree_leaves(two.kept[0]), strict=True))
+    pairs = [(a, b) for a, b in both if isinstance(a, torch.Tensor) and a.is_floating_point()]
+    apart = sum(float((a - b).double().square().sum()) for a, b in pairs)
+    return math.sqrt(apart / sum(float(a.double().square().sum()) for a, _ in pairs))

@@ -1,0 +1,22 @@
+"""LBFGS evaluates its loss as often as it likes: refused, as no step can be told from another."""
+
+import torch
+from zoo import Run, next_token_loss, small_gpt, texts
+
+REFUSED = "LBFGS"
+
+
+def train(run: Run) -> None:
+    model = small_gpt(dropout=0.0)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    run.attach(model, optimizer)
+    for batch in texts(run.steps):
+
+        def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = next_token_loss(model, batch)
+            loss.backward()
+            return loss
+
+        run.log(optimizer.step(closure))
+    run.keep(model, optimizer)
