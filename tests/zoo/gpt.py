@@ -1,6 +1,7 @@
 """The plain loop: a small transformer, a clipped AdamW and a schedule."""
 
 import torch
+
 from zoo import Run, next_token_loss, small_gpt, texts
 
 MODES = ("rounding", "tolerant")

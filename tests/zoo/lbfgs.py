@@ -1,6 +1,7 @@
 """LBFGS evaluates its loss as often as it likes: refused, as no step can be told from another."""
 
 import torch
+
 from zoo import Run, next_token_loss, small_gpt, texts
 
 REFUSED = "LBFGS"
