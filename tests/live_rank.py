@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import sys
@@ -57,7 +58,7 @@ def main() -> None:
     tuner = None
     if not way.startswith("plain"):
         policies = {"troubled": Troubled(rank), "wandering": Wanders(), "following": "exact", "rounding": Roams()}
-        policy: Any = policies[way]
+        policy: Any = policies.get(way, Wanders())
         budget: Any = 10**9
         if way == "following":
             # Each rank has a budget of its own, and batches of its own length.
@@ -65,6 +66,9 @@ def main() -> None:
             budget = Moves(int(lowest * (1.02 + rank / 20)) + buckets, int(highest * (1.1 + rank / 20)) + buckets)
         torch.manual_seed(100 + rank)
         limits = autotune.Limits(**{**{name: getattr(RESTLESS, name) for name in RESTLESS.__slots__}, "pause_steps": 1})
+        if way.startswith("leaving"):
+            # A rank that waited for another would wait beyond the test's patience.
+            limits = dataclasses.replace(limits, rank_timeout_s=10_000.0)
         tuner = autotune.attach(
             model,
             optimizer,
@@ -78,6 +82,7 @@ def main() -> None:
     else:
         torch.manual_seed(100 + rank)
     losses, plans, ks = [], [], []
+    left_at = None
     for number, batch in enumerate(token_batches(steps * world)):
         if number % world != rank:
             continue
@@ -92,6 +97,10 @@ def main() -> None:
                 loss = gpt_loss(model, micro)
                 tuner.backward(loss)
             tuner.step()
+            if way == f"leaving-{len(losses)}" and rank == 0:
+                tuner.detach("its loop wants to")
+            if left_at is None and not tuner.attached:
+                left_at = len(losses)
             ks.append(tuner.plan.accumulation_steps)
             plans.append(hashlib.sha256(json.dumps(tuner.plan.to_json()).encode()).hexdigest())
         losses.append(float(loss.detach()))
@@ -107,6 +116,7 @@ def main() -> None:
         "switches": status.get("switches"),
         "placed": status.get("placed"),
         "attached": status.get("attached"),
+        "left_at": left_at,
         "why": status.get("detached_because"),
         "trips": [reason for _, reason in status.get("trips", [])],
     }

@@ -49,6 +49,17 @@ def test_ranks_with_budgets_of_their_own_follow_the_tightest_together(tmp_path: 
     assert_same_run(plain, tuned)
 
 
+@pytest.mark.parametrize("step", [0, 15])
+def test_a_rank_that_leaves_takes_the_others_along_and_lets_none_wait(step: int, tmp_path: Path) -> None:
+    plain = run_ranks(tmp_path, "plain", 24, 2)
+    left = run_ranks(tmp_path, f"leaving-{step}", 24, 2)
+    assert left[0]["why"] == "its loop wants to"
+    assert "another rank has left" in left[1]["why"]
+    # Ranks meet at each step once they have a profile.
+    assert left[1]["left_at"] <= (step + 1 if step else 24)
+    assert_same_run(plain, left)
+
+
 @pytest.mark.slow
 def test_ranks_whose_k_roams_learn_the_same_up_to_rounding(tmp_path: Path) -> None:
     plain = run_ranks(tmp_path, "plain-rounding", 40, 2)

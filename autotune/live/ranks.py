@@ -5,6 +5,7 @@ The tuner has a process group of its own, so that what goes wrong in it cannot r
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -16,6 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from autotune.live.deepspeed_engines import is_engine
+
+# Every agreement is of as many numbers, so that one rank's farewell is what the others read at their next one. The first
+# number tells whether a rank leaves.
+_WIDTH = 16
 
 
 def is_spread(model: nn.Module) -> bool:
@@ -45,6 +50,8 @@ class Ranks:
 
     def __init__(self, model: nn.Module, timeout_s: float) -> None:
         self._group: Any = None
+        # Held on to, as it is sent while the run goes on.
+        self._farewell: Any = None
         self.rank, self.world = 0, 1
         theirs: Any = None
         if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -68,16 +75,21 @@ class Ranks:
         """Return each value's maximum over the ranks.
 
         Raises:
-            RanksError: if the others cannot be reached in time.
+            RanksError: if the others cannot be reached in time, or one of them has left.
         """
         if not self.many:
             return list(values)
-        table = torch.tensor(list(values), dtype=torch.float64)
+        table = torch.zeros(_WIDTH, dtype=torch.float64)
+        table[1 : len(values) + 1] = torch.tensor(list(values), dtype=torch.float64)
         try:
             dist.all_reduce(table, op=dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
+            self._group = None
             raise RanksError(f"the ranks could not agree: {error}") from error
-        return [float(value) for value in table]
+        if table[0]:
+            self._group = None
+            raise RanksError("another rank has left")
+        return [float(value) for value in table[1 : len(values) + 1]]
 
     def from_first(self, document: dict[str, Any] | None) -> dict[str, Any]:
         """Return what the first rank hands over, checked by its hash.
@@ -86,7 +98,7 @@ class Ranks:
             document: what it hands over; on other ranks it is not looked at.
 
         Raises:
-            RanksError: if it does not arrive, or not as it was sent.
+            RanksError: if it does not arrive, or not as it was sent, or a rank has left.
         """
         if not self.many:
             return document or {}
@@ -94,16 +106,12 @@ class Ranks:
         if self.rank == 0:
             text = json.dumps(document or {}, sort_keys=True).encode()
             payload = hashlib.sha256(text).digest() + text
+        size = int(self.largest([len(payload)])[0])
+        data = torch.frombuffer(bytearray(payload.ljust(size)), dtype=torch.uint8)
         try:
-            size = torch.tensor([len(payload)], dtype=torch.int64)
-            dist.broadcast(size, self._first, group=self._group)
-            data = (
-                torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-                if payload
-                else torch.empty(int(size), dtype=torch.uint8)
-            )
             dist.broadcast(data, self._first, group=self._group)
         except RuntimeError as error:
+            self._group = None
             raise RanksError(f"the first rank's decision did not arrive: {error}") from error
         received = data.numpy().tobytes()
         if hashlib.sha256(received[32:]).digest() != received[:32]:
@@ -112,9 +120,14 @@ class Ranks:
         return found
 
     def close(self) -> None:
-        """Agree on nothing any more.
+        """Agree on nothing any more, and let the others know where they next ask, without waiting for them.
 
         The group itself goes with the run's own: taken down at once, it could tear off what another rank awaits.
         """
+        if self.many and self._group is not None:
+            with contextlib.suppress(RuntimeError):
+                left = torch.zeros(_WIDTH, dtype=torch.float64)
+                left[0] = 1.0
+                self._farewell = dist.all_reduce(left, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._group = None
         self.world = 1
