@@ -83,7 +83,17 @@ def test_500_switches_under_delays_lies_and_crashes(world: int, tmp_path: Path) 
     assert_same_run(plain, tuned)
 
 
-def test_fully_sharded_ranks_hold_the_same_plan_and_change_no_bit(tmp_path: Path) -> None:
-    run_on_ranks("fully_sharded_rank.py", tmp_path)
+@pytest.mark.parametrize(
+    ("ways", "world"),
+    [
+        ("resharded,kept", 2),
+        pytest.param("tensor,flattened", 2, marks=pytest.mark.slow),
+        pytest.param("hybrid,both", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_a_model_is_spread_over_hold_the_same_plan_and_change_no_bit(
+    ways: str, world: int, tmp_path: Path
+) -> None:
+    run_on_ranks("spread_rank.py", tmp_path, ways, ranks=world)
     # One rank writes.
-    assert len(list(tmp_path.glob("*/*/decisions.jsonl"))) == 4
+    assert len(list(tmp_path.glob("*/*/decisions.jsonl"))) == 2 * len(ways.split(","))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import platform
 import weakref
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ from autotune.live.deepspeed_engines import held_bytes, is_engine
 from autotune.live.follower import follow
 from autotune.live.limits import KILL_VARIABLE, Limits, Mode, Stage, is_disabled
 from autotune.live.pilot import Pilot
-from autotune.live.ranks import Ranks
+from autotune.live.ranks import Ranks, is_flattened
 from autotune.live.screen import screen_of
 from autotune.live.tuner import LiveTuner
 from autotune.mechanics import controls, devices
@@ -138,7 +139,7 @@ def attach(
     _refuse_overlap(inner)
     check(inner, optimizer, sharded=sharded is not None)
     if sharded is None:
-        refuse_unspread(model, inner)
+        refuse_unspread(model, inner, clip_norm)
         refuse_other_updates(inner, optimizer, chosen_mode)
     assert model is not None
     assert optimizer is not None
@@ -150,7 +151,7 @@ def attach(
     budget, reserved = budget_of(memory_budget_bytes)
     if is_disabled():
         device = next(inner.parameters()).device
-        return _inert(inner, model, optimizer, sharded or _update(device, optimizer, clip_norm))
+        return _inert(inner, model, optimizer, sharded or _update(device, inner, optimizer, clip_norm))
     found = find_policy(policy)
     space, locks = _space(inner, units, chosen_mode, batches, choices_of_k(accumulation_choices), adaptive=adaptive)
     unfit = _unfit(space, model, inner, sharded)
@@ -182,7 +183,7 @@ def attach(
     tuner = LiveTuner(
         facts,
         model,
-        sharded or _update(facts.device, optimizer, clip_norm),
+        sharded or _update(facts.device, inner, optimizer, clip_norm),
         pilot,
         stop_file=None if folder is None else folder / _STOP_FILE,
         folder=folder,
@@ -279,14 +280,23 @@ def _inert(inner: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer,
     return LiveTuner(facts, model, update, None, stop_file=None, folder=None, on_detach=lambda: None)
 
 
-def _update(device: torch.device, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> Update:
-    return Update(optimizer, clip_norm=clip_norm, device_type=device.type)
+def _update(
+    device: torch.device, inner: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None
+) -> Update:
+    whole_norm = None
+    if is_flattened(inner):
+        root: Any = inner
+        # Clips nothing, and returns the norm over all ranks.
+        whole_norm = functools.partial(root.clip_grad_norm_, math.inf)
+    return Update(optimizer, clip_norm=clip_norm, device_type=device.type, whole_norm=whole_norm)
 
 
 def _unfit(space: PlanSpace, model: nn.Module, inner: nn.Module, sharded: ShardedUpdate | None) -> str | None:
     """Return why nothing can be switched; ``None`` if something can."""
     if not space.units:
         return "the model has no run of like blocks, and no part to tune"
+    if is_flattened(inner):
+        return "FullyShardedDataParallel gathers flattened weights by hooks of its own (fully_shard() does not)"
     if _is_compiled_whole(model, inner):
         return "the model is compiled as a whole, and a switch would compile it again"
     if sharded is not None and sharded.stage == 3:

@@ -15,7 +15,7 @@ from autotune.errors import AttachError, InputError
 from autotune.live.attached import Budget, LearningRateRule
 from autotune.live.deepspeed_engines import is_engine, update_of
 from autotune.live.limits import Limits, Mode
-from autotune.live.ranks import is_spread
+from autotune.live.ranks import is_flattened, is_spread
 from autotune.mechanics import controls
 from autotune.mechanics.sharded import ShardedUpdate
 
@@ -74,8 +74,14 @@ def check(model: nn.Module, optimizer: Any, *, sharded: bool) -> None:
         )
 
 
-def refuse_unspread(model: Any, inner: nn.Module) -> None:
+def refuse_unspread(model: Any, inner: nn.Module, clip_norm: float | None) -> None:
     """Refuse, where several ranks train, a model whose ranks nobody keeps alike: each would decide for itself."""
+    if clip_norm is not None and is_flattened(inner):
+        raise AttachError(
+            "clip_norm is set, and FullyShardedDataParallel clips by a method of its own",
+            where="attach",
+            allowed="clip_norm=None, and model.clip_grad_norm_() between backward() and step()",
+        )
     if model is not inner or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     if is_spread(inner):

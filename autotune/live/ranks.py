@@ -25,11 +25,12 @@ _WIDTH = 16
 
 def is_spread(model: nn.Module) -> bool:
     """Tell whether a model's parameters are spread over ranks: after ``fully_shard()``, or in tensor parallelism."""
-    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters()) or any(
-        base.__name__ in ("FSDPModule", "FullyShardedDataParallel")
-        for part in model.modules()
-        for base in type(part).__mro__
-    )
+    return is_flattened(model) or any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+
+
+def is_flattened(model: nn.Module) -> bool:
+    """Tell whether a model is in ``FullyShardedDataParallel``, which flattens weights; ``fully_shard()`` does not."""
+    return type(model).__name__ == "FullyShardedDataParallel"
 
 
 class RanksError(Exception):

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from autotune.errors import JobError
 from autotune.mechanics.trees import map_tensors, tensors
 
 Count = Callable[[Any], int]
+
+_T = TypeVar("_T")
 
 
 def num_samples(batch: Any) -> int:
@@ -135,6 +137,7 @@ class Update:
         device_type: where the loss scale lives.
         init_scale: the first loss scale.
         growth_interval: good steps after which the loss scale doubles.
+        whole_norm: returns the gradient's 2-norm, where a rank cannot tell it from what it holds.
     """
 
     def __init__(
@@ -145,9 +148,11 @@ class Update:
         device_type: str = "cpu",
         init_scale: float = 65536.0,
         growth_interval: int = 2000,
+        whole_norm: Callable[[], torch.Tensor] | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.clip_norm = clip_norm
+        self._whole_norm = whole_norm
         self.scaled = False
         self._accumulating = False
         self._scaler = torch.amp.GradScaler(device_type, init_scale=init_scale, growth_interval=growth_interval)
@@ -193,10 +198,11 @@ class Update:
         """
         if self.scaled and self._accumulating:
             self._scaler.unscale_(self.optimizer)
-        gradients = [_dense(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
-        if not gradients:
-            return 0.0
-        return float(nn.utils.get_total_norm(gradients))
+        if self._whole_norm is not None:
+            return float(self._whole_norm())
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        norms = [_norm([_dense(gradient) for gradient in alike]) for alike in _by_mesh(gradients, gradients)]
+        return norms[0] if len(norms) == 1 else math.hypot(*norms)
 
     def clip(self, norm: float) -> None:
         """Scale the gradients down to ``clip_norm``.
@@ -207,9 +213,11 @@ class Update:
         # torch divides by the norm plus 1e-6, so that it also scales gradients that are that little below.
         if self.clip_norm is not None and self.clip_norm < norm + 2e-6 and norm < math.inf:
             # In the dtype that the norm was computed in: another one would round the factor otherwise.
-            dtypes = {parameter.grad.dtype for parameter in self.parameters if parameter.grad is not None}
-            dtype = functools.reduce(torch.promote_types, dtypes)
-            nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, torch.tensor(norm, dtype=dtype))
+            owners = [parameter for parameter in self.parameters if parameter.grad is not None]
+            gradients = [parameter.grad for parameter in owners]
+            dtype = functools.reduce(torch.promote_types, {gradient.dtype for gradient in gradients})
+            for alike in _by_mesh(owners, gradients):
+                nn.utils.clip_grads_with_norm_(alike, self.clip_norm, torch.tensor(norm, dtype=dtype))
 
     @contextmanager
     def learning_rate_times(self, factor: float) -> Iterator[None]:
@@ -268,6 +276,25 @@ class Update:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self._scaler.load_state_dict(state)
+
+
+def _by_mesh(values: Sequence[_T], gradients: Sequence[torch.Tensor]) -> list[list[_T]]:
+    """Return the values in groups whose gradients lie on one mesh of devices, or on none: no operation takes several.
+
+    Args:
+        values: any, one for each gradient.
+        gradients: tensors; DTensors have a mesh.
+    """
+    groups: dict[Any, list[_T]] = {}
+    for value, gradient in zip(values, gradients, strict=True):
+        groups.setdefault(getattr(gradient, "device_mesh", None), []).append(value)
+    return list(groups.values())
+
+
+def _norm(gradients: Sequence[torch.Tensor]) -> float:
+    """Return the 2-norm of gradients on one mesh: of DTensors, over all its ranks."""
+    norm: Any = nn.utils.get_total_norm(gradients)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
