@@ -18,8 +18,8 @@ from torch import nn
 
 from autotune.live.deepspeed_engines import is_engine
 
-# Every agreement is of as many numbers, so that one rank's farewell is what the others read at their next one. The first
-# number tells whether a rank leaves.
+# Every agreement is of as many numbers, so that one rank's farewell is what the others read at their next one. The
+# first number tells whether a rank leaves.
 _WIDTH = 16
 
 

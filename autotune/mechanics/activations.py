@@ -99,8 +99,8 @@ class _Again(AbstractContextManager[None]):
             if not isinstance(part, torch.jit.ScriptModule):
                 own = part.__dict__
                 self._then.append((own, own.copy()))
-                # torch.func.functional_call runs a module with other weights than it has. A dictionary of a class of its
-                # own (DeepSpeed's ZeRO-3) gathers a weight when it is read.
+                # torch.func.functional_call runs a module with other weights than it has. A dictionary of another
+                # class (DeepSpeed's ZeRO-3) gathers a weight when it is read.
                 if part._parameters and type(part._parameters) is dict:
                     self._then.append((part._parameters, part._parameters.copy()))
         self.buffers = copy_buffers(module)

@@ -213,8 +213,8 @@ class Update:
         # torch divides by the norm plus 1e-6, so that it also scales gradients that are that little below.
         if self.clip_norm is not None and self.clip_norm < norm + 2e-6 and norm < math.inf:
             # In the dtype that the norm was computed in: another one would round the factor otherwise.
-            owners = [parameter for parameter in self.parameters if parameter.grad is not None]
-            gradients = [parameter.grad for parameter in owners]
+            pairs = [(owner, owner.grad) for owner in self.parameters if owner.grad is not None]
+            owners, gradients = zip(*pairs, strict=True)
             dtype = functools.reduce(torch.promote_types, {gradient.dtype for gradient in gradients})
             for alike in _by_mesh(owners, gradients):
                 nn.utils.clip_grads_with_norm_(alike, self.clip_norm, torch.tensor(norm, dtype=dtype))
