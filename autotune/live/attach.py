@@ -150,7 +150,7 @@ def attach(
         raise AttachError("mlflow is set and runs_dir is None", where="attach", allowed="a folder for the run's log")
     budget, reserved = budget_of(memory_budget_bytes)
     if is_disabled():
-        device = next(inner.parameters()).device
+        device = devices.device_of(inner)
         return _inert(inner, model, optimizer, sharded or _update(device, inner, optimizer, clip_norm))
     found = find_policy(policy)
     space, locks = _space(inner, units, chosen_mode, batches, choices_of_k(accumulation_choices), adaptive=adaptive)
@@ -161,7 +161,7 @@ def attach(
         name=name or type(inner).__name__,
         model=inner,
         optimizer=optimizer,
-        device=next(inner.parameters()).device,
+        device=devices.device_of(inner),
         space=space,
         locks=locks,
         mode=chosen_mode,
@@ -267,7 +267,7 @@ def _inert(inner: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer,
         name=type(inner).__name__,
         model=inner,
         optimizer=optimizer,
-        device=next(inner.parameters()).device,
+        device=devices.device_of(inner),
         space=PlanSpace(units=(), accumulation_choices=(1,), precisions=(Precision.INHERIT,)),
         locks={"units": f"{KILL_VARIABLE} is set"},
         mode=Mode.EXACT,
@@ -321,7 +321,7 @@ def _space(
     elif controls.has_16_bit_parameters(model):
         locks["precision"] = "the model keeps 16-bit parameters, so there are no fp32 masters"
     else:
-        device = next(model.parameters()).device.type
+        device = devices.device_of(model).type
         precisions = (Precision.INHERIT, *(p for p in useful_precisions(device) if p.is_16_bit))
     if mode is Mode.EXACT:
         locks["accumulation_steps"] = "mode exact leaves it as it is"

@@ -301,7 +301,11 @@ class LiveProfiler:
             # Gradients that are alive when a step begins (some frameworks clear them in it) are no static bytes.
             gradients = (parameter.grad for parameter in attached.model.parameters())
             self._gradients = tensor_bytes(gradient for gradient in gradients if gradient is not None)
-            resident = resident_tensors(attached.model, attached.optimizer, [])
+            resident = [
+                tensor
+                for tensor in resident_tensors(attached.model, attached.optimizer, [])
+                if tensor.device.type == attached.device.type
+            ]
             self._residents = set(storages(resident))
             self._static = tensor_bytes(resident) - self._gradients + attached.bucket_bytes
             seen = devices.allocated(attached.device)

@@ -27,7 +27,7 @@ from autotune.live.surroundings import Surroundings
 from autotune.mechanics import randomness
 from autotune.mechanics.activations import WRITTEN, Kept, Recomputation, undone
 from autotune.mechanics.controls import ControlledForward
-from autotune.mechanics.copies import CopyError, copied, own_copy, state_of, twin_of
+from autotune.mechanics.copies import CopyError, Loans, copied, dissolve, state_of, twin_of
 from autotune.mechanics.devices import is_out_of_memory
 
 # Relative differences, by 2-norms, up to which two passes over one input differ by rounding alone: so many units in the
@@ -72,7 +72,7 @@ class UnitProbe:
             return self._inner(*args, **kwargs)
         if self.calls == 0 and torch.is_grad_enabled() and self.module.training:
             self.calls = 1
-            device = _device_type(args, kwargs)
+            device = _device_type(self.module, args, kwargs)
             self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
             if self.reason is None:
                 with self._uncontrolled():
@@ -145,7 +145,8 @@ def storage_lock(
     unit = _Unit(module, forward if itself else None, args, kwargs, before)
     try:
         # In backward, nothing is set that a caller's forward pass sets for the time that it takes.
-        return Context().run(_compared, unit)
+        with _casts_left_alone():
+            return Context().run(_compared, unit)
     except CopyError as error:
         return f"it cannot be probed: a {error} cannot be copied"
     except Exception as error:  # noqa: BLE001 - whatever it is, the unit is left alone
@@ -153,6 +154,21 @@ def storage_lock(
     finally:
         around.restore()
         randomness.restore(before)
+
+
+@contextmanager
+def _casts_left_alone() -> Iterator[None]:
+    """Run the body so that no weight which the caller's autocast has cast is cast anew: gradients would be summed anew.
+
+    A thread of a device's own counts its autocasts by itself, and the last one that it leaves forgets all casts.
+    """
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,11 +192,19 @@ class _Unit:
     def passes(self, *, recomputes: bool) -> _Outcome:
         """Return what the unit's passes come to; of itself nothing is changed."""
         randomness.restore(self.before)
-        if self.forward is not None:
-            with undone(self.module):
-                return _passes(self.module, self.forward, self.args, self.kwargs, recomputes=recomputes)
-        twin = twin_of(self.module)
-        return _passes(twin, twin.forward, self.args, self.kwargs, recomputes=recomputes)
+        loans = Loans()
+        try:
+            handed = copied((self.args, dict(self.kwargs)), loans.lend)
+            if self.forward is not None:
+                with undone(self.module):
+                    return _passes(self.module, self.forward, *handed, recomputes=recomputes)
+            twin = twin_of(self.module, loans.lend)
+            try:
+                return _passes(twin, twin.forward, *handed, recomputes=recomputes)
+            finally:
+                dissolve(twin)
+        finally:
+            loans.take_back()
 
 
 def _compared(unit: _Unit) -> str | None:
@@ -262,28 +286,15 @@ def _alike(one: Any, two: Any) -> bool:
 
 
 def _passes(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    recomputes: bool,
+    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, recomputes: bool
 ) -> _Outcome:
-    """Run a unit forward and backward on copies of what it was handed."""
-    inputs: list[torch.Tensor] = []
-
-    def own(tensor: torch.Tensor) -> torch.Tensor:
-        made = own_copy(tensor)
-        inputs.append(made)
-        return made
-
-    own_args, own_kwargs = copied((args, dict(kwargs)), own)
+    """Run a unit forward and backward on what it may write to."""
+    inputs = _tensors_in((args, kwargs))
     versions = [tensor._version for tensor in inputs]
-    if recomputes:
-        outputs = Recomputation(module).run(forward, own_args, own_kwargs)
-    else:
-        outputs = forward(*own_args, **own_kwargs)
-    found = [leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, torch.Tensor)]
+    outputs = Recomputation(module).run(forward, args, kwargs) if recomputes else forward(*args, **kwargs)
+    # What it was handed may have taken up some of what it computes.
+    met = {id(tensor) for tensor in inputs}
+    found = [tensor for tensor in _tensors_in((outputs, args, kwargs)) if id(tensor) not in met]
     roots = [leaf for leaf in found if leaf.requires_grad]
     wanted = [tensor for tensor in (*inputs, *module.parameters()) if tensor.requires_grad]
     gradients: Sequence[torch.Tensor | None] = ()
@@ -296,7 +307,19 @@ def _passes(
         *(leaf.detach().cpu() for leaf in found),
     ]
     writes = versions != [tensor._version for tensor in inputs]
-    return _Outcome(values, state_of((module, own_args, own_kwargs)), randomness.drawn_states(), writes)
+    return _Outcome(values, state_of((module, args, kwargs)), randomness.drawn_states(), writes)
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors that an object leads to, whatever it is."""
+    found: list[torch.Tensor] = []
+
+    def met(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    copied(value, met)
+    return found
 
 
 def _weights(leaf: torch.Tensor) -> torch.Tensor:
@@ -323,6 +346,7 @@ def _apart(one: torch.Tensor | None, two: torch.Tensor | None) -> float:
     return found if math.isfinite(found) else math.inf
 
 
-def _device_type(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    leaves = tree_flatten((args, dict(kwargs)))[0]
+def _device_type(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Return where a unit computes."""
+    leaves = [*module.parameters(), *tree_flatten((args, dict(kwargs)))[0]]
     return next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from autotune.mechanics.buffers import copy_buffers, drop_constants, replaced_buffers
+from autotune.mechanics.buffers import copy_buffers, drop_constants, fresh_buffers, replaced_buffers
 from autotune.mechanics.copies import CopyError, copied
 
 WRITTEN = "what it is handed is written to in place before its backward pass"
@@ -69,10 +69,6 @@ class Kept:
         pairs = zip(self._leaves, self._copies, strict=True)
         return [_back(copy, like) if isinstance(like, torch.Tensor) else like for like, copy in pairs]
 
-    def devices(self) -> list[torch.Tensor]:
-        """Return empty tensors on the devices of the tensors."""
-        return [torch.empty(0, device=device) for device in dict.fromkeys(tensor.device for tensor in self._tensors)]
-
 
 def _back(copy: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return copy.detach().to(like.device).requires_grad_(like.requires_grad)
@@ -115,8 +111,8 @@ class _Again(AbstractContextManager[None]):
         stack = ExitStack()
         stack.callback(_restore, [(own, own.copy()) for own, _ in self._then])
         _restore(self._then)
-        copies = {name: buffer.clone() for name, buffer in self.buffers.items()}
-        stack.enter_context(replaced_buffers(self._recomputation.module, copies))
+        module = self._recomputation.module
+        stack.enter_context(replaced_buffers(module, fresh_buffers(module, self.buffers)))
         self._entered.append(stack)
 
     def __exit__(self, *_: object) -> None:
@@ -198,7 +194,7 @@ class _Call:
         """Run it; with the leaves that checkpoint kept, where it is run again."""
         if not self.again.runs:
             return self.forward(*self.args, **self.kwargs)
-        found = list(leaves) if self.kept is None else self.kept.leaves()
+        found = list(leaves[: self.shape.num_leaves]) if self.kept is None else self.kept.leaves()
         for place, value in self.objects.items():
             found[place] = copied(value)
         args, kwargs = tree_unflatten(found, self.shape)
@@ -261,12 +257,18 @@ class Recomputation:
             return nullcontext() if reads is None or not reads.tensors else reads, call.again
 
         # Whatever checkpoint is handed, it refuses to use once somebody has written to it.
-        given = leaves if kept is None else kept.devices()
-        tensors = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in given]
+        tensors = [leaf if kept is None and isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+        tensors += self._elsewhere(tensors, leaves)
         result = checkpoint(call.run, *tensors, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
         call.has_run(drops=self._drops(reads))
         drop_constants(self.module, call.again.buffers)
         return result
+
+    def _elsewhere(self, tensors: Sequence[torch.Tensor | None], leaves: Sequence[Any]) -> list[torch.Tensor]:
+        """Return empty tensors on the devices that a unit computes on and none of the tensors is on."""
+        devices = {leaf.device for leaf in (*leaves, *self.module.parameters()) if isinstance(leaf, torch.Tensor)}
+        found = {tensor.device for tensor in tensors if tensor is not None}
+        return [torch.empty(0, device=device) for device in devices - found]
 
     def _drops(self, reads: _Reads | None) -> bool:
         """Tell whether tensors of other units need not be kept for a recomputation, by what the first call used."""

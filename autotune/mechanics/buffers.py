@@ -21,9 +21,24 @@ _large_constants: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictiona
 
 
 def copy_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of a module's buffers by name, without the large ones that are known to stay as they are."""
-    constant = _large_constants.get(module, frozenset())
-    return {name: value.detach().clone() for name, value in module.named_buffers() if name not in constant}
+    """Return copies of a module's buffers by name, without the large ones that are known to stay as they are.
+
+    Until that is known, copies of large ones are on the host: a step was not planned to have room for them.
+    """
+    constant = _large_constants.get(module)
+    copies = {}
+    for name, value in module.named_buffers():
+        if constant is None and value.nbytes > _SMALL_BYTES:
+            copies[name] = value.detach().to("cpu", copy=True)
+        elif constant is None or name not in constant:
+            copies[name] = value.detach().clone()
+    return copies
+
+
+def fresh_buffers(module: nn.Module, copies: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies of copies, on the devices that the module's own buffers are on."""
+    buffers = dict(module.named_buffers())
+    return {name: copied.to(buffers[name].device, copy=True) for name, copied in copies.items()}
 
 
 def drop_constants(module: nn.Module, copies: dict[str, torch.Tensor]) -> None:
@@ -40,7 +55,7 @@ def drop_constants(module: nn.Module, copies: dict[str, torch.Tensor]) -> None:
 
 def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
     # A fake tensor has no values; a large buffer is nearly always a constant.
-    return isinstance(one, FakeTensor) or torch.equal(one, two)
+    return isinstance(one, FakeTensor) or torch.equal(one.to(two.device), two)
 
 
 @contextmanager

@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from autotune.mechanics.devices import is_accelerator
+
 # What nothing can change, and what is one for the whole process.
 _SHARED = (
     type(None),
@@ -153,8 +155,45 @@ def copied(value: Any, tensor: TensorCopy = lambda tensor: tensor) -> Any:
     return _Copier(tensor).copied(value)
 
 
-def twin_of(module: nn.Module) -> nn.Module:
+class Loans:
+    """Hand tensors to a pass that may write to them, and have them afterwards as they were.
+
+    On a host it is copies that are handed out. On an accelerator, where the step may need all the memory that there is,
+    it is the tensors themselves, and copies of their values wait on the host.
+    """
+
+    def __init__(self) -> None:
+        self._lent: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def lend(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a leaf with a tensor's values."""
+        if not is_accelerator(tensor.device) or tensor.layout is not torch.strided:
+            return own_copy(tensor)
+        self._lent.append((tensor, tensor.detach().cpu()))
+        found = tensor.detach()
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(found, requires_grad=tensor.requires_grad)
+        return found.requires_grad_(tensor.requires_grad)
+
+    def take_back(self) -> None:
+        """Write back what was written over."""
+        for tensor, values in self._lent:
+            if not _same_bits(tensor.detach().cpu(), values):
+                # By .data: what autograd keeps of the run's own graph has the same values again.
+                tensor.data.copy_(values)
+        self._lent = []
+
+
+def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return bool(torch.isclose(one, two, 0, 0, True).all())
+
+
+def twin_of(module: nn.Module, lend: TensorCopy) -> nn.Module:
     """Return a copy of a module that computes the same and shares nothing that a pass may write to but weights.
+
+    Args:
+        module: the module.
+        lend: returns what stands for a tensor that a pass may write to.
 
     Raises:
         CopyError: naming the type that cannot be copied.
@@ -162,7 +201,7 @@ def twin_of(module: nn.Module) -> nn.Module:
 
     def alike(tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, nn.Parameter) or (not tensor.requires_grad and tensor.nbytes <= _FROZEN_BYTES):
-            return own_copy(tensor)
+            return lend(tensor)
         found = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
         vars(found).update(vars(tensor))
         return found
@@ -177,11 +216,22 @@ def twin_of(module: nn.Module) -> nn.Module:
 
 
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a leaf with a tensor's values; a parameter stays one."""
-    made = tensor.detach().clone()
+    """Return a leaf with a tensor's values; a parameter stays one, and what is expanded takes no more room."""
+    made = tensor.detach()
+    if tensor.layout is torch.strided and 0 in tensor.stride():
+        once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
+        made = made[once].clone().expand(tensor.shape)
+    else:
+        made = made.clone()
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made.requires_grad_(tensor.requires_grad)
+
+
+def dissolve(twin: nn.Module) -> None:
+    """Empty a copy that is not needed any more: parts that refer to each other would wait for the collector."""
+    for part in list(twin.modules()):
+        vars(part).clear()
 
 
 def state_of(value: Any) -> dict[str, Any]:

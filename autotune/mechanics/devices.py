@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 from torch._C._autograd import DeviceType
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
@@ -96,7 +97,7 @@ def resolved(device: AnyDevice | None, where: str = "device") -> torch.device:
     allowed = ", ".join(dict.fromkeys(["cpu", device_kind()]))
     try:
         found = torch.device(device_kind() if device is None else device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise InputError(f"device is {str(device)!r}", where=where, allowed=allowed) from None
     if found.type == "cpu":
         return found
@@ -104,9 +105,11 @@ def resolved(device: AnyDevice | None, where: str = "device") -> torch.device:
     if here is None or here.type != found.type:
         raise InputError(f"there is no device {str(found)!r} here", where=where, allowed=allowed)
     count = torch.accelerator.device_count()
-    if found.index is not None and found.index >= count:
+    # An index beyond what torch can count wraps.
+    wrapped = isinstance(device, str) and ":" in device and str(found) != device
+    if wrapped or (found.index is not None and found.index >= count):
         raise InputError(
-            f"there is no device {str(found)!r} here",
+            f"there is no device {str(device)!r} here",
             where=where,
             allowed=f"{found.type}:0 to {found.type}:{count - 1}",
         )
@@ -119,6 +122,12 @@ def resolved(device: AnyDevice | None, where: str = "device") -> torch.device:
 def is_accelerator(device: AnyDevice) -> bool:
     """Return whether a device has memory, a clock and an allocator of its own."""
     return torch.device(device).type not in ("cpu", "meta")
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device that a model computes on: the accelerator, where some of its parameters wait on the host."""
+    devices = [parameter.device for parameter in model.parameters()]
+    return next(filter(is_accelerator, devices), devices[0])
 
 
 def rank_device(kind: str, local_rank: int) -> torch.device:
