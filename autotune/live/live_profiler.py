@@ -49,6 +49,8 @@ _LARGER = 1.1
 _RETRACES = 12
 # Steps that are traced because nothing like them was; and how much more one of them must need to be told apart.
 _LOOKS = 48
+# Steps that are looked at until each unit was called: chance may leave one out.
+_PROBED_STEPS = 4
 # Steps that pass while one like those that are planned with is awaited.
 _WAITS = 32
 _DENSER = 1.02
@@ -148,6 +150,9 @@ class LiveProfiler:
         self._residents: set[int] = set()
         self._static = 0
         self._probes: dict[str, UnitProbe] = {}
+        # Units that no step has called yet, and steps that looked for calls.
+        self._uncalled: list[str] = []
+        self._probed = 0
         self._tracer: StepTracer | None = None
         self._watch: StepWatch | None = None
         self._hooks = ExitStack()
@@ -244,6 +249,11 @@ class LiveProfiler:
             kept = tuple(one for one in self.space.precisions if one != what)
             self.space = replace(self.space, precisions=kept)
 
+    def calls_of(self, name: str) -> int:
+        """Return how often a unit was called in a traced forward pass."""
+        first = next(iter(self._seen.values()), None)
+        return 0 if first is None else sum(called == name for called in first.calls)
+
     def knows(self, signature: Signature) -> bool:
         """Tell whether what was traced tells what a step with a signature needs."""
         return any(known.tells_of(signature) for known in self._known)
@@ -291,7 +301,8 @@ class LiveProfiler:
             return
         names = [unit.name for unit in self.space.units]
         if task.kind == "probe":
-            modules = {name: attached.model.get_submodule(name) for name in self.space.recomputable}
+            names = self._uncalled or list(self.space.recomputable)
+            modules = {name: attached.model.get_submodule(name) for name in names}
             self._probes = {name: UnitProbe(module) for name, module in modules.items()}
             return
         if task.kind == "trace":
@@ -404,6 +415,9 @@ class LiveProfiler:
             return _Task("probe", first) if acts else None
         if self._complete or _profiler_runs():
             return None
+        if self._uncalled:
+            # Chance may leave a unit out of a step.
+            return _Task("probe", first)
         if self._attached.bucket_bytes and not self._settled:
             # DistributedDataParallel makes its buckets anew in the second step, beside those of the first.
             self._settled = True
@@ -534,13 +548,20 @@ class LiveProfiler:
         return found
 
     def _read_probes(self) -> None:
+        self._probed += 1
+        self._uncalled = []
         for name, probe in self._probes.items():
             probe.remove()
             self.autocast = self.autocast or probe.autocast
             if probe.reason is not None:
                 self.locks[name] = probe.reason
             elif probe.calls == 0:
-                self.locks[name] = "it was not called in the first step"
+                self._uncalled.append(name)
+        none = self._probed == 1 and len(self._uncalled) == len(self._probes)
+        if none or self._probed == _PROBED_STEPS:
+            for name in self._uncalled:
+                self.locks[name] = "it was not called by itself (is the model compiled as a whole?)"
+            self._uncalled = []
         self._probes = {}
         units = tuple(
             replace(unit, recomputable=unit.recomputable and unit.name not in self.locks) for unit in self.space.units
@@ -554,8 +575,8 @@ class LiveProfiler:
         if not tracer.trace.calls:
             # What is compiled as a whole calls none by itself.
             raise RuntimeError("no unit was called in what tell_phase() named the forward pass")
-        if self._known and self._signature.trained not in {known.trained for known in self._known}:
-            # Other gradients are left, and more may be saved.
+        if self._known and not any(self._signature.is_kin_to(known) for known in self._known):
+            # Other gradients are left, more is saved, or units are called more often.
             self._forget()
         first = next(iter(self._seen.values()), None)
         if first is not None and first.calls != tracer.trace.calls:

@@ -7,6 +7,7 @@ cut and an update made is the business of ``live.tuner`` and ``mechanics.steppin
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -38,6 +39,8 @@ from autotune.plan import Plan
 _BEGIN_AGAIN = 1.5
 # Steps that what is paid once is spread over.
 _SPREAD_OVER = 1000
+# Recent steps whose calls of units the next ones may repeat.
+_CALLS_OF = 64
 # No device has more: a budget beyond is a mistake, or infinite.
 _LARGEST_BUDGET = 2**60
 # Steps before the tuner's own share of the run's time is judged; the profile is paid by then.
@@ -95,6 +98,11 @@ class Pilot:
         self._taken: Profile | None = None
         self._switcher = controls.Switcher(attached.model, [unit.name for unit in attached.space.units])
         self._profiler = LiveProfiler(attached)
+        # Of each recent step, how many times as often as usual one unit was called in a forward pass; and how many
+        # forward passes this one has had.
+        self._calls: deque[int] = deque([1], maxlen=_CALLS_OF)
+        self._passes = 0
+        self._usual_calls: int | None = None
         self._monitor = GradientMonitor(attached.model, attached.space.units)
         self._probe: GradientProbe | None = None
         # Of the steps since the last decision, and of those before it.
@@ -193,6 +201,7 @@ class Pilot:
         every = self.attached.limits.statistics_every
         sampled = every is not None and self.step % every == every - 1 and not self._profiler.watching
         self._apply(self._of_several(plan, largest) if sampled else plan)
+        self._passes = 0
         self._profiler.begin()
         # What was known to fit no plan, or stands beside the step, speaks against none.
         counts = not self._unfitting and not self._profiler.watching
@@ -200,6 +209,26 @@ class Pilot:
         if sampled:
             self._probe = GradientProbe([p for group in self.attached.optimizer.param_groups for p in group["params"]])
             self._probe.__enter__()
+
+    @property
+    def calls(self) -> int:
+        """Return how many times as often as when it was profiled a forward pass may call a unit, as recent ones did."""
+        return max(self._calls)
+
+    def _count_calls(self) -> None:
+        calls, passes, self._passes = self._switcher.calls(), self._passes, 0
+        if calls and passes and self._usual_calls is not None:
+            self._calls.append(max(math.ceil(calls / passes / self._usual_calls), 1))
+
+    def _begin_to_count(self) -> None:
+        """Count the calls of a unit: more of them, in an auxiliary loss say, need more memory than was measured."""
+        counts = self._usual_calls is not None
+        if counts or self._budget is None or self.ranks.many or not self._space.recomputable:
+            return
+        name = self._space.recomputable[0]
+        self._usual_calls = max(self._profiler.calls_of(name), 1)
+        self._switcher.count(name)
+        self._switcher.apply(self.plan)
 
     def _is_news(self, signature: Signature) -> bool:
         """Tell whether, under a budget, a step is like none that was traced."""
@@ -233,6 +262,7 @@ class Pilot:
     def phase(self, name: Phase) -> None:
         """Be told of each micro-batch's passes."""
         self._profiler.phase(name)
+        self._passes += name == "forward"
         if name == "forward" and self._probe is not None:
             self._probe.next_micro_batch()
 
@@ -249,6 +279,7 @@ class Pilot:
     def after_step(self, step: Step) -> None:
         """Take in a step; decide, where one is due."""
         self._end_probe()
+        self._count_calls()
         peak, watched = self._peaks.end(), self._profiler.watching
         if self._profiler.end(step):
             self._news = True
@@ -474,8 +505,13 @@ class Pilot:
         self._space = profile.space
         self.baseline = self._space.baseline()
         self.placements = Placements(profile, self._budget, square_share)
-        self._decide_on(fallback(self.decided, self.placements, usable(self._budget), self._length()))
+        # Units that were never called are none of the profile's.
+        precision = {name: self.decided.precision_of(name) for name in self.baseline.precision}
+        storage = {name: self.decided.storage_of(name) for name in self.baseline.storage}
+        decided = self.decided.changed(precision=precision, storage=storage)
+        self._decide_on(fallback(decided, self.placements, usable(self._budget), self._length()))
         self._told = {}
+        self._begin_to_count()
         event = {"static_bytes": profile.static_bytes, "batch_bytes": profile.tables[0].batch_bytes}
         autocast = None if self._profiler.autocast is None else str(self._profiler.autocast)
         self.log.write(

@@ -29,6 +29,7 @@ from autotune.mechanics.activations import WRITTEN, Kept, Recomputation, undone
 from autotune.mechanics.controls import ControlledForward
 from autotune.mechanics.copies import CopyError, Loans, copied, dissolve, state_of, twin_of
 from autotune.mechanics.devices import is_out_of_memory
+from autotune.mechanics.memory_meter import strided
 
 # Relative differences, by 2-norms, up to which two passes over one input differ by rounding alone: so many units in the
 # last place (sums that cancel lose as many), and never what dropout does (a rate of 0.1 differs by 0.4).
@@ -74,6 +75,8 @@ class UnitProbe:
             self.calls = 1
             device = _device_type(self.module, args, kwargs)
             self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+            if self.reason is None and _saves_by_hooks():
+                self.reason = "a checkpoint of the loop's own, or hooks on what is saved, decide already what it keeps"
             if self.reason is None:
                 with self._uncontrolled():
                     self.reason = storage_lock(self.module, self._inner, args, kwargs)
@@ -143,17 +146,23 @@ def storage_lock(
     itself = getattr(own, "__self__", None) is not module
     before, around = randomness.capture(), Surroundings(module, itself=itself)
     unit = _Unit(module, forward if itself else None, args, kwargs, before)
+    drawn: list[str] = []
     try:
         # In backward, nothing is set that a caller's forward pass sets for the time that it takes.
-        with _casts_left_alone():
-            return Context().run(_compared, unit)
+        # A caller's checkpoint would count what these passes save as the unit's own.
+        with (
+            randomness.noticing_draws() as drawn,
+            _casts_left_alone(),
+            torch.autograd.graph.saved_tensors_hooks(_itself, _itself),
+        ):
+            return Context().run(_compared, unit, drawn)
     except CopyError as error:
         return f"it cannot be probed: a {error} cannot be copied"
     except Exception as error:  # noqa: BLE001 - whatever it is, the unit is left alone
         return "ran out of memory while probed" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
     finally:
         around.restore()
-        randomness.restore(before)
+        randomness.restore(before) if drawn else randomness.restore_torch(before)
 
 
 @contextmanager
@@ -191,7 +200,7 @@ class _Unit:
 
     def passes(self, *, recomputes: bool) -> _Outcome:
         """Return what the unit's passes come to; of itself nothing is changed."""
-        randomness.restore(self.before)
+        randomness.restore_torch(self.before)
         loans = Loans()
         try:
             handed = copied((self.args, dict(self.kwargs)), loans.lend)
@@ -207,12 +216,20 @@ class _Unit:
             loans.take_back()
 
 
-def _compared(unit: _Unit) -> str | None:
-    """Return what speaks against a unit's recomputation, by passes over copies."""
-    saved = unit.passes(recomputes=False)
+def _compared(unit: _Unit, drawn: list[str]) -> str | None:
+    """Return what speaks against a unit's recomputation, by passes over copies.
+
+    Args:
+        unit: the unit.
+        drawn: takes in what draws from python's and numpy's generators.
+    """
+    found: list[_Outcome] = []
+    if randomness.draws_from_numpy(lambda: found.append(unit.passes(recomputes=False))):
+        drawn.append("numpy")
+    saved = found[0]
     if saved.writes:
         return WRITTEN
-    if not randomness.same_on_host(unit.before):
+    if drawn:
         return "it draws from python's or numpy's generator, which recomputation does not repeat"
     # What is only made once, such as a table that is kept, is there by now.
     around = Surroundings(unit.module, itself=unit.forward is not None)
@@ -322,6 +339,16 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
     return found
 
 
+def _saves_by_hooks() -> bool:
+    """Tell whether somebody's hooks take in what is saved for backward; where this torch does not tell, nobody's."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(False) is not None
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 def _weights(leaf: torch.Tensor) -> torch.Tensor:
     """Return what an output is weighed with; along its last dimension, where that will do, which takes no room."""
     count = leaf.shape[-1] if leaf.dim() and leaf.shape[-1] > 1 else leaf.numel()
@@ -332,13 +359,18 @@ def _weights(leaf: torch.Tensor) -> torch.Tensor:
 def _equal(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
     if one is None or two is None:
         return one is two
-    return one.dtype == two.dtype and one.shape == two.shape and bool(torch.isclose(one, two, 0, 0, True).all())
+    if one.dtype != two.dtype or one.shape != two.shape or one.layout != two.layout:
+        return False
+    parts = zip(strided(one), strided(two), strict=True)
+    return all(a.shape == b.shape and bool(torch.isclose(a, b, 0, 0, True).all()) for a, b in parts)
 
 
 def _apart(one: torch.Tensor | None, two: torch.Tensor | None) -> float:
     if _equal(one, two):
         return 0.0
     if one is None or two is None or one.shape != two.shape or one.dtype != two.dtype or not one.is_floating_point():
+        return math.inf
+    if one.layout is not torch.strided or two.layout is not torch.strided:
         return math.inf
     size, gap = (float(torch.linalg.vector_norm(value.double())) for value in (one, one.double() - two.double()))
     # What is not a number is no rounding.

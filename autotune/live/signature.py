@@ -1,4 +1,4 @@
-"""Tell what a step's memory hangs on before it runs: the shapes of its batch, and what is trained.
+"""Tell what a step's memory hangs on before it runs: the shapes of its batch, what is trained, how often it is called.
 
 Bytes alone do not tell: 8 sequences of 256 tokens take as many as 64 of 32, and their attention weights eight times
 the room. A batch that is in every dimension as large as one that was measured, or smaller, or larger, needs what its
@@ -24,26 +24,33 @@ class Signature:
     Attributes:
         shapes: of the batch's tensors.
         trained: number of parameters that require a gradient, and of those that the optimizer keeps a state for.
+        calls: how many times as often as when it was profiled a forward pass may call a unit.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     trained: tuple[int, int]
+    calls: int = 1
+
+    def is_kin_to(self, other: Signature) -> bool:
+        """Tell whether steps with the two differ by their batches alone."""
+        return (self.trained, self.calls) == (other.trained, other.calls)
 
     def tells_of(self, other: Signature) -> bool:
         """Tell whether, once a step with this signature was measured, bytes tell what one with the other needs."""
-        if self.trained != other.trained or [len(s) for s in self.shapes] != [len(s) for s in other.shapes]:
+        if not self.is_kin_to(other) or [len(s) for s in self.shapes] != [len(s) for s in other.shapes]:
             return False
         own, its = ([size for shape in one.shapes for size in shape] for one in (self, other))
         return all(map(operator.ge, own, its)) or all(map(operator.le, own, its))
 
 
-def signature_of(batch: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> Signature:
+def signature_of(batch: Any, model: nn.Module, optimizer: torch.optim.Optimizer, calls: int) -> Signature:
     """Return the signature of a step.
 
     Args:
         batch: its batch, or the first that the caller accumulates.
         model: the model.
         optimizer: its optimizer.
+        calls: as :attr:`Signature.calls`.
     """
     trained = sum(parameter.requires_grad for parameter in model.parameters())
-    return Signature(tuple(tuple(leaf.shape) for leaf in tensors(batch)), (trained, len(optimizer.state)))
+    return Signature(tuple(tuple(leaf.shape) for leaf in tensors(batch)), (trained, len(optimizer.state)), calls)

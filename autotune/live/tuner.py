@@ -28,7 +28,7 @@ from autotune.live.shadow import Attempt, undone
 from autotune.live.signature import signature_of
 from autotune.live.view import Snapshot, farewell
 from autotune.mechanics import controls, devices, stepping
-from autotune.mechanics.memory_meter import tensor_bytes
+from autotune.mechanics.memory_meter import content_bytes
 from autotune.mechanics.step_trace import Phase
 from autotune.mechanics.stepping import Count, Update
 from autotune.mechanics.trees import tensors
@@ -85,7 +85,7 @@ class _Running:
 
     def add(self, batch: Any) -> None:
         """Take in a batch: for memory the largest counts."""
-        size = tensor_bytes(tensors(batch))
+        size = content_bytes(tensors(batch))
         self.samples += _num_samples(batch)
         self.size = max(self.size, size)
         self.all_bytes += size
@@ -502,7 +502,8 @@ class LiveTuner:
         # Of micro-batches that are still to come no size is known: the largest so far stands for them.
         several = own > 1 or self._facts.adaptive
         largest = max(running.size, self._largest_bytes) if several else running.size
-        signature = signature_of(batch, self._facts.model, self._facts.optimizer)
+        calls = 1 if self._pilot is None else self._pilot.calls
+        signature = signature_of(batch, self._facts.model, self._facts.optimizer, calls)
         self._safely(lambda pilot: pilot.before_step(running.size, largest, running.samples, signature))
         running.own_s = time.perf_counter() - running.began
         if self._pilot is not None and self._pilot.wants_time and devices.is_accelerator(self._facts.device):

@@ -32,6 +32,7 @@ class ControlledForward:
         storage: the storage that the next call uses.
         passes_16_bit: whether 16-bit outputs are handed on as they are.
         original: the forward that is run: the module's own, or one that somebody else put on it.
+        calls: how often it was called in training under the plan, as far as nobody has set it back.
         failures: takes in what a call under the plan raises, the unit then being run as the user has it; ``None`` lets
             exceptions through.
     """
@@ -42,6 +43,7 @@ class ControlledForward:
         self.storage = Storage.SAVE
         self.passes_16_bit = False
         self.suspended = False
+        self.calls = 0
         self.failures: list[Exception] | None = None
         self.recomputation = Recomputation(module)
         # A forward that somebody else put on the instance is called, and put back at the end.
@@ -52,9 +54,11 @@ class ControlledForward:
         """Run the unit's own forward in the plan's precision, keeping or recomputing its activations."""
         if self.suspended or torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
+        trains = torch.is_grad_enabled()
+        self.calls += trains
         try:
             run = self._bind(self.precision)
-            if self.storage is Storage.RECOMPUTE and torch.is_grad_enabled():
+            if self.storage is Storage.RECOMPUTE and trains:
                 return self.recomputation.run(run, args, kwargs)
             return run(*args, **kwargs)
         except Exception as error:
@@ -143,11 +147,25 @@ class Switcher:
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         self._modules = {name: model.get_submodule(name) for name in names}
+        self._counted: str | None = None
+
+    def count(self, name: str) -> None:
+        """Count the calls of a unit from now on, whatever the plan."""
+        self._counted = name
+
+    def calls(self) -> int:
+        """Return how often the counted unit was called in training since this was asked last; 0 if none is counted."""
+        forward = None if self._counted is None else self._modules[self._counted].__dict__.get("forward")
+        if not isinstance(forward, ControlledForward):
+            return 0
+        calls, forward.calls = forward.calls, 0
+        return calls
 
     def apply(self, plan: Plan) -> None:
         """Do what :func:`apply` does; every unit that the plan names must be one of the switcher's."""
         for name, module in self._modules.items():
-            _set(module, plan.precision_of(name), plan.storage_of(name), passes_16_bit=False)
+            counted = name == self._counted
+            _set(module, plan.precision_of(name), plan.storage_of(name), passes_16_bit=False, stays=counted)
 
     def barred(self) -> dict[str, str]:
         """Return why units are not recomputed any more though their plan says so, by unit."""
@@ -274,9 +292,11 @@ def _passing(model: nn.Module, plan: Plan, modules: dict[str, nn.Module]) -> fro
     return frozenset(list(plan.precision)[:-1])
 
 
-def _set(module: nn.Module, precision: Precision, storage: Storage, *, passes_16_bit: bool) -> None:
+def _set(
+    module: nn.Module, precision: Precision, storage: Storage, *, passes_16_bit: bool, stays: bool = False
+) -> None:
     forward = module.__dict__.get("forward")
-    if precision is Precision.INHERIT and storage is Storage.SAVE:
+    if precision is Precision.INHERIT and storage is Storage.SAVE and not stays:
         if isinstance(forward, ControlledForward):
             forward.release()
         return

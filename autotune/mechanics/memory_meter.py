@@ -121,13 +121,24 @@ def tensor_bytes(values: Iterable[torch.Tensor]) -> int:
     return sum(storages(values).values())
 
 
+def content_bytes(values: Iterable[torch.Tensor]) -> int:
+    """Return the bytes that tensors show of their storages: of a slice its own, of what is expanded the storage's."""
+    shown: dict[int, int] = {}
+    whole: dict[int, int] = {}
+    for part in (part for value in values for part in strided(value)):
+        address = part.untyped_storage().data_ptr()
+        whole[address] = part.untyped_storage().nbytes()
+        shown[address] = shown.get(address, 0) + part.numel() * part.element_size()
+    return sum(min(size, shown[address]) for address, size in whole.items())
+
+
 def storages(values: Iterable[torch.Tensor]) -> dict[int, int]:
     """Return the bytes of the storages that tensors have on this rank, by address."""
-    parts = [part.untyped_storage() for value in values for part in _strided(value)]
+    parts = [part.untyped_storage() for value in values for part in strided(value)]
     return {part.data_ptr(): part.nbytes() for part in parts}
 
 
-def _strided(value: torch.Tensor) -> list[torch.Tensor]:
+def strided(value: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that a tensor is stored in: of a sparse one, its indices and values."""
     if hasattr(value, "device_mesh"):
         # Of a DTensor, this rank holds a part.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,19 +42,59 @@ def restore(state: RandomState) -> None:
         random.setstate(state.python)
     if not _same_numpy(state.numpy):
         np.random.set_state(state.numpy)  # noqa: NPY002
+    restore_torch(state)
+
+
+def restore_torch(state: RandomState) -> None:
+    """Set torch's generators to a captured state, and leave those of python and numpy as they are."""
     if not torch.equal(torch.get_rng_state(), state.cpu):
         torch.set_rng_state(state.cpu)
     devices.restore_random_states(state.accelerators)
 
 
-def same_on_host(state: RandomState) -> bool:
-    """Tell whether python's and numpy's generators are in a captured state."""
-    return random.getstate() == state.python and _same_numpy(state.numpy)
+@contextmanager
+def noticing_draws() -> Iterator[list[str]]:
+    """Run the body, and note the calls by which this thread draws from python's generator.
+
+    Its state would not tell: other threads, which fetch batches say, may draw at the same time.
+
+    Yields:
+        The names of the functions that were called.
+    """
+    generator = random.random.__self__  # type: ignore[attr-defined]
+    found: list[str] = []
+
+    def noticed(_frame: Any, event: str, called: Any) -> None:
+        if event == "c_call" and getattr(called, "__self__", None) is generator:
+            found.append(called.__name__)
+
+    former = sys.getprofile()
+    sys.setprofile(noticed)
+    try:
+        yield found
+    finally:
+        sys.setprofile(former)
 
 
 def drawn_states() -> list[torch.Tensor]:
     """Return the states of torch's generators, which recomputation repeats."""
     return [torch.get_rng_state(), *devices.random_states()]
+
+
+def draws_from_numpy(body: Callable[[], object]) -> bool:
+    """Tell whether a body that can be run again draws from numpy's generator; run it once, or twice.
+
+    numpy's functions cannot be watched as python's can. Where other threads run, which may draw as well, what changes
+    the generator's state only once is one of them.
+    """
+    changed = False
+    for _ in range(2):
+        before: Any = np.random.get_state()  # noqa: NPY002
+        body()
+        changed = not _same_numpy(before)
+        if not changed or threading.active_count() == 1:
+            break
+    return changed
 
 
 def _same_numpy(state: Any) -> bool:

@@ -10,6 +10,12 @@ it has trained to ``run.keep``. It must come to the same bits each time. It may 
     a part of the sentence with which ``attach`` refuses it.
 ``OBSERVED``
     a part of the reason why nothing can be switched.
+``SURPRISES``
+    steps that need more than any before them, which nothing tells of beforehand: only these may be over the budget.
+``SHORT``
+    by how much more than its budget a step may need, where the prediction is known to fall short.
+``STAYS_LEAN``
+    why nothing but the leanest plan is used under a budget.
 ``MODES``
     the modes besides ``exact`` that it can run in: ``rounding``, ``tolerant``.
 """
@@ -28,6 +34,7 @@ from torch import nn
 import autotune
 from autotune.mechanics import controls
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors
+from autotune.mechanics.trees import tensors
 from autotune.plan import Plan
 
 WIDTH, VOCABULARY = 16, 13
@@ -46,7 +53,6 @@ class Alone:
         self, run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None = None
     ) -> None:
         self._run, self._model, self._optimizer, self._clip_norm = run, model, optimizer, clip_norm
-        self._metered = ExitStack()
 
     def micro_batches(self, batch: Any, count: Any = None) -> Iterator[Any]:
         """Yield the batch whole."""
@@ -74,14 +80,21 @@ class Alone:
         """Apply the step's plan, and begin to meter it."""
         plans = self._run.plans
         if plans is not None:
+            # A step before may have ended in an exception.
+            self.end_step()
+            self._run.meters = True
             controls.apply(self._model, plans[min(len(self._run.peaks), len(plans) - 1)])
             self._meter = MemoryMeter(torch.device("cpu"))
-            self._metered.enter_context(self._meter.metering(resident_tensors(self._model, self._optimizer, [batch])))
+            # Of a slice, the rest of its storage is no step's.
+            shown = [leaf.clone() for leaf in tensors(batch)]
+            resident = [*resident_tensors(self._model, self._optimizer, []), *shown]
+            self._run.metered.enter_context(self._meter.metering(resident))
 
     def end_step(self, **_: Any) -> None:
         """End to meter the step."""
-        if self._run.plans is not None:
-            self._metered.close()
+        if self._run.meters:
+            self._run.metered.close()
+            self._run.meters = False
             self._run.peaks.append(self._meter.peak_bytes or 0)
 
     def next_micro_batch(self, batch: Any) -> None:
@@ -146,6 +159,7 @@ class Run:
         kept: what was trained.
         drawn: the states of the generators at the end.
         tuner: the tuner.
+        metered: what meters the step that runs, and `meters` whether one does.
         status: what it said before the end, and `locks` what it had locked.
     """
 
@@ -163,6 +177,7 @@ class Run:
         self.losses: list[float] = []
         self.kept: list[Any] = []
         self.tuner: Any = None
+        self.metered, self.meters = ExitStack(), False
 
     @property
     def is_attached(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,16 +18,23 @@ from autotune.live.limits import Mode
 from autotune.live.tuner import LiveTuner
 from autotune.mechanics import randomness, stepping
 
+logger = logging.getLogger(__name__)
+
 
 class _Callback(Attaches, TrainerCallback):
     """Attach when a training begins, and leave the model as it was found when it ends."""
 
     framework = "the Trainer"
+    # The blocks whose own recomputation is switched off while the tuner decides what is recomputed.
+    _taken_over: Sequence[Any] = ()
 
     def detach(self, reason: str = "detach() was called") -> None:
         """Leave the model as it was found; the training goes on."""
         if self.tuner is not None:
             self.tuner.detach(reason)
+        for part in self._taken_over:
+            part.gradient_checkpointing = True
+        self._taken_over = ()
 
     def on_train_begin(
         self,
@@ -50,7 +58,20 @@ class _Callback(Attaches, TrainerCallback):
             accumulation_steps=args.gradient_accumulation_steps,
             is_first=state.is_world_process_zero,
         )
+        self._take_over(model)
         self._watch(model, self.tuner)
+
+    def _take_over(self, model: nn.Module) -> None:
+        """Switch off what recomputes blocks already: from now on the tuner says which, to the same bits."""
+        self._taken_over = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False)]
+        if self._taken_over:
+            for part in self._taken_over:
+                part.gradient_checkpointing = False
+            logger.info(
+                "gradient_checkpointing is switched off in %d modules until detach(): the tuner recomputes what the "
+                "budget demands",
+                len(self._taken_over),
+            )
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -275,12 +296,6 @@ class _Tuning(_Callback):
 def _check(args: TrainingArguments, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse what a switch would harm, or what leaves nothing to switch."""
     parallel = str(getattr(getattr(optimizer, "accelerator_state", None), "distributed_type", ""))
-    if args.gradient_checkpointing or any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
-        raise AttachError(
-            "gradient_checkpointing is set, which recomputes every block already",
-            where=WHERE,
-            allowed="gradient_checkpointing=False; the tuner then recomputes what the budget demands",
-        )
     if args.torch_compile:
         raise AttachError(
             "torch_compile is set, and each switch would compile the model again",

@@ -1,0 +1,26 @@
+"""A model that the loop compiles for itself, while what is attached to is the model as it was."""
+
+import warnings
+
+import torch
+
+from zoo import Run, next_token_loss, small_gpt, texts
+
+LOCKED = {f"blocks.{number}": "not called by itself" for number in range(4)}
+
+
+def train(run: Run) -> None:
+    torch._dynamo.reset()
+    # Dynamo warns of what it does not trace.
+    warnings.simplefilter("ignore")
+    model = small_gpt(dropout=0.0)
+    compiled = torch.compile(model, backend="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    tuner = run.attach(model, optimizer)
+    for batch in texts(run.steps):
+        for micro in tuner.micro_batches(batch):
+            loss = next_token_loss(compiled, micro)
+            tuner.backward(loss)
+        tuner.step()
+        run.log(loss)
+    run.keep(model, optimizer)
