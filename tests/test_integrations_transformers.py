@@ -8,6 +8,7 @@ import json
 import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,30 @@ def test_training_with_the_callback_is_bit_identical(
     assert tuned.trainer.state.global_step == len(tuned.history()) - 1 == STEPS // k + 15
     assert_identical(plain, tuned)
     assert shape_of(tuned.trainer.model) == shape_of(plain.trainer.model)
+
+
+def test_a_trainer_that_recomputes_every_block_hands_that_over_and_gets_it_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Its name until version 6 of transformers; from then on it is activation_checkpointing.
+    options: dict[str, Any] = {"gradient_checkpointing": True, "max_steps": 20}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = train(tmp_path, attached=False, **options)
+        with caplog.at_level("INFO", logger="autotune"):
+            tuned = train(tmp_path, attached=True, **options)
+    assert "gradient_checkpointing is switched off" in caplog.text
+    assert len(tuned.events("switched")) >= 8
+    assert tuned.callback is not None
+    assert tuned.callback.tuner is not None
+    assert not [name for name in tuned.callback.tuner.locks if "layers" in name]
+    assert_identical(plain, tuned)
+    flags = [
+        [part.gradient_checkpointing for part in run.trainer.model.modules() if hasattr(part, "gradient_checkpointing")]
+        for run in (plain, tuned)
+    ]
+    assert flags[0] == flags[1]
+    assert any(flags[1])
 
 
 @pytest.mark.slow
@@ -436,7 +461,6 @@ def test_another_mode_is_refused_with_its_reason(mode: Any) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"gradient_checkpointing": True}, "gradient_checkpointing is set"),
         ({"torch_compile": True}, "torch_compile is set"),
         ({"deepspeed": "zero.json"}, "sharded by DeepSpeed"),
         ({"fsdp": "full_shard"}, "sharded by DeepSpeed, FSDP"),
