@@ -497,6 +497,8 @@ def test_wrong_options_stop_the_training_before_its_first_step(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("prefix", [False, True])
+# Version 6 calls the argument `cache`, and earlier ones know no other name than this.
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 def test_a_cache_is_no_obstacle_whether_it_is_empty_or_has_a_prefix(prefix: bool) -> None:
     def run(attached: bool) -> tuple[list[float], dict[str, str]]:
         seeded()

@@ -229,6 +229,8 @@ class Pilot:
         self._usual_calls = max(self._profiler.calls_of(name), 1)
         self._switcher.count(name)
         self._switcher.apply(self.plan)
+        # Calls of the steps before are nobody's.
+        self._switcher.calls()
 
     def _is_news(self, signature: Signature) -> bool:
         """Tell whether, under a budget, a step is like none that was traced."""

@@ -34,6 +34,7 @@ from autotune.mechanics.memory_meter import strided
 # Relative differences, by 2-norms, up to which two passes over one input differ by rounding alone: so many units in the
 # last place (sums that cancel lose as many), and never what dropout does (a rate of 0.1 differs by 0.4).
 _ROUNDING_ULPS, _ROUNDING_FRAC = 32.0, 0.2
+_DRAWS = "it draws from python's or numpy's generator, which recomputation does not repeat"
 # So many passes are a sample of what passes differ by, which may be so many times as much.
 _REPEATS, _PASSES_LIKE_THEM = 3, 4.0
 
@@ -146,33 +147,35 @@ def storage_lock(
     itself = getattr(own, "__self__", None) is not module
     before, around = randomness.capture(), Surroundings(module, itself=itself)
     unit = _Unit(module, forward if itself else None, args, kwargs, before)
-    drawn: list[str] = []
+    restore = randomness.restore
     try:
         # In backward, nothing is set that a caller's forward pass sets for the time that it takes.
-        # A caller's checkpoint would count what these passes save as the unit's own.
-        with (
-            randomness.noticing_draws() as drawn,
-            _casts_left_alone(),
-            torch.autograd.graph.saved_tensors_hooks(_itself, _itself),
-        ):
-            return Context().run(_compared, unit, drawn)
+        with _casts_left_alone(_device_type(module, args, kwargs)):
+            reason = Context().run(_compared, unit)
     except CopyError as error:
         return f"it cannot be probed: a {error} cannot be copied"
     except Exception as error:  # noqa: BLE001 - whatever it is, the unit is left alone
         return "ran out of memory while probed" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+    else:
+        if reason != _DRAWS:
+            # What changed python's and numpy's generators is another thread.
+            restore = randomness.restore_torch
+        return reason
     finally:
         around.restore()
-        randomness.restore(before) if drawn else randomness.restore_torch(before)
+        restore(before)
 
 
 @contextmanager
-def _casts_left_alone() -> Iterator[None]:
+def _casts_left_alone(device_type: str) -> Iterator[None]:
     """Run the body so that no weight which the caller's autocast has cast is cast anew: gradients would be summed anew.
 
     A thread of a device's own counts its autocasts by itself, and the last one that it leaves forgets all casts.
     """
     enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
+    # Where nothing is cast, a compiled unit would only be compiled again.
+    casts = any(map(torch.is_autocast_enabled, dict.fromkeys(["cpu", device_type])))
+    torch.set_autocast_cache_enabled(enabled and not casts)
     try:
         with torch.autograd.set_multithreading_enabled(False):
             yield
@@ -216,21 +219,14 @@ class _Unit:
             loans.take_back()
 
 
-def _compared(unit: _Unit, drawn: list[str]) -> str | None:
-    """Return what speaks against a unit's recomputation, by passes over copies.
-
-    Args:
-        unit: the unit.
-        drawn: takes in what draws from python's and numpy's generators.
-    """
+def _compared(unit: _Unit) -> str | None:
+    """Return what speaks against a unit's recomputation, by passes over copies."""
     found: list[_Outcome] = []
-    if randomness.draws_from_numpy(lambda: found.append(unit.passes(recomputes=False))):
-        drawn.append("numpy")
+    if randomness.draws_on_host(lambda: found.append(unit.passes(recomputes=False))):
+        return _DRAWS
     saved = found[0]
     if saved.writes:
         return WRITTEN
-    if drawn:
-        return "it draws from python's or numpy's generator, which recomputation does not repeat"
     # What is only made once, such as a table that is kept, is there by now.
     around = Surroundings(unit.module, itself=unit.forward is not None)
     recomputed = unit.passes(recomputes=True)
@@ -343,10 +339,6 @@ def _saves_by_hooks() -> bool:
     """Tell whether somebody's hooks take in what is saved for backward; where this torch does not tell, nobody's."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is not None and top(False) is not None
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _weights(leaf: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,49 +50,39 @@ def restore_torch(state: RandomState) -> None:
     devices.restore_random_states(state.accelerators)
 
 
-@contextmanager
-def noticing_draws() -> Iterator[list[str]]:
-    """Run the body, and note the calls by which this thread draws from python's generator.
-
-    Its state would not tell: other threads, which fetch batches say, may draw at the same time.
-
-    Yields:
-        The names of the functions that were called.
-    """
-    generator = random.random.__self__  # type: ignore[attr-defined]
-    found: list[str] = []
-
-    def noticed(_frame: Any, event: str, called: Any) -> None:
-        if event == "c_call" and getattr(called, "__self__", None) is generator:
-            found.append(called.__name__)
-
-    former = sys.getprofile()
-    sys.setprofile(noticed)
-    try:
-        yield found
-    finally:
-        sys.setprofile(former)
-
-
 def drawn_states() -> list[torch.Tensor]:
     """Return the states of torch's generators, which recomputation repeats."""
     return [torch.get_rng_state(), *devices.random_states()]
 
 
-def draws_from_numpy(body: Callable[[], object]) -> bool:
-    """Tell whether a body that can be run again draws from numpy's generator; run it once, or twice.
+def draws_on_host(body: Callable[[], object]) -> bool:
+    """Tell whether a body that can be run again draws from python's or numpy's generator; run it once, or twice.
 
-    numpy's functions cannot be watched as python's can. Where other threads run, which may draw as well, what changes
-    the generator's state only once is one of them.
+    Another thread, which fetches batches say, may draw at the same time. So the body is run again from other states: if
+    these stay as they are, it was another thread, whose draws stay made.
     """
-    changed = False
-    for _ in range(2):
-        before: Any = np.random.get_state()  # noqa: NPY002
-        body()
-        changed = not _same_numpy(before)
-        if not changed or threading.active_count() == 1:
-            break
-    return changed
+    before = _host_states()
+    body()
+    found = _host_states()
+    if _same_host(before, found):
+        return False
+    random.random()  # noqa: S311
+    np.random.random_sample()  # noqa: NPY002
+    moved = _host_states()
+    body()
+    if not _same_host(moved, _host_states()):
+        return True
+    random.setstate(found[0])
+    np.random.set_state(found[1])  # noqa: NPY002
+    return False
+
+
+def _host_states() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()  # noqa: NPY002
+
+
+def _same_host(one: tuple[Any, Any], two: tuple[Any, Any]) -> bool:
+    return one[0] == two[0] and all(np.array_equal(a, b) for a, b in zip(one[1], two[1], strict=True))
 
 
 def _same_numpy(state: Any) -> bool:
