@@ -227,6 +227,23 @@ def test_a_trainer_that_recomputes_every_block_hands_that_over_and_gets_it_back(
     assert any(flags[1])
 
 
+def test_a_tuner_that_leaves_by_itself_gives_recomputation_back_to_the_trainer(tmp_path: Path) -> None:
+    flags: dict[int, bool] = {}
+    tuned = AutotuneCallback(Wanders(), limits=RESTLESS, runs_dir=None)
+
+    class Leaves(TrainerCallback):
+        def on_step_end(self, _args: Any, state: Any, _control: Any, model: Any = None, **_: Any) -> None:
+            flags[state.global_step] = model.model.layers[0].gradient_checkpointing
+            if state.global_step == 4:
+                assert tuned.tuner is not None
+                tuned.tuner.detach("a trip, say")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer_for(tmp_path, llama(), padded, [tuned, Leaves()], max_steps=6, gradient_checkpointing=True).train()
+    assert flags == {1: False, 2: False, 3: False, 4: False, 5: True, 6: True}
+
+
 @pytest.mark.slow
 def test_a_last_step_of_an_epoch_with_fewer_micro_batches_changes_nothing(tmp_path: Path) -> None:
     options = {"gradient_accumulation_steps": 5, "max_steps": -1, "num_train_epochs": 6}

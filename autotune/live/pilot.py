@@ -222,8 +222,8 @@ class Pilot:
 
     def _begin_to_count(self) -> None:
         """Count the calls of a unit: more of them, in an auxiliary loss say, need more memory than was measured."""
-        counts = self._usual_calls is not None
-        if counts or self._budget is None or self.ranks.many or not self._space.recomputable:
+        acts = self.attached.stage is Stage.ACT and self._budget is not None and not self.ranks.many
+        if not acts or self._usual_calls is not None or not self._space.recomputable:
             return
         name = self._space.recomputable[0]
         self._usual_calls = max(self._profiler.calls_of(name), 1)

@@ -32,9 +32,19 @@ class _Callback(Attaches, TrainerCallback):
         """Leave the model as it was found; the training goes on."""
         if self.tuner is not None:
             self.tuner.detach(reason)
+        self._give_back()
+
+    def _give_back(self) -> None:
         for part in self._taken_over:
             part.gradient_checkpointing = True
         self._taken_over = ()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Give back what was taken over, if the tuner has left by itself."""
+        if self.tuner is not None and not self.tuner.attached:
+            self._give_back()
 
     def on_train_begin(
         self,
@@ -133,6 +143,7 @@ class AutotuneCallback(_Callback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Note that a step begins."""
+        super().on_step_begin(args, state, control, **kwargs)
         if self._micro_steps is not None:
             self._micro_steps.begin()
 
