@@ -356,3 +356,17 @@ def test_what_a_loop_comes_to_hold_is_no_wrong_prediction(bounds: tuple[int, int
     assert pilot._profiler.scores
     assert max(score.short_frac for score in pilot._profiler.scores) <= SAFETY_MARGIN
     tuner.detach()
+
+
+def test_a_budget_that_cannot_be_met_is_said_once_with_the_smallest_that_can(caplog: pytest.LogCaptureFixture) -> None:
+    lowest, _ = needs()
+    with caplog.at_level("WARNING", logger="autotune"):
+        metered_run([LONG] * 24, lambda _: lowest // 2)
+    (said,) = [record.getMessage() for record in caplog.records if "no plan fits" in record.getMessage()]
+    smallest = int(re.search(r"is (\d+) bytes", said)[1])  # type: ignore[index]
+    assert lowest * 0.99 <= smallest <= lowest * 1.05
+    caplog.clear()
+    with caplog.at_level("WARNING", logger="autotune"):
+        _, status = metered_run([LONG] * 24, lambda _: smallest)
+    assert not [record for record in caplog.records if "no plan fits" in record.getMessage()]
+    assert not status["over_budget_steps"]

@@ -6,6 +6,7 @@ cut and an update made is the business of ``live.tuner`` and ``mechanics.steppin
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from autotune.budget import allocated_within
+from autotune.budget import allocated_within, format_bytes
 from autotune.gym.observation import Observation
 from autotune.live.attached import Attached, Step
 from autotune.live.deciding import Decider, RecordedPolicy
@@ -34,6 +35,8 @@ from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe
 from autotune.mechanics.step_trace import Phase
 from autotune.physics.profile import Profile
 from autotune.plan import Plan
+
+logger = logging.getLogger(__name__)
 
 # A policy plans from a new profile once batches have grown by this factor; the rules always do.
 _BEGIN_AGAIN = 1.5
@@ -83,6 +86,7 @@ class Pilot:
         self.over_budget = 0
         # Whether no plan was known to fit the step that runs.
         self._unfitting = False
+        self._said_unreachable = False
         self.switches = 0
         self.placed = 0
         self.placements: Placements | None = None
@@ -362,8 +366,25 @@ class Pilot:
             found = placements.fastest(room, length)
         if found is None:
             self._unfitting = True
-            return placements.leanest()
+            leanest = placements.leanest()
+            self._say_unreachable(placements.peak_bytes(leanest, length), room)
+            return leanest
         return found
+
+    def _say_unreachable(self, least: float, room: float) -> None:
+        """Say once, where a user sees it, that a budget cannot be met, and which one can."""
+        if self._said_unreachable:
+            return
+        self._said_unreachable = True
+        needed = math.ceil(least * (self._budget or 1) / max(room, 1))
+        logger.warning(
+            "step %d: no plan fits the memory budget of %s: all that may be is recomputed, and that needs %s; the "
+            "smallest budget that can be met for this batch is %d bytes",
+            self.step,
+            format_bytes(self._budget or 0),
+            format_bytes(least),
+            needed,
+        )
 
     def _trusted(self) -> bool:
         """Tell whether no trip pauses acting; the first rank's word counts for all."""
