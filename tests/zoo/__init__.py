@@ -12,8 +12,6 @@ it has trained to ``run.keep``. It must come to the same bits each time. It may 
     a part of the reason why nothing can be switched.
 ``SURPRISES``
     steps that need more than any before them, which nothing tells of beforehand: only these may be over the budget.
-``SHORT``
-    by how much more than its budget a step may need, where the prediction is known to fall short.
 ``STAYS_LEAN``
     why nothing but the leanest plan is used under a budget.
 ``MODES``
@@ -88,6 +86,9 @@ class Alone:
             # Of a slice, the rest of its storage is no step's.
             shown = [leaf.clone() for leaf in tensors(batch)]
             resident = [*resident_tensors(self._model, self._optimizer, []), *shown]
+            if self._run.clears_within:
+                gradients = {id(parameter.grad) for parameter in self._model.parameters()}
+                resident = [tensor for tensor in resident if id(tensor) not in gradients]
             self._run.metered.enter_context(self._meter.metering(resident))
 
     def end_step(self, **_: Any) -> None:
@@ -177,6 +178,8 @@ class Run:
         self.losses: list[float] = []
         self.kept: list[Any] = []
         self.tuner: Any = None
+        # Whether gradients that are alive when a step begins are cleared in it, which a profiler of a CPU does not see.
+        self.clears_within = False
         self.metered, self.meters = ExitStack(), False
 
     @property
