@@ -13,8 +13,6 @@ from zoo._frameworks import Ended, Watch
 
 ACCUMULATED = 2
 
-SHORT = 1.035
-
 
 class Attached(AutotuneCallback):
     """Keep what the tuner says before it is detached."""
@@ -61,6 +59,7 @@ class Module(pl.LightningModule):
 
 def train(run: Run) -> None:
     module = Module(run)
+    run.clears_within = True
     loader = torch.utils.data.DataLoader(list(texts(ACCUMULATED * run.steps)), batch_size=None)
     attached = Attached(run) if run.is_attached else None
     callbacks = [*([attached] if attached else []), Watching(Watch(run, attached))]
