@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ import numpy as np
 import torch
 
 from autotune.mechanics import devices
+
+# So often in a row only a body that draws itself changes states.
+_LOOKS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +60,45 @@ def drawn_states() -> list[torch.Tensor]:
 
 
 def draws_on_host(body: Callable[[], object]) -> bool:
-    """Tell whether a body that can be run again draws from python's or numpy's generator; run it once, or twice.
+    """Tell whether a body that can be run again draws from python's or numpy's generator; run it once, or a few times.
 
-    Another thread, which fetches batches say, may draw at the same time. So the body is run again from other states: if
-    these stay as they are, it was another thread, whose draws stay made.
+    Another thread, which fetches batches say, may draw at the same time. But what the body draws it draws each time; or
+    it sets a seed, after which states are what they were the last time.
     """
-    before = _host_states()
-    body()
-    found = _host_states()
-    if _same_host(before, found):
-        return False
-    random.random()  # noqa: S311
-    np.random.random_sample()  # noqa: NPY002
-    moved = _host_states()
-    body()
-    if not _same_host(moved, _host_states()):
-        return True
-    random.setstate(found[0])
-    np.random.set_state(found[1])  # noqa: NPY002
-    return False
+    with _noticing_seeds() as seeded:
+        for _ in range(_LOOKS):
+            before = _host_states()
+            body()
+            if seeded:
+                return True
+            if _same_host(before, _host_states()):
+                return False
+    return True
+
+
+@contextmanager
+def _noticing_seeds() -> Iterator[list[str]]:
+    """Run the body, and note where this thread seeds python's or numpy's generator."""
+    seeded: list[str] = []
+    own = threading.get_ident()
+
+    def noticed(seed: Callable[..., Any]) -> Callable[..., Any]:
+        def noticing(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == own:
+                seeded.append(seed.__name__)
+            return seed(*args, **kwargs)
+
+        return noticing
+
+    modules: tuple[Any, ...] = (random, np.random)
+    former = [module.seed for module in modules]
+    try:
+        for module, seed in zip(modules, former, strict=True):
+            module.seed = noticed(seed)
+        yield seeded
+    finally:
+        for module, seed in zip(modules, former, strict=True):
+            module.seed = seed
 
 
 def _host_states() -> tuple[Any, Any]:
