@@ -7,8 +7,10 @@ registers the device for the rest of the process, absent until `present(True)`. 
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -53,6 +55,16 @@ def autoload() -> None:
     if (knobs := os.environ.get(_VARIABLE)) is None:
         return
     controls = load()
+    atexit.register(_settle)
     controls.present(True)
     for name, value in json.loads(knobs).items():
         getattr(controls, name)(value)
+
+
+def _settle() -> None:
+    """Let autograd's device thread drop what it holds of the last graph.
+
+    It needs the interpreter's lock for that, and a thread that waits for the lock while the interpreter is taken down
+    aborts the process. An exit right after a backward pass on a busy machine is too early.
+    """
+    time.sleep(0.2)
