@@ -7,7 +7,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,11 @@ from torch import nn
 
 import autotune
 from autotune.live import live_profiler
+from autotune.live.knowledge import Knowledge
 from autotune.live.pilot import Pilot
 from autotune.live.placement import Placements
+from autotune.live.scores import Expected, Score
+from autotune.live.uses import Tracing
 from autotune.mechanics import controls, randomness
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors
 from autotune.physics.solver import SAFETY_MARGIN
@@ -117,7 +120,7 @@ def metered_run(
         meter = MemoryMeter(CPU)
         for micro in tuner.micro_batches(batch):
             plan = tuner.plan
-            traced = pilot._profiler._tracer is not None
+            traced = isinstance(pilot._profiler._use, Tracing)
             with contextlib.ExitStack() as stack:
                 if not traced:
                     stack.enter_context(meter.metering(resident_tensors(trained, optimizer, [micro])))
@@ -285,8 +288,8 @@ def test_predictions_are_scored_before_anybody_acts(bounds: tuple[int, int]) -> 
                 tuner.step()
         pilot: Any = tuner._pilot
         assert tuner.status["acting"]
-        assert pilot._profiler.scores
-        seen += [score.short_frac for score in pilot._profiler.scores]
+        assert pilot._profiler.knowledge.scores
+        seen += [score.short_frac for score in pilot._profiler.knowledge.scores]
         tuner.detach()
     assert max(seen) <= SAFETY_MARGIN
 
@@ -311,21 +314,20 @@ def test_where_the_last_prediction_alone_was_too_low_another_one_decides(
 ) -> None:
     low, high = bounds
     monkeypatch.setattr(live_profiler, "_TRACES", 3)
-    score = live_profiler.LiveProfiler._score
+    score = Knowledge._score
 
-    def scores_of(short: int | None) -> tuple[list[live_profiler.Score], dict[str, Any]]:
-        profilers: list[live_profiler.LiveProfiler] = []
+    def scores_of(short: int | None) -> tuple[list[Score], dict[str, Any]]:
+        known: list[Knowledge] = []
 
-        def noted(self: live_profiler.LiveProfiler, *arguments: Any) -> None:
-            if len(self.scores) == short and self._expected is not None:
-                plan, largest, peak, static = self._expected
-                self._expected = plan, largest, 0.9 * peak, static
-            score(self, *arguments)
-            profilers.append(self)
+        def noted(self: Knowledge, expected: Expected, *arguments: Any) -> None:
+            if len(self.scores) == short:
+                expected = replace(expected, peak_bytes=0.9 * expected.peak_bytes)
+            score(self, expected, *arguments)
+            known.append(self)
 
-        monkeypatch.setattr(live_profiler.LiveProfiler, "_score", noted)
+        monkeypatch.setattr(Knowledge, "_score", noted)
         _, status = metered_run([LONG] * 30, lambda _: (low + high) // 2)
-        return profilers[-1].scores, status
+        return known[-1].scores, status
 
     wrong = 0
     # How many there are depends on times, too.
@@ -353,8 +355,8 @@ def test_what_a_loop_comes_to_hold_is_no_wrong_prediction(bounds: tuple[int, int
             tuner.step()
     pilot: Any = tuner._pilot
     assert tuner.status["acting"]
-    assert pilot._profiler.scores
-    assert max(score.short_frac for score in pilot._profiler.scores) <= SAFETY_MARGIN
+    assert pilot._profiler.knowledge.scores
+    assert max(score.short_frac for score in pilot._profiler.knowledge.scores) <= SAFETY_MARGIN
     tuner.detach()
 
 

@@ -6,6 +6,7 @@ The planner, its features and its levers are those of the simulator.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
@@ -70,6 +71,7 @@ class PlannerPolicy:
         ranges: what its features came to in training.
         alone_because: why the planner last acted alone, a feature's name or an error; ``None`` if it did not.
         alone: how many windows of the run the planner decided alone, by reason.
+        reserve_frac: the share of the device's memory that the last decision leaves free.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class PlannerPolicy:
         self.settings = settings or PlannerSettings()
         self.alone_because: str | None = None
         self.alone: Counter[str] = Counter()
+        self.reserve_frac = 0.0
         self.network = network
         self.ranges = ranges
         self._chooser = BareNetwork(network) if isinstance(network, LeverNetwork) else network
@@ -125,6 +128,7 @@ class PlannerPolicy:
         """Forget the run; the profile stays."""
         self._run = None
         self.alone = Counter()
+        self.reserve_frac = 0.0
 
     def _started(self) -> PlannedRun:
         if self._run is None:
@@ -145,7 +149,9 @@ class PlannerPolicy:
                 logger.info("the planner acts alone: %s lies outside what was trained on", self.alone_because)
             if self.alone_because is not None:
                 self.alone[self.alone_because] += 1
-        return run.planner.decide(situation, levers_of(actions))
+        levers = levers_of(actions)
+        self.reserve_frac = 1 - math.exp(-float(levers.brace[0] * run.planner.dip[0]))
+        return run.planner.decide(situation, levers)
 
     def _asked(self, chooser: LeverChooser, features: tuple[Features, Features]) -> Actions:
         """Return what a network chooses; whatever goes wrong in it, the planner goes on alone."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autotune.live.limits import Limits, Mode, Stage
+from autotune.live.signature import Signature
 from autotune.plan import PlanSpace
 
 LearningRateRule = Literal["linear", "sqrt", "none"]
@@ -55,6 +56,23 @@ class Attached:
     adaptive: bool = False
     lr_rule: LearningRateRule = "none"
     bucket_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepAhead:
+    """What is known of a step before it runs.
+
+    Attributes:
+        batch_bytes: Bytes of its batch, or of the first that the caller accumulates.
+        largest_bytes: Bytes of the largest batch that it is to hold.
+        samples: Samples in its batch.
+        signature: What else its memory depends on.
+    """
+
+    batch_bytes: int
+    largest_bytes: int
+    samples: int
+    signature: Signature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Lead a live run: read its budget and its steps, profile it, ask the policy, hold the answer to the rules, switch.
+"""Leads a live run: reads its budget and its steps, profiles it, asks the policy, judges the answer, switches plans.
 
 Everything here is advice and may fail; whoever calls it goes on with the user's own baseline if it does. How a batch is
 cut and an update made is the business of ``live.tuner`` and ``mechanics.stepping``.
@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from autotune.budget import allocated_within, format_bytes
+from autotune.agents.policy import PlanningPolicy
+from autotune.budget import format_bytes
 from autotune.gym.observation import Observation
-from autotune.live.attached import Attached, Step
+from autotune.live.agreement import LOCKED_ELSEWHERE, Agreement, Decision
+from autotune.live.attached import Attached, Step, StepAhead
 from autotune.live.deciding import Decider, RecordedPolicy
 from autotune.live.decision_log import DecisionLog, digest_of
-from autotune.live.guard import Breaker, Situation, SlowdownCheck, fallback, gain_of, judge
+from autotune.live.guard import Breaker, Situation, SlowdownCheck, gain_of, judge
 from autotune.live.limits import Stage
 from autotune.live.live_profiler import LiveProfiler
+from autotune.live.memory_budget import BudgetReader
+from autotune.live.own_time import OwnTime
+from autotune.live.phases import Profiled, Unprofiled
 from autotune.live.placement import Placements, usable
 from autotune.live.ranks import Ranks
 from autotune.live.shadow import Outcome
 from autotune.live.signature import Signature
 from autotune.live.step_peaks import StepPeaks
+from autotune.live.unit_calls import UnitCalls
 from autotune.live.window import Ran, Window
 from autotune.live.wires import Reading, Wires, compiled_graphs
 from autotune.measurement import Measurement
@@ -40,34 +45,27 @@ logger = logging.getLogger(__name__)
 
 # A policy plans from a new profile once batches have grown by this factor; the rules always do.
 _BEGIN_AGAIN = 1.5
-# Steps that what is paid once is spread over.
-_SPREAD_OVER = 1000
-# Recent steps whose calls of units the next ones may repeat.
-_CALLS_OF = 64
-# No device has more: a budget beyond is a mistake, or infinite.
-_LARGEST_BUDGET = 2**60
-# Steps before the tuner's own share of the run's time is judged; the profile is paid by then.
-_OVERHEAD_AFTER = 200
+# Seconds that a policy may take to plan from a profile.
+_BEGIN_TIMEOUT_S = 30.0
 
 
 class Pilot:
-    """Lead one run.
+    """Leads one run.
 
     Attributes:
-        plan: the plan that is applied.
-        decided: the plan that was last decided on.
-        step: optimizer steps since the tuner was attached.
-        placements: what predicts; ``None`` until the run is profiled.
-        own_s: seconds that all of this took.
-        over_budget: steps that ran though no plan was known to fit, or that were seen to need more.
-        switches: decided switches.
-        placed: changes of storage between them, for a batch or a budget.
+        plan: The plan that is applied.
+        step: Optimizer steps since the tuner was attached.
+        phase: What can be predicted.
+        time: The tuner's own share of the run's time.
+        over_budget: Steps that ran though no plan was known to fit, or that were seen to need more.
+        switches: Decided switches.
+        placed: Changes of storage between them, for a batch or a budget.
 
     Args:
-        attached: what it leads.
-        policy: decides.
-        log: keeps everything.
-        ranks: the other ranks.
+        attached: The run.
+        policy: Decides.
+        log: Keeps everything.
+        ranks: The other ranks.
     """
 
     def __init__(self, attached: Attached, policy: Any, log: DecisionLog, ranks: Ranks) -> None:
@@ -76,37 +74,23 @@ class Pilot:
         self.ranks = ranks
         self.breaker = Breaker.closed(attached.limits)
         self.decider = Decider(policy, attached.limits.decision_timeout_s)
-        self.baseline = self.plan = self.decided = attached.space.baseline()
-        self.step = 0
-        self.own_s = 0.0
-        # Of it, what the profile took, which is paid once.
-        self._once_s = 0.0
-        self._learns = True
-        self.run_s = 0.0
-        self.over_budget = 0
+        self.phase: Unprofiled | Profiled = Unprofiled(attached.space)
+        self.plan = self.phase.baseline
+        self.time = OwnTime(attached.total_steps)
+        self.step = self.switches = self.placed = self.over_budget = 0
         # Whether no plan was known to fit the step that runs.
         self._unfitting = False
         self._said_unreachable = False
-        self.switches = 0
-        self.placed = 0
-        self.placements: Placements | None = None
-        self._space = attached.space
         # Ranks lead their own steps until all have a profile; then the first rank's profile and decisions hold for all.
-        self._together = not ranks.many
-        self._follows = attached.limits.follow_batches and hasattr(policy, "begin")
-        self._first_trusts = True
-        # Size of the batch that the policy's profile is of.
+        self._agreement = Agreement(ranks)
+        self._follows = attached.limits.follow_batches and isinstance(policy, PlanningPolicy)
+        # Size of the batch that the policy's profile is of, and the profile that is planned from.
         self._begun = 0
         self._news = False
-        # The profile that is planned from.
         self._taken: Profile | None = None
         self._switcher = controls.Switcher(attached.model, [unit.name for unit in attached.space.units])
+        self._calls = UnitCalls(self._switcher)
         self._profiler = LiveProfiler(attached)
-        # Of each recent step, how many times as often as usual one unit was called in a forward pass; and how many
-        # forward passes this one has had.
-        self._calls: deque[int] = deque([1], maxlen=_CALLS_OF)
-        self._passes = 0
-        self._usual_calls: int | None = None
         self._monitor = GradientMonitor(attached.model, attached.space.units)
         self._probe: GradientProbe | None = None
         # Of the steps since the last decision, and of those before it.
@@ -114,137 +98,104 @@ class Pilot:
         self._reference: Measurement | None = None
         self._latest: Measurement | None = None
         self._last_ran: Ran | None = None
-        self._told: dict[Plan, float] = {}
         self._previous_loss: float | None = None
         self._since_switch = 10**9
-        self._rows: Any = None
         self._size = 0
         self._wires = Wires(attached.limits)
         self._check = SlowdownCheck()
-        self._budget: int | None = None
+        self._budget = BudgetReader(attached, log)
         self._peaks = StepPeaks(attached.device)
         self._pressure: float | None = None
-        self._room = self._peaks.room(self._profiler.fragments)
+        self._budget.read_device(self._fragments)
+
+    @property
+    def placements(self) -> Placements | None:
+        """What predicts; ``None`` until the run is profiled."""
+        return self.phase.placements
 
     @property
     def acting(self) -> bool:
-        """Tell whether plans may be switched now."""
-        return self.attached.stage is Stage.ACT and self.placements is not None and self.breaker.allows(self.step)
+        """Whether plans may be switched now."""
+        profiled = isinstance(self.phase, Profiled)
+        return self.attached.stage is Stage.ACT and profiled and self.breaker.allows(self.step)
 
     @property
     def wants_time(self) -> bool:
-        """Tell whether the running step's time is needed to the end of what the device does."""
+        """Whether the running step's time is needed to the end of what the device does."""
         return self._profiler.watching
 
     @property
+    def calls(self) -> int:
+        """How many times as often as when it was profiled a forward pass may call a unit, as recent ones did."""
+        return self._calls.ratio
+
+    @property
     def locks(self) -> dict[str, str]:
-        """Return why units' storage is locked, by unit; and why there is no profile, if there is none."""
+        """Why units' storage is locked, by unit; and why there is no profile, if there is none."""
         failed = self._profiler.failed
         return {**self._profiler.locks, **({} if failed is None else {"profile": failed})}
 
     def summary(self) -> dict[str, Any]:
         """Return figures of the run so far."""
-        placements, latest = self.placements, self._latest
-        peak = None
-        if placements is not None and self._size:
-            # A plan is chosen for the batch that it runs with, which others of the window may be larger than.
-            peak = placements.peak_bytes(self.plan, self._share(self._size))
+        latest, budget = self._latest, self._budget.latest
+        # A plan is chosen for the batch that it runs with, which others of the window may be larger than.
+        peak = self.phase.peak_bytes(self.plan, self._size) if self._size else None
         gradient = None if latest is None else latest.gradient
         return {
             "steps": self.step,
             "total_steps": self.attached.total_steps,
-            "run_s": self.run_s,
+            "run_s": self.time.run_s,
             "stage": str(self.attached.stage),
             "acting": self.acting,
             "plan": self.plan,
-            "decided": self.decided,
+            "decided": self.phase.decided,
             "switches": self.switches,
             "placed": self.placed,
             "trips": list(self.breaker.trips),
             "over_budget_steps": self.over_budget,
-            "memory_budget_bytes": self._budget,
+            "memory_budget_bytes": budget,
             "predicted_peak_bytes": peak,
-            "measured_peak_bytes": self._profiler.latest_peak,
-            "pressure": peak / self._budget if peak is not None and self._budget else None,
+            "measured_peak_bytes": self._profiler.knowledge.latest_peak,
+            "pressure": peak / budget if peak is not None and budget else None,
             "predicted_s": None if self._last_ran is None else self._last_ran.predicted,
             "measured_s": None if self._last_ran is None else self._last_ran.seconds,
             "noise_scale": None if gradient is None else gradient.noise_scale,
             "overhead_frac": self.overhead_frac(),
         }
 
-    # Before and after a step.
+    # Before, in and after a step.
 
-    def before_step(self, size: int, largest: int, samples: int, signature: Signature) -> None:
-        """Read the budget, and put the step that begins under the plan that it shall run with.
+    def before_step(self, ahead: StepAhead) -> None:
+        """Read the budget, and apply the plan that the step shall run under.
 
         Args:
-            size: bytes of its batch, or of the first that the caller accumulates.
-            largest: bytes of the largest batch that it is to hold.
-            samples: samples of its batch.
-            signature: what else its memory hangs on.
+            ahead: What is known of the step.
         """
         learns, self._unfitting = not self._profiler.done, False
         if learns:
             # What steps leave unused of what they reserve is only being learnt.
-            self._room = self._peaks.room(self._profiler.fragments)
-        self._budget, self._size = self._read_budget(), largest
-        plan = self._profiler.plan_for(size, largest, samples, self._budget, signature) if learns else None
+            self._budget.read_device(self._fragments)
+        budget, self._size = self._budget.read(self.step, self._fragments), ahead.largest_bytes
+        plan = self._profiler.plan_for(ahead, budget) if learns else None
         if plan is None:
-            if self._profiler.complete and self._profiler.profile is not self._taken and not self.ranks.many:
-                self._take_profile()
-            plan = self._placed_plan(largest)
-            if self._is_news(signature):
-                plan = self._profiler.leanest
-                self._profiler.look_at(plan, size, signature)
-            elif self._check.runs_baseline and self._fits(self.baseline, largest):
-                plan = self.baseline
-            else:
-                self._profiler.also_watch(plan, size, signature)
+            plan = self._plan_ahead(ahead)
         # To plan from a first profile is part of learning, too.
-        self._learns = learns or self._profiler.watching
+        self.time.learns = learns or self._profiler.watching
         every = self.attached.limits.statistics_every
         sampled = every is not None and self.step % every == every - 1 and not self._profiler.watching
-        self._apply(self._of_several(plan, largest) if sampled else plan)
-        self._passes = 0
+        self._apply(self._of_several(plan, ahead.largest_bytes) if sampled else plan)
+        self._calls.begin_step()
         self._profiler.begin()
         # What was known to fit no plan, or stands beside the step, speaks against none.
         counts = not self._unfitting and not self._profiler.watching
-        self._peaks.begin(self.plan, largest, self._budget, counts=counts)
+        self._peaks.begin(self.plan, ahead.largest_bytes, budget, counts=counts)
         if sampled:
             self._probe = GradientProbe([p for group in self.attached.optimizer.param_groups for p in group["params"]])
             self._probe.__enter__()
 
     @property
-    def calls(self) -> int:
-        """Return how many times as often as when it was profiled a forward pass may call a unit, as recent ones did."""
-        return max(self._calls)
-
-    def _count_calls(self) -> None:
-        calls, passes, self._passes = self._switcher.calls(), self._passes, 0
-        if calls and passes and self._usual_calls is not None:
-            self._calls.append(max(math.ceil(calls / passes / self._usual_calls), 1))
-
-    def _begin_to_count(self) -> None:
-        """Count the calls of a unit: more of them, in an auxiliary loss say, need more memory than was measured."""
-        acts = self.attached.stage is Stage.ACT and self._budget is not None and not self.ranks.many
-        if not acts or self._usual_calls is not None or not self._space.recomputable:
-            return
-        name = self._space.recomputable[0]
-        self._usual_calls = max(self._profiler.calls_of(name), 1)
-        self._switcher.count(name)
-        self._switcher.apply(self.plan)
-        # Calls of the steps before are nobody's.
-        self._switcher.calls()
-
-    def _is_news(self, signature: Signature) -> bool:
-        """Tell whether, under a budget, a step is like none that was traced."""
-        if self._budget is None or not self.acting or self.ranks.many:
-            return False
-        return self._profiler.complete and not self._profiler.knows(signature)
-
-    @property
     def shadows(self) -> tuple[Plan, ...]:
-        """Return the plans that the batch is to be tried under beside the step that begins; none for most steps."""
+        """The plans that the batch is to be tried under beside the step that begins; none for most steps."""
         return self._profiler.shadows
 
     @contextmanager
@@ -260,17 +211,16 @@ class Pilot:
         """Take in what those passes came to; what one rank's batch speaks against is locked on all."""
         self._profiler.take_shadows(outcomes)
         names = ["accumulation_steps", *map(str, self.attached.space.precisions[1:])]
-        locked = self.ranks.largest([float(name in self._profiler.locks) for name in names])
-        for name, found in zip(names, locked, strict=True):
-            if found and name not in self._profiler.locks:
-                self._profiler.lock(name, "another rank's batch speaks against it")
+        for name in self._agreement.locked_elsewhere(names, self._profiler.locks):
+            self._profiler.lock(name, LOCKED_ELSEWHERE)
 
-    def phase(self, name: Phase) -> None:
-        """Be told of each micro-batch's passes."""
+    def tell_phase(self, name: Phase) -> None:
+        """Note that a pass of a micro-batch begins."""
         self._profiler.phase(name)
-        self._passes += name == "forward"
-        if name == "forward" and self._probe is not None:
-            self._probe.next_micro_batch()
+        if name == "forward":
+            self._calls.begin_pass()
+            if self._probe is not None:
+                self._probe.next_micro_batch()
 
     def before_update(self, norm: float, micro_samples: Sequence[int], scales: Sequence[float]) -> None:
         """Read the gradient's statistics, after unscaling and before clipping."""
@@ -285,25 +235,19 @@ class Pilot:
     def after_step(self, step: Step) -> None:
         """Take in a step; decide, where one is due."""
         self._end_probe()
-        self._count_calls()
+        self._calls.end_step()
         peak, watched = self._peaks.end(), self._profiler.watching
-        if self._profiler.end(step):
-            self._news = True
-            if not self.ranks.many:
-                self._take_profile()
+        self._take_news(self._profiler.end(step))
         peak = self._profiler.step_peak or peak or 0
-        self.over_budget += self._unfitting or peak > (self._budget or math.inf)
+        self.over_budget += self._unfitting or peak > (self._budget.latest or math.inf)
         barred = self._switcher.barred()
-        if barred and self._profiler.bar(barred):
-            self._news = True
-            if not self.ranks.many:
-                self._take_profile()
-        self.run_s += step.seconds
+        self._take_news(bool(barred) and self._profiler.bar(barred))
+        self.time.run_s += step.seconds
         self._take(step, ordinary=not watched)
         # Under adaptive batching a longer step than the baseline's consumes more.
-        if not self._check.runs_baseline or self.plan == self.baseline:
+        if not self._check.runs_baseline or self.plan == self.phase.baseline:
             self._check.note(step.seconds / max(step.all_bytes, 1))
-        rounds = self.plan.precision != self.baseline.precision
+        rounds = self.plan.precision != self.phase.baseline.precision
         reason = self._wires.after_step(stepped=step.stepped, rounds=rounds)
         if reason is not None:
             self.trip(reason)
@@ -327,7 +271,7 @@ class Pilot:
         """Leave the model as it was found."""
         self.abandon_step()
         controls.remove(self.attached.model)
-        self.plan = self.baseline
+        self.plan = self.phase.baseline
         self.decider.close()
 
     # Plans.
@@ -336,59 +280,59 @@ class Pilot:
         """Go back to the baseline for a while, and for good if it was once too often."""
         self.breaker.trip(self.step, reason)
         self.log.write("tripped", self.step, reason=reason, trips=len(self.breaker.trips), open=self.breaker.open)
-        self._decide_on(self._fallback())
+        self.phase.decide_on(self.phase.fallback(self._budget.latest, self._length()))
 
-    def _fallback(self) -> Plan:
-        return fallback(self.baseline, self.placements, usable(self._budget), self._length())
+    def _plan_ahead(self, ahead: StepAhead) -> Plan:
+        """Return the plan of a step from which nothing has to be learnt; it may be watched nevertheless."""
+        profiler, size = self._profiler, ahead.largest_bytes
+        if profiler.complete and profiler.profile is not self._taken and not self._agreement.many:
+            self._take_profile()
+        plan = self._placed_plan(size)
+        if self._is_news(ahead.signature):
+            plan = profiler.leanest
+            profiler.look_at(plan, ahead)
+        elif self._check.runs_baseline and self._fits(self.phase.baseline, size):
+            plan = self.phase.baseline
+        else:
+            profiler.also_watch(plan, ahead)
+        return plan
 
-    def _decide_on(self, plan: Plan) -> None:
-        self.decided = plan
-        self._rows = None if self.placements is None else self.placements.group(plan)
+    def _is_news(self, signature: Signature) -> bool:
+        """Whether, under a budget, a step is like none that was traced."""
+        if self._budget.latest is None or not self.acting or self._agreement.many:
+            return False
+        return self._profiler.complete and not self._profiler.knowledge.knows(signature)
 
     def _placed_plan(self, size: int) -> Plan:
         """Return the plan for a batch: the decided one, with the storage that fits the batch and the budget best."""
-        placements = self.placements
+        budget = self._budget.latest
         if self.attached.stage is Stage.OBSERVE or self.breaker.open:
-            return self.baseline
-        if placements is None:
+            return self.phase.baseline
+        if isinstance(self.phase, Unprofiled):
             # Nothing can be predicted yet: the user's own profiler runs, or other ranks are not as far.
-            return self._profiler.leanest if self._budget is not None and self._profiler.probed else self.baseline
-        room, length = usable(self._budget), self._share(size)
-        if self.ranks.many:
-            length, room = self.ranks.largest([length, -room])
-            room = -room
-        # A plan that none is known to stand in for is not exchanged.
-        stays = self._rows is None or not (self._follows and self._trusted())
-        if stays and placements.peak_bytes(self.decided, length) <= room:
-            return self.decided
-        found = placements.fastest(room, length, self._rows) if self._rows is not None else None
-        if found is None:
-            found = placements.fastest(room, length)
-        if found is None:
+            return self._profiler.leanest if budget is not None and self._profiler.probed else self.phase.baseline
+        length, room = self._agreement.most_demanding(self.phase.share(size), usable(budget))
+        trusted = self._agreement.trusted(self.breaker.allows(self.step))
+        found = self.phase.place(length, room, follows=self._follows and trusted)
+        if found.least_bytes is not None:
             self._unfitting = True
-            leanest = placements.leanest()
-            self._say_unreachable(placements.peak_bytes(leanest, length), room)
-            return leanest
-        return found
+            self._say_unreachable(found.least_bytes, room)
+        return found.plan
 
     def _say_unreachable(self, least: float, room: float) -> None:
         """Say once, where a user sees it, that a budget cannot be met, and which one can."""
         if self._said_unreachable:
             return
         self._said_unreachable = True
-        needed = math.ceil(least * (self._budget or 1) / max(room, 1))
+        budget = self._budget.latest
         logger.warning(
             "step %d: no plan fits the memory budget of %s: all that may be is recomputed, and that needs %s; the "
             "smallest budget that can be met for this batch is %d bytes",
             self.step,
-            format_bytes(self._budget or 0),
+            format_bytes(budget or 0),
             format_bytes(least),
-            needed,
+            math.ceil(least * (budget or 1) / max(room, 1)),
         )
-
-    def _trusted(self) -> bool:
-        """Tell whether no trip pauses acting; the first rank's word counts for all."""
-        return self._first_trusts if self.ranks.many else self.breaker.allows(self.step)
 
     def _apply(self, plan: Plan) -> None:
         # To compare plans takes longer than a short step may: most are the same object.
@@ -397,71 +341,50 @@ class Pilot:
             self.placed += 1
         self.plan = plan
 
-    def _read_budget(self) -> int | None:
-        """Return the budget of the moment: the user's own and what the device has; lies leave the last one standing."""
-        source = self.attached.budget
-        value: Any = source
-        if callable(source):
-            try:
-                value = source()
-            except Exception as error:  # noqa: BLE001 - somebody's function must not end somebody's run
-                value = error
-        if not (value is None or _is_size(value)):
-            self.log.write("budget refused", self.step, value=value)
-            return self._budget
-        if value is not None and self.attached.reserved:
-            value = allocated_within(int(value), self._profiler.fragments)
-        found = [int(size) for size in (value, self._room) if size is not None]
-        return min(found) if found else None
-
-    # What was seen.
-
-    def _share(self, size: float) -> float:
-        """Return a batch's size over the profiled one's; 1 before there is a profile."""
-        return 1.0 if self.placements is None else size / self.placements.profile.tables[0].batch_bytes
-
-    def _length(self) -> float:
-        """Return the share of the last window's largest batch."""
-        return self._share(self._past.largest_bytes) if self._past.sizes else 1.0
-
-    def _take(self, step: Step, *, ordinary: bool) -> None:
-        self._window.take(step)
-        if ordinary and self.placements is not None:
-            seconds = step.seconds / max(self._share(step.batch_bytes), 1e-9)
-            predicted = self._seconds_of(self.plan, self.placements)
-            self._window.compare(seconds, predicted, decided=self.plan == self.decided)
-
     def _of_several(self, plan: Plan, size: int) -> Plan:
         """Return the plan with steps of several batches, where one alone would never tell the gradient's noise."""
-        more = next((k for k in self._space.accumulation_choices if k > 1), None)
+        more = next((k for k in self.phase.space.accumulation_choices if k > 1), None)
         if not self.attached.adaptive or not self.acting or plan.accumulation_steps > 1 or more is None:
             return plan
         several = plan.changed(accumulation_steps=more)
         return several if self._fits(several, size) else plan
 
+    def _fits(self, plan: Plan, size: float) -> bool:
+        return self.phase.fits(plan, size, self._budget.latest)
+
+    # What was seen.
+
+    @property
+    def _fragments(self) -> int:
+        return self._profiler.knowledge.fragments
+
+    def _length(self) -> float:
+        """Return the share of the last window's largest batch."""
+        return self.phase.share(self._past.largest_bytes) if self._past.sizes else 1.0
+
+    def _take(self, step: Step, *, ordinary: bool) -> None:
+        self._window.take(step)
+        predicted = self.phase.seconds_of(self.plan) if ordinary else None
+        if predicted is not None:
+            seconds = step.seconds / max(self.phase.share(step.batch_bytes), 1e-9)
+            self._window.compare(seconds, predicted, decided=self.plan == self.phase.decided)
+
     def _noise_scale(self) -> float | None:
         gradient = self._monitor.aged(self.step)
         return None if gradient is None else gradient.noise_scale
-
-    def _seconds_of(self, plan: Plan, placements: Placements) -> float:
-        known = self._told.get(plan)
-        if known is None:
-            known = self._told[plan] = placements.seconds_of(plan)
-        return known
 
     def _measure(self) -> tuple[Measurement, int]:
         """Return the window since the last decision and how many losses were not finite, and begin another window."""
         window = self._past = self._window
         self._window = Window()
         self._pressure = self._peaks.pressure
-        # A driver's answer takes its time: it is asked once in a window.
-        self._room = self._peaks.room(self._profiler.fragments)
+        self._budget.read_device(self._fragments)
         losses = window.loss_values()
         every = self.attached.limits.statistics_every
         measured = window.measurement(
             losses,
-            peak_bytes=self._peaks.take() or self._profiler.latest_peak,
-            memory_budget_bytes=self._budget,
+            peak_bytes=self._peaks.take() or self._profiler.knowledge.latest_peak,
+            memory_budget_bytes=self._budget.announced,
             gradient=self._monitor.aged(self.step) if every is not None else None,
             learning_rate=float(self.attached.optimizer.param_groups[0]["lr"]),
         )
@@ -470,87 +393,28 @@ class Pilot:
     def _observe(self, window: Measurement) -> Observation:
         total = self.attached.total_steps
         self._reference = self._reference or window
+        placements = self.placements
         observation = Observation(
-            space=self._space,
-            plan=self.decided,
+            space=self.phase.space,
+            plan=self.phase.decided,
             window=window,
             reference=self._reference,
             previous_loss=self._previous_loss,
-            memory_budget_bytes=self._budget,
-            batch_size=self._profile_batch(),
+            memory_budget_bytes=self._budget.announced,
+            batch_size=1 if placements is None else placements.profile.batch_size,
             adaptive=self.attached.adaptive,
             progress=min(self.step / total, 1.0) if total else 0.0,
         )
         self._previous_loss = window.loss
         return observation
 
-    def _profile_batch(self) -> int:
-        return 1 if self.placements is None else self.placements.profile.batch_size
+    # Profiles.
 
-    # Decisions.
-
-    def _meet(self) -> None:
-        """Decide, once all ranks have a profile."""
-        if not self.ranks.many:
-            if self.placements is not None:
-                self._decide()
-            return
-        # The largest of what is missing: one rank without a profile holds up all.
-        self._together = self._together or self.ranks.largest([float(not self._profiler.complete)])[0] == 0.0
-        if not self._together:
-            return
-        if self.ranks.rank > 0:
-            self._measure()
-            self._follow_first(self.ranks.from_first(None))
-            return
-        news = self._news or self.placements is None
-        if news:
+    def _take_news(self, news: bool) -> None:
+        """Plan from a new profile, if there is one: at once, or with the next decision of several ranks."""
+        self._news = self._news or news
+        if news and not self._agreement.many:
             self._take_profile()
-        self._decide()
-        self.breaker.open = self.breaker.open or self.too_dear()
-        self._first_trusts = self.breaker.allows(self.step)
-        profile = self.placements.profile.to_json() if news and self.placements is not None else None
-        told = {"plan": self.decided.to_json(), "open": self.breaker.open, "trusts": self._first_trusts}
-        self.ranks.from_first({**told, "profile": profile, "square_share": self._profiler.growth.beyond})
-
-    def _follow_first(self, told: dict[str, Any]) -> None:
-        """Take over the first rank's profile and decision."""
-        if told["profile"] is not None:
-            self._adopt(Profile.from_json(told["profile"]), float(told["square_share"]))
-        self.breaker.open = self.breaker.open or bool(told["open"])
-        self._first_trusts = bool(told["trusts"])
-        plan = self._space.check(Plan.from_json(told["plan"]))
-        if plan != self.decided:
-            self._switch(plan)
-
-    def _adopt(self, profile: Profile, square_share: float) -> None:
-        """Predict with a profile from now on."""
-        self._space = profile.space
-        self.baseline = self._space.baseline()
-        self.placements = Placements(profile, self._budget, square_share)
-        # Units that were never called are none of the profile's.
-        precision = {name: self.decided.precision_of(name) for name in self.baseline.precision}
-        storage = {name: self.decided.storage_of(name) for name in self.baseline.storage}
-        decided = self.decided.changed(precision=precision, storage=storage)
-        self._decide_on(fallback(decided, self.placements, usable(self._budget), self._length()))
-        self._told = {}
-        self._begin_to_count()
-        event = {"static_bytes": profile.static_bytes, "batch_bytes": profile.tables[0].batch_bytes}
-        autocast = None if self._profiler.autocast is None else str(self._profiler.autocast)
-        self.log.write(
-            "profiled",
-            self.step,
-            units=len(profile.units),
-            square_share=square_share,
-            autocast=autocast,
-            locks=self.locks,
-            scores=[asdict(score) for score in self._profiler.scores],
-            baseline={
-                "seconds": self.placements.seconds_of(self.baseline),
-                "peak_bytes": self.placements.peak_bytes(self.baseline, 1.0),
-            },
-            **event,
-        )
 
     def _take_profile(self) -> None:
         """Take a new profile: whoever plans from one begins anew."""
@@ -560,15 +424,93 @@ class Pilot:
         self._news = False
         self._adopt(profile, self._profiler.growth.beyond)
         policy, size = self.decider.policy, profile.tables[0].batch_bytes
-        if hasattr(policy, "begin") and size > _BEGIN_AGAIN * self._begun:
+        if isinstance(policy, PlanningPolicy) and size > _BEGIN_AGAIN * self._begun:
             self._begun = size
-            budget = self._budget
+            planner, budget = policy, self._budget.latest
             try:
-                begun = self.decider.ask(lambda: policy.begin(profile, budget), 30.0)
+                begun = self.decider.ask(lambda: planner.begin(profile, budget), _BEGIN_TIMEOUT_S)
             except Exception as error:  # noqa: BLE001 - a policy that fails costs a trip, not the run
                 self.trip(f"policy: {type(error).__name__}: {error}")
                 return
             self._consider(begun, None)
+
+    def _adopt(self, profile: Profile, square_share: float) -> None:
+        """Predict with a profile from now on."""
+        phase = self.phase = Profiled(
+            profile,
+            self.phase,
+            budget_bytes=self._budget.latest,
+            square_share=square_share,
+            largest_bytes=self._past.largest_bytes,
+        )
+        self._begin_to_count()
+        autocast = self._profiler.autocast
+        self.log.write(
+            "profiled",
+            self.step,
+            units=len(profile.units),
+            square_share=square_share,
+            autocast=None if autocast is None else str(autocast),
+            locks=self.locks,
+            scores=[asdict(score) for score in self._profiler.knowledge.scores],
+            baseline={
+                "seconds": phase.seconds_of(phase.baseline),
+                "peak_bytes": phase.placements.peak_bytes(phase.baseline, 1.0),
+            },
+            static_bytes=profile.static_bytes,
+            batch_bytes=profile.tables[0].batch_bytes,
+        )
+
+    def _begin_to_count(self) -> None:
+        """Count the calls of a unit, where more of them would break a budget."""
+        acts = self.attached.stage is Stage.ACT and self._budget.latest is not None and not self._agreement.many
+        if not acts or self._calls.counting or not self.phase.space.recomputable:
+            return
+        name = self.phase.space.recomputable[0]
+        self._calls.count(name, self._profiler.knowledge.calls_of(name))
+        self._switcher.apply(self.plan)
+        # Calls of the steps before are nobody's.
+        self._switcher.calls()
+
+    # Decisions.
+
+    def _meet(self) -> None:
+        """Decide, once all ranks have a profile."""
+        if not self._agreement.many:
+            if isinstance(self.phase, Profiled):
+                self._decide()
+        elif self._agreement.all_profiled(self._profiler.complete):
+            if self._agreement.is_first:
+                self._decide_for_all()
+            else:
+                self._measure()
+                self._follow(self._agreement.hear())
+
+    def _decide_for_all(self) -> None:
+        news = self._news or isinstance(self.phase, Unprofiled)
+        if news:
+            self._take_profile()
+        self._decide()
+        self.breaker.open = self.breaker.open or self.too_dear()
+        placements = self.placements
+        self._agreement.tell(
+            Decision(
+                plan=self.phase.decided,
+                open=self.breaker.open,
+                trusts=self.breaker.allows(self.step),
+                profile=placements.profile if news and placements is not None else None,
+                square_share=self._profiler.growth.beyond,
+            )
+        )
+
+    def _follow(self, decision: Decision) -> None:
+        """Take over the first rank's profile and decision."""
+        if decision.profile is not None:
+            self._adopt(decision.profile, decision.square_share)
+        self.breaker.open = self.breaker.open or decision.open
+        plan = self.phase.space.check(decision.plan)
+        if plan != self.phase.decided:
+            self._switch(plan)
 
     def _decide(self) -> None:
         window, non_finite = self._measure()
@@ -576,37 +518,39 @@ class Pilot:
         if self._tripped(window, non_finite):
             return
         observation = self._observe(window)
-        proposal: object = self.decided
+        proposal: object = self.phase.decided
         if self.breaker.allows(self.step):
             proposal = self._asked(observation)
         if proposal is not None:
             self._consider(proposal, observation)
 
     def _asked(self, observation: Observation) -> object:
-        policy, plan = self.decider.policy, self.decided
+        policy, plan = self.decider.policy, self.phase.decided
         if isinstance(policy, RecordedPolicy):
-            return policy.at(self.step) or self.decided
+            return policy.at(self.step) or plan
         try:
-            return self.decider.ask(lambda: policy.decide(observation, plan))
+            proposal = self.decider.ask(lambda: policy.decide(observation, plan))
         except TimeoutError as error:
             self.log.write("late", self.step, reason=str(error))
             return None
         except Exception as error:  # noqa: BLE001 - whatever a policy raises, the run goes on
             self.trip(f"policy: {type(error).__name__}: {error}")
             return None
+        self._budget.reserve_frac = reserve_of(policy)
+        return proposal
 
     def _consider(self, proposal: object, observation: Observation | None) -> None:
         """Hold a proposal to the rules, note what they said, and switch if they let it."""
-        placements = self.placements
-        if placements is None:
+        phase, budget = self.phase, self._budget.latest
+        if isinstance(phase, Unprofiled):
             return
         now = Situation(
-            space=self._space,
+            space=phase.space,
             locks=self._profiler.locks,
-            placements=placements,
-            usable_bytes=usable(self._budget),
+            placements=phase.placements,
+            usable_bytes=usable(budget),
             length=self._length(),
-            current=self.decided,
+            current=phase.decided,
             since_switch=self._since_switch,
             switches=self.switches,
             noise_scale=self._noise_scale(),
@@ -622,24 +566,24 @@ class Pilot:
             rules=verdict.rules,
             applied=acts and verdict.refused is None,
             predicted={
-                "seconds": placements.seconds_of(verdict.plan),
-                "peak_bytes": placements.peak_bytes(verdict.plan, now.length),
-                "gain": gain_of(verdict.plan, self.decided, placements, now.noise_scale),
+                "seconds": phase.seconds_of(verdict.plan),
+                "peak_bytes": phase.placements.peak_bytes(verdict.plan, now.length),
+                "gain": gain_of(verdict.plan, phase.decided, phase.placements, now.noise_scale),
             },
             measured=None if observation is None else _seen(observation.window),
             ran=None if observation is None or ran is None else asdict(ran),
-            memory_budget_bytes=self._budget,
+            memory_budget_bytes=budget,
             placed=self.placed,
             over_budget_steps=self.over_budget,
             overhead_frac=self.overhead_frac(),
         )
         if verdict.illegal:
             self.trip(f"illegal action: {verdict.refused}: {verdict.rules[verdict.refused or '']}")
-        elif acts and verdict.refused is None and verdict.plan != self.decided:
+        elif acts and verdict.refused is None and verdict.plan != phase.decided:
             self._switch(verdict.plan)
 
     def _switch(self, plan: Plan) -> None:
-        self._decide_on(plan)
+        self.phase.decide_on(plan)
         self.switches += 1
         self._since_switch = 0
         self.log.write("switched", self.step, plan=plan)
@@ -652,7 +596,7 @@ class Pilot:
         if reason is None:
             reason = self._check.verdict(limits)
             # Ranks step in time with each other, so that one cannot run the baseline for comparison.
-            possible = self._fits(self.baseline, self._past.largest_bytes) and not self.ranks.many
+            possible = self._fits(self.phase.baseline, self._past.largest_bytes) and not self._agreement.many
             self._check.begin_if_slow(self._slowdown(), limits, possible=possible)
         if reason is not None:
             self._check = SlowdownCheck()
@@ -660,47 +604,43 @@ class Pilot:
         return reason is not None
 
     def _reading(self, window: Measurement, non_finite: int) -> Reading:
-        baseline, k = self.baseline, self.decided.accumulation_steps
+        baseline, decided = self.phase.baseline, self.phase.decided
         return Reading(
             pressure=self._pressure,
             retries=self._peaks.retries,
             graphs=compiled_graphs(),
             placed=self.placed,
             non_finite=non_finite,
-            rounds=k != baseline.accumulation_steps or self.decided.precision != baseline.precision,
+            rounds=(decided.accumulation_steps, decided.precision) != (baseline.accumulation_steps, baseline.precision),
         )
 
     def _slowdown(self) -> float | None:
         """Return the window's steps over what they should take, by the baseline's; ``None`` for the baseline."""
-        placements, ran = self.placements, self._past.ran()
-        if placements is None or ran is None or self.plan == self.baseline:
+        ran, should = self._past.ran(), self.phase.seconds_of(self.phase.baseline)
+        if should is None or ran is None or self.plan == self.phase.baseline:
             return None
-        return ran.seconds / max(ran.predicted, placements.seconds_of(self.baseline))
+        return ran.seconds / max(ran.predicted, should)
 
-    def _fits(self, plan: Plan, size: float) -> bool:
-        placements = self.placements
-        return placements is not None and placements.peak_bytes(plan, self._share(size)) <= usable(self._budget)
+    # The tuner's own share of the run's time.
 
     def spend(self, seconds: float) -> None:
         """Count seconds that the tuner took for itself."""
-        self.own_s += seconds
-        if self._learns:
-            self._once_s += seconds
+        self.time.spend(seconds)
 
     def overhead_frac(self) -> float:
-        """Return the tuner's own share of the run's time; the profile is paid once, for 1,000 steps at least."""
-        if not self.run_s:
-            return 0.0
-        steps = max(self.step, _SPREAD_OVER, self.attached.total_steps or 0)
-        return (self.own_s - self._once_s) / self.run_s + self._once_s / (self.run_s / self.step * steps)
+        """Return the tuner's own share of the run's time."""
+        return self.time.frac(self.step)
 
     def too_dear(self) -> bool:
-        """Tell whether the tuner takes more of the run's time than it may."""
-        return self.step >= _OVERHEAD_AFTER and self.overhead_frac() > self.attached.limits.overhead_frac
+        """Whether the tuner takes more of the run's time than it may."""
+        return self.time.is_too_dear(self.step, self.attached.limits.overhead_frac)
 
 
-def _is_size(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _LARGEST_BUDGET
+def reserve_of(policy: object) -> float:
+    """Return the share of the device's memory that a policy leaves free; 0 where it does not say, or says nonsense."""
+    reserve = getattr(policy, "reserve_frac", 0.0)
+    good = isinstance(reserve, int | float) and not isinstance(reserve, bool) and 0 <= reserve < 1
+    return float(reserve) if good else 0.0
 
 
 def _seen(window: Measurement) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from autotune.budget import allocated_within
 from autotune.mechanics import devices
 from autotune.plan import Plan
 
@@ -68,12 +67,3 @@ class StepPeaks:
         """Return the window's largest peak, as far as it is known, and begin another window."""
         largest, self._largest, self.pressure = self._largest, None, None
         return largest
-
-    def room(self, fragments_bytes: int) -> int | None:
-        """Return what this process's blocks may take on its device: what it has reserved and what is free.
-
-        Args:
-            fragments_bytes: what its steps were seen to reserve beyond what they allocate.
-        """
-        free, seen = devices.free_bytes(self._device), devices.allocated(self._device)
-        return None if free is None or seen is None else allocated_within(free + seen.reserved, fragments_bytes)

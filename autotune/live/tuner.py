@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from autotune.errors import AttachError, JobError
-from autotune.live.attached import Attached, Step
+from autotune.live.attached import Attached, Step, StepAhead
 from autotune.live.limits import KILL_VARIABLE, Mode, is_disabled
 from autotune.live.pilot import Pilot
 from autotune.live.scaled_loss import is_scaled
@@ -504,7 +504,8 @@ class LiveTuner:
         largest = max(running.size, self._largest_bytes) if several else running.size
         calls = 1 if self._pilot is None else self._pilot.calls
         signature = signature_of(batch, self._facts.model, self._facts.optimizer, calls)
-        self._safely(lambda pilot: pilot.before_step(running.size, largest, running.samples, signature))
+        ahead = StepAhead(batch_bytes=running.size, largest_bytes=largest, samples=running.samples, signature=signature)
+        self._safely(lambda pilot: pilot.before_step(ahead))
         running.own_s = time.perf_counter() - running.began
         if self._pilot is not None and self._pilot.wants_time and devices.is_accelerator(self._facts.device):
             # What the device still does is of the steps before.
@@ -533,7 +534,7 @@ class LiveTuner:
 
     def _tell_phase(self, name: Any) -> None:
         if self._pilot is not None:
-            self._safely(lambda pilot: pilot.phase(name))
+            self._safely(lambda pilot: pilot.tell_phase(name))
 
     @contextlib.contextmanager
     def _synchronised(self, *, last: bool) -> Iterator[None]:

@@ -1,0 +1,143 @@
+"""What the ranks of a run agree on: when all are profiled, the first rank's decisions, and what each batch needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.live.ranks import Ranks
+from autotune.physics.profile import Profile
+from autotune.plan import Plan
+
+LOCKED_ELSEWHERE = "another rank's batch speaks against it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A decision of the first rank, which holds for all.
+
+    Attributes:
+        plan: The plan.
+        open: Whether acting is over.
+        trusts: Whether no trip pauses acting.
+        profile: The profile to predict with from now on; ``None`` for the former one.
+        square_share: How memory grows beyond the profiled batch.
+    """
+
+    plan: Plan
+    open: bool
+    trusts: bool
+    profile: Profile | None
+    square_share: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the other ranks are sent."""
+        return {
+            "plan": self.plan.to_json(),
+            "open": self.open,
+            "trusts": self.trusts,
+            "profile": None if self.profile is None else self.profile.to_json(),
+            "square_share": self.square_share,
+        }
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Decision:
+        """Return what the first rank sent."""
+        return cls(
+            plan=Plan.from_json(told["plan"]),
+            open=bool(told["open"]),
+            trusts=bool(told["trusts"]),
+            profile=None if told["profile"] is None else Profile.from_json(told["profile"]),
+            square_share=float(told["square_share"]),
+        )
+
+
+class Agreement:
+    """Lets several ranks act as one; of one rank alone, whatever it says holds.
+
+    Attributes:
+        many: Whether there are other ranks.
+        is_first: Whether this rank decides.
+
+    Args:
+        ranks: The ranks.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._profiled = False
+        self._first_trusts = True
+
+    @property
+    def many(self) -> bool:
+        """Whether there are other ranks."""
+        return self._ranks.many
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank decides for all."""
+        return self._ranks.rank == 0
+
+    def all_profiled(self, complete: bool) -> bool:
+        """Whether every rank has a profile; one without holds up all.
+
+        Args:
+            complete: Whether this rank has one.
+
+        Raises:
+            RanksError: If the others cannot be reached.
+        """
+        self._profiled = self._profiled or self._ranks.largest([float(not complete)])[0] == 0.0
+        return self._profiled
+
+    def tell(self, decision: Decision) -> None:
+        """Send the first rank's decision to the others.
+
+        Raises:
+            RanksError: If the others cannot be reached.
+        """
+        self._first_trusts = decision.trusts
+        self._ranks.from_first(decision.to_json())
+
+    def hear(self) -> Decision:
+        """Return the first rank's decision.
+
+        Raises:
+            RanksError: If it does not arrive.
+        """
+        decision = Decision.from_json(self._ranks.from_first(None))
+        self._first_trusts = decision.trusts
+        return decision
+
+    def trusted(self, own: bool) -> bool:
+        """Whether acting is not paused; the first rank's word counts for all.
+
+        Args:
+            own: What this rank says.
+        """
+        return self._first_trusts if self.many else own
+
+    def most_demanding(self, length: float, room: float) -> tuple[float, float]:
+        """Return the longest batch and the smallest room of all ranks.
+
+        Raises:
+            RanksError: If the others cannot be reached.
+        """
+        if not self.many:
+            return length, room
+        length, lacking = self._ranks.largest([length, -room])
+        return length, -lacking
+
+    def locked_elsewhere(self, names: list[str], locked: Mapping[str, str]) -> list[str]:
+        """Return the choices that another rank has locked and this one has not.
+
+        Args:
+            names: The choices.
+            locked: What this rank has locked.
+
+        Raises:
+            RanksError: If the others cannot be reached.
+        """
+        found = self._ranks.largest([float(name in locked) for name in names])
+        return [name for name, by_any in zip(names, found, strict=True) if by_any and name not in locked]

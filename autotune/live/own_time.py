@@ -1,0 +1,49 @@
+"""The tuner's own share of a run's time."""
+
+from __future__ import annotations
+
+# Steps that what is paid once is spread over.
+_SPREAD_OVER = 1000
+# Steps before the share is judged; the profile is paid by then.
+_JUDGED_AFTER = 200
+
+
+class OwnTime:
+    """Counts the seconds that the tuner takes for itself, and those of the run.
+
+    Attributes:
+        run_s: Seconds that the run's steps took.
+        learns: Whether what is counted now is paid once, for the profile.
+
+    Args:
+        total_steps: The length of the run in optimizer steps; ``None`` if it is not known.
+    """
+
+    def __init__(self, total_steps: int | None) -> None:
+        self._total_steps = total_steps or 0
+        self.run_s = 0.0
+        self.learns = True
+        self._own_s = 0.0
+        self._once_s = 0.0
+
+    def spend(self, seconds: float) -> None:
+        """Count seconds that the tuner took for itself."""
+        if self.learns:
+            self._once_s += seconds
+        else:
+            self._own_s += seconds
+
+    def frac(self, steps: int) -> float:
+        """Return the tuner's share of the run's time; the profile is spread over 1,000 steps at least.
+
+        Args:
+            steps: The steps so far.
+        """
+        if not self.run_s:
+            return 0.0
+        spread = max(steps, _SPREAD_OVER, self._total_steps)
+        return self._own_s / self.run_s + self._once_s / (self.run_s / steps * spread)
+
+    def is_too_dear(self, steps: int, limit_frac: float) -> bool:
+        """Whether the tuner takes more of the run's time than it may."""
+        return steps >= _JUDGED_AFTER and self.frac(steps) > limit_frac

@@ -1,0 +1,155 @@
+"""The phases of a live run: unprofiled, where nothing can be predicted, and profiled, where plans are placed by batch.
+
+Both answer the same questions, so that whoever leads the run asks none about its phase.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autotune.live.guard import fallback
+from autotune.live.placement import Placements, usable
+from autotune.physics.profile import Profile
+from autotune.plan import Plan, PlanSpace
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The plan of a step.
+
+    Attributes:
+        plan: The plan.
+        least_bytes: Predicted peak of the leanest plan where no plan is known to fit; ``None`` where one does.
+    """
+
+    plan: Plan
+    least_bytes: float | None = None
+
+
+class Unprofiled:
+    """A run before its profile.
+
+    Attributes:
+        space: The plans that the mode allows.
+        baseline: The user's own plan.
+        decided: The plan that was last decided on: the baseline.
+
+    Args:
+        space: As the attribute.
+    """
+
+    placements = None
+
+    def __init__(self, space: PlanSpace) -> None:
+        self.space = space
+        self.baseline = self.decided = space.baseline()
+
+    def decide_on(self, plan: Plan) -> None:
+        """Stay with the baseline: no plan can be predicted to fit."""
+
+    def fallback(self, budget_bytes: int | None, length: float) -> Plan:
+        """Return the plan to run when nobody is trusted."""
+        return self.baseline
+
+    def share(self, size: float) -> float:
+        """Return 1: there is no profiled batch to compare a size with."""
+        return 1.0
+
+    def peak_bytes(self, plan: Plan, size: float) -> float | None:
+        """Return ``None``: no peak can be predicted."""
+        return None
+
+    def seconds_of(self, plan: Plan) -> float | None:
+        """Return ``None``: no time can be predicted."""
+        return None
+
+    def fits(self, plan: Plan, size: float, budget_bytes: int | None) -> bool:
+        """Return ``False``: no plan is known to fit."""
+        return False
+
+
+class Profiled:
+    """A run with a profile.
+
+    Attributes:
+        space: The plans that the profile can predict.
+        baseline: The user's own plan.
+        placements: Predicts, and finds the fastest plan for a batch.
+        decided: The plan that was last decided on.
+
+    Args:
+        profile: The profile.
+        former: The phase before; its decision stands, if it fits.
+        budget_bytes: The budget of the moment; ``None`` for none.
+        square_share: As :class:`Placements` takes it.
+        largest_bytes: Bytes of the largest batch of late; 0 if there was none.
+    """
+
+    decided: Plan
+
+    def __init__(
+        self,
+        profile: Profile,
+        former: Unprofiled | Profiled,
+        *,
+        budget_bytes: int | None,
+        square_share: float,
+        largest_bytes: int,
+    ) -> None:
+        self.space = profile.space
+        self.baseline = self.space.baseline()
+        self.placements = Placements(profile, budget_bytes, square_share)
+        self._batch_bytes = profile.tables[0].batch_bytes
+        self._told: dict[Plan, float] = {}
+        # Units that were never called are none of the profile's.
+        precision = {name: former.decided.precision_of(name) for name in self.baseline.precision}
+        storage = {name: former.decided.storage_of(name) for name in self.baseline.storage}
+        self.decided = former.decided.changed(precision=precision, storage=storage)
+        length = self.share(largest_bytes) if largest_bytes else 1.0
+        self.decide_on(fallback(self.decided, self.placements, usable(budget_bytes), length))
+
+    def decide_on(self, plan: Plan) -> None:
+        """Take a plan as the one that was decided on."""
+        self.decided = plan
+        self._rows = self.placements.group(plan)
+
+    def fallback(self, budget_bytes: int | None, length: float) -> Plan:
+        """Return the plan to run when nobody is trusted: the baseline, or what fits where it is known not to."""
+        return fallback(self.baseline, self.placements, usable(budget_bytes), length)
+
+    def share(self, size: float) -> float:
+        """Return a batch's size over the profiled one's."""
+        return size / self._batch_bytes
+
+    def peak_bytes(self, plan: Plan, size: float) -> float | None:
+        """Return a plan's predicted peak with a batch of a size."""
+        return self.placements.peak_bytes(plan, self.share(size))
+
+    def seconds_of(self, plan: Plan) -> float | None:
+        """Return a plan's predicted seconds per step at the profiled size."""
+        if plan not in self._told:
+            self._told[plan] = self.placements.seconds_of(plan)
+        return self._told[plan]
+
+    def fits(self, plan: Plan, size: float, budget_bytes: int | None) -> bool:
+        """Whether a plan is predicted to fit with a batch of a size."""
+        return self.placements.peak_bytes(plan, self.share(size)) <= usable(budget_bytes)
+
+    def place(self, length: float, room: float, *, follows: bool) -> Placed:
+        """Return the plan for a batch: the decided one, or the fastest that may stand in for it.
+
+        Args:
+            length: The batch's size over the profiled one's.
+            room: Bytes that may be taken.
+            follows: Whether the storage may be another one than was decided, where that is faster.
+        """
+        # A plan that none is known to stand in for is not exchanged.
+        stays = self._rows is None or not follows
+        if stays and self.placements.peak_bytes(self.decided, length) <= room:
+            return Placed(self.decided)
+        found = None if self._rows is None else self.placements.fastest(room, length, self._rows)
+        found = found or self.placements.fastest(room, length)
+        if found is not None:
+            return Placed(found)
+        leanest = self.placements.leanest()
+        return Placed(leanest, self.placements.peak_bytes(leanest, length))
