@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from autotune.live.attached import Attached, Step
@@ -18,7 +18,7 @@ from autotune.live.uses import Tracing
 from autotune.mechanics import devices
 from autotune.mechanics.step_trace import Phase, StepTrace
 from autotune.physics.profile import Profile
-from autotune.plan import Plan, PlanSpace, Precision
+from autotune.plan import Plan, PlanSpace, Precision, Storage
 
 # The profile is made anew after so many timed steps; there are no more than the last of them.
 RENEWED_AFTER = (2, 4, 8, 16, 32)
@@ -66,6 +66,18 @@ class Knowledge:
         # Of each traced plan, the peak of its last traced step, and the most bytes that it needed for one of the batch.
         self._peaks: dict[Plan, int] = {}
         self._densities: dict[Plan, float] = {}
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Forget the times of steps that recomputed units which may not be recomputed any more.
+
+        Args:
+            names: The units.
+        """
+
+        def holds(plan: Plan) -> bool:
+            return all(plan.storage_of(name) is Storage.SAVE for name in names)
+
+        self.timed = [one for one in self.timed if holds(one.plan)]
 
     def knows(self, signature: Signature) -> bool:
         """Whether the traced steps tell what a step with a signature needs."""

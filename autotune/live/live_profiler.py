@@ -41,6 +41,11 @@ _LARGER = 1.1
 _RETRACES = 12
 # Steps that are traced because nothing like them was.
 _LOOKS = 48
+# Under a budget a step is traced again after so many steps, and then each time after twice as many, up to a limit: what
+# a schedule of the loop's own adds shows in no shape.
+_TRACED_AGAIN, _TRACED_AGAIN_AT_MOST = 4, 1024
+# Traces that cannot be read before no more are taken.
+_UNREADABLE = 4
 # Steps that are looked at until each unit was called: chance may leave one out.
 _PROBED_STEPS = 4
 # Steps that pass while one like those that are planned with is awaited.
@@ -84,6 +89,9 @@ class LiveProfiler:
         self._began = False
         self._likeliest: Placements | None = None
         self._looks = 0
+        self._unreadable = 0
+        # Steps until a step is traced again, and until the one after that.
+        self._until_trace = self._trace_every = _TRACED_AGAIN
         # Units that no step has called yet.
         self._uncalled: list[str] = []
         self._probed_steps = 0
@@ -147,7 +155,9 @@ class LiveProfiler:
             self._use = self._tracing(plan)
 
     def also_watch(self, plan: Plan, ahead: StepAhead) -> None:
-        """Trace the next step if its batch is larger than any that was traced; time it if its plan hardly was.
+        """Trace the next step if its batch is larger than any that was traced, or if none was traced for long.
+
+        It is timed if its plan hardly was.
 
         Args:
             plan: The plan that it runs under anyway.
@@ -159,8 +169,13 @@ class LiveProfiler:
         self._ahead = ahead
         if not known.plans_with(ahead.signature):
             return
+        self._until_trace -= 1
         size, traced = ahead.batch_bytes, known.traced_bytes(plan, profile.tables[0].batch_bytes)
         if known.traces < _TRACES + _RETRACES and (size > _LARGER * traced or self.growth.told_by(plan, size)):
+            self._use = self._tracing(plan)
+        elif self._lean and self._until_trace <= 0:
+            self._trace_every = min(2 * self._trace_every, _TRACED_AGAIN_AT_MOST)
+            self._until_trace = self._trace_every
             self._use = self._tracing(plan)
         elif len(known.timed) < RENEWED_AFTER[-1] and known.times_of(plan) < _TIMED_EACH:
             self._use = self._timing(plan)
@@ -181,15 +196,18 @@ class LiveProfiler:
         self.knowledge.note_batch(step.batch_bytes)
         if use is None:
             return False
-        use.close()
         try:
+            use.close()
             news = self._read(use, step)
             if news and self.complete:
                 self.rebuild()
                 return True
         except Exception as error:  # noqa: BLE001 - without a profile there is nothing to act on, and the run goes on
-            logger.warning("the run cannot be profiled: %s", error)
-            self.failed = f"{type(error).__name__}: {error}"
+            self._unreadable += 1
+            # A profiler that the user began within the step ends the trace: another step is traced.
+            if isinstance(error, RuntimeError) or self._unreadable > _UNREADABLE:
+                logger.warning("the run cannot be profiled: %s", error)
+                self.failed = f"{type(error).__name__}: {error}"
         return False
 
     def abandon(self) -> None:
@@ -239,6 +257,7 @@ class LiveProfiler:
             return False
         self.locks.update(new)
         self._leave_out(new)
+        self.knowledge.leave_out(new)
         return self.complete and self.rebuild() is not None
 
     def rebuild(self) -> Profile | None:
@@ -298,9 +317,15 @@ class LiveProfiler:
         if self.knowledge.scores and self.knowledge.scores[-1].is_short:
             self._distrust()
             return
-        self.complete = self.rebuild() is not None
-        if not self.complete:
+        profile = self.rebuild()
+        self.complete = profile is not None
+        if profile is None:
             self.failed = "no step of the run could be traced"
+            return
+        there = {unit.name for unit in profile.space.units}
+        for unit in self.space.units:
+            if unit.name not in there:
+                self.locks.setdefault(unit.name, "it was not called as a module: its forward() was, or a part of it")
 
     def _begin_again(self) -> None:
         """Learn the costs anew; whoever plans already goes on from the former profile until enough was traced."""

@@ -69,10 +69,10 @@ class UnitProbe:
             self.module.__dict__["forward"] = self._shadowed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Probe the first call in training, then run it as if nothing had been."""
+        """Probe the first call that may be trained on, then run it as if nothing had been."""
         if torch.compiler.is_compiling():
             return self._inner(*args, **kwargs)
-        if self.calls == 0 and torch.is_grad_enabled() and self.module.training:
+        if self.calls == 0 and torch.is_grad_enabled():
             self.calls = 1
             device = _device_type(self.module, args, kwargs)
             self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
