@@ -37,7 +37,6 @@ from autotune.live.follower import follow
 from autotune.live.limits import KILL_VARIABLE, Limits, Mode, Stage, is_disabled
 from autotune.live.pilot import Pilot
 from autotune.live.ranks import Ranks, is_flattened
-from autotune.live.screen import screen_of
 from autotune.live.tuner import LiveTuner
 from autotune.mechanics import controls, devices
 from autotune.mechanics.precision import useful_precisions
@@ -89,7 +88,6 @@ def attach(
     limits: Limits | None = None,
     runs_dir: str | Path | None = "runs",
     name: str | None = None,
-    show: bool = False,
     mlflow: bool = False,
 ) -> LiveTuner:
     """Attach a policy to a training run in the caller's own loop.
@@ -121,7 +119,6 @@ def attach(
         limits: how far the tuner may go.
         runs_dir: where a run directory with the decision log is made; ``None`` writes nothing.
         name: what the run is called; ``None`` for the model's class.
-        show: whether to show how the run stands at the bottom of the terminal, if stderr is one.
         mlflow: whether a process of its own sends the decision log to MLflow while the run goes on.
 
     Raises:
@@ -188,7 +185,6 @@ def attach(
         stop_file=None if folder is None else folder / _STOP_FILE,
         folder=folder,
         on_detach=functools.partial(_forget, weakref.ref(inner)),
-        screen=screen_of() if show and ranks.rank == 0 else None,
     )
     _attached[inner] = weakref.ref(tuner)
     # A tuner that is lost, by an exception in a function say, leaves no unit under a plan.

@@ -32,7 +32,6 @@ class Attaches:
             step; ``None`` for what the device has.
         limits: how far the tuner may go; ``statistics_every`` is not used.
         runs_dir: where a run directory with the decision log is made; ``None`` writes nothing.
-        show: as :func:`autotune.attach` takes it; the first process of several shows.
         mlflow: as :func:`autotune.attach` takes it.
 
     Raises:
@@ -54,7 +53,6 @@ class Attaches:
         memory_budget_bytes: Budget | str = None,
         limits: Limits | None = None,
         runs_dir: str | Path | None = "runs",
-        show: bool = False,
         mlflow: bool = False,
     ) -> None:
         if mode not in self.modes:
@@ -69,7 +67,7 @@ class Attaches:
         self._budget = memory_budget_bytes
         self._limits = limits
         self._runs_dir = runs_dir
-        self._show, self._mlflow = show, mlflow
+        self._mlflow = mlflow
         self.tuner: LiveTuner | None = None
 
     def _attach(
@@ -98,6 +96,5 @@ class Attaches:
             accumulation_choices=self.accumulation_choices,
             limits=limits,
             runs_dir=self._runs_dir if is_first else None,
-            show=self._show and is_first,
             mlflow=self._mlflow and is_first,
         )
