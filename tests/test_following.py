@@ -15,13 +15,15 @@ from test_live import RESTLESS, Trace, Wanders, assert_identical, deep_gpt, gpt_
 from test_tracking import runs_in
 
 import autotune
-from autotune import AttachError
+from autotune import AttachError, Settings
 from autotune.campaign.following import Counts, LogReader, Sender, metrics_of
 from autotune.campaign.following import follow as follow_log
 from autotune.campaign.tracking import SPOOL, Tracker
 from autotune.live import attach as attach_module
 from autotune.live import follower
 from autotune.live.integrations.attaches import Attaches
+
+FOLLOWED = Settings(mlflow=True)
 
 
 class OfAFramework(Attaches):
@@ -39,7 +41,7 @@ def test_of_several_processes_the_first_alone_sends(tmp_path: Path, monkeypatch:
     followed: list[Path] = []
     monkeypatch.setattr(attach_module, "follow", followed.append)
     for is_first in (True, False):
-        OfAFramework("exact", runs_dir=tmp_path, mlflow=True).begin(is_first=is_first).detach()
+        OfAFramework("exact", runs_dir=tmp_path, settings=FOLLOWED).begin(is_first=is_first).detach()
     assert len(followed) == len(list(tmp_path.iterdir())) == 1
     OfAFramework("exact", runs_dir=tmp_path).begin(is_first=True).detach()
     assert len(followed) == 1
@@ -47,7 +49,7 @@ def test_of_several_processes_the_first_alone_sends(tmp_path: Path, monkeypatch:
 
 def test_mlflow_without_a_folder_for_the_log_is_refused() -> None:
     with pytest.raises(AttachError, match="runs_dir is None"):
-        train(deep_gpt, token_batches, gpt_loss, 1, mlflow=True)
+        train(deep_gpt, token_batches, gpt_loss, 1, settings=FOLLOWED)
 
 
 def test_a_process_that_cannot_be_started_costs_a_warning(
@@ -62,8 +64,8 @@ def train_followed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trace:
     """Train with a log that is followed, and wait until its last record is there."""
     attach = autotune.attach
     monkeypatch.setattr(autotune, "attach", lambda *a, **k: attach(*a, **{**k, "runs_dir": folder}))
-    settings = {"policy": Wanders(), "memory_budget_bytes": 10**9, "limits": RESTLESS}
-    followed = train(deep_gpt, token_batches, gpt_loss, 20, mlflow=True, **settings)
+    attaching = {"policy": Wanders(), "memory_budget_bytes": 10**9, "limits": RESTLESS, "settings": FOLLOWED}
+    followed = train(deep_gpt, token_batches, gpt_loss, 20, **attaching)
     for one in threading.enumerate():
         if one.name == "autotune-follower":
             one.join(120)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
 
+from autotune.job import LearningRateRule
 from autotune.live.limits import Limits, Mode, Stage
 from autotune.plan import PlanSpace
 
-LearningRateRule = Literal["linear", "sqrt", "none"]
 Budget = int | None | Callable[[], int | None]
 
 
