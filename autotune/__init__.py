@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from autotune.job import DataSource, Job, WarmupCosine
     from autotune.live.attach import attach, detach
     from autotune.live.limits import Limits
+    from autotune.live.settings import Settings
     from autotune.live.tuner import LiveTuner
     from autotune.measurement import Failure, GradientStatistics, Measurement, UnitGradient
     from autotune.plan import Launch, Plan, PlanSpace, Precision, Storage
@@ -65,6 +66,7 @@ __all__ = [
     "Precision",
     "RankOptions",
     "RunDirectoryError",
+    "Settings",
     "Storage",
     "TorchEngine",
     "Unit",
@@ -108,6 +110,7 @@ _LAZY = {
         "autotune.job": ("DataSource", "Job", "WarmupCosine"),
         "autotune.live.attach": ("attach", "detach"),
         "autotune.live.limits": ("Limits",),
+        "autotune.live.settings": ("Settings",),
         "autotune.live.tuner": ("LiveTuner",),
         "autotune.measurement": ("Failure", "GradientStatistics", "Measurement", "UnitGradient"),
         "autotune.plan": ("Launch", "Plan", "PlanSpace", "Precision", "Storage"),

@@ -117,7 +117,8 @@ def main() -> None:
         clip_norm = None if way in ("tensor", "both", "flattened") else 0.5
         plain, _ = train(way, None, clip_norm)
         for name, policy, budget in (("lean", "exact", 1), ("wander", Wanders(), 10**9)):
-            attaching = {"policy": policy, "memory_budget_bytes": budget, "runs_dir": folder / way, "name": name}
+            attaching = {"policy": policy, "memory_budget_bytes": budget, "runs_dir": folder / way}
+            attaching["settings"] = autotune.Settings(name=name)
             tuned, plans = train(way, attaching, clip_norm)
             assert tuned == plain, (way, name)
             if way == "flattened":

@@ -30,6 +30,7 @@ VERBS = [
     "schedule",
     "train",
     "tune",
+    "watch",
 ]
 
 
@@ -61,6 +62,7 @@ def test_the_surface_is_the_documented_one(capsys: pytest.CaptureFixture[str]) -
         ["compare"],
         ["explain"],
         ["doctor"],
+        ["watch"],
         ["plan"],
         ["reproduce"],
         ["export"],
@@ -240,6 +242,7 @@ READ = [
     ["resume", "{path}"],
     ["report", "{path}"],
     ["replay", "{path}"],
+    ["watch", "{path}"],
     ["explain", "{path}", "--job", str(JOB)],
     ["export", "{path}", "--job", str(JOB)],
     [*RUN, "--profile", "{path}"],

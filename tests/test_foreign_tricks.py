@@ -227,7 +227,8 @@ def test_a_decision_log_that_is_taken_is_reported(
     events = (ATTACHED | first, PROFILED | profiled, DETACHED | last)
     (tmp_path / "decisions.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
     damaged = first.get("baseline") is not None
-    assert run_command(["report", str(tmp_path)]) == (2 if damaged else 0)
+    for command in ("report", "watch"):
+        assert run_command([command, str(tmp_path)]) == (2 if damaged else 0)
 
 
 def test_a_table_has_a_column_for_what_only_some_rows_hold_and_no_formulas() -> None:
@@ -283,6 +284,6 @@ def test_a_predicted_time_that_nothing_can_be_divided_by_is_refused(
     events = (ATTACHED, *[{**decision, "predicted": predicted, "measured": seen, "ran": ran}] * 3, DETACHED)
     (tmp_path / "decisions.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    for command in ("report", "replay"):
+    for command in ("report", "replay", "watch"):
         assert run_command([command, str(tmp_path), "--json"]) == 2
         assert "ran.predicted is 0.0" in capsys.readouterr().err

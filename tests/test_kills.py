@@ -117,7 +117,8 @@ from test_live import RESTLESS, deep_gpt, gpt_loss, token_batches
 model = deep_gpt()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 tuner = autotune.attach(
-    model, optimizer, "exact", limits=RESTLESS, memory_budget_bytes=10**9, runs_dir=sys.argv[1], mlflow=True
+    model, optimizer, "exact", limits=RESTLESS, memory_budget_bytes=10**9, runs_dir=sys.argv[1],
+    settings=autotune.Settings(mlflow=True),
 )
 for batch in token_batches(1000):
     for micro in tuner.micro_batches(batch):

@@ -24,7 +24,7 @@ from small_models import Block, TinyConvolution, TinyGPT
 from torch import nn
 
 import autotune
-from autotune import AttachError, Limits
+from autotune import AttachError, Limits, Settings
 from autotune.live.deciding import find_policy
 from autotune.live.limits import KILL_VARIABLE
 from autotune.plan import Launch, Plan, PlanSpace, Precision, Storage
@@ -504,7 +504,9 @@ def test_a_model_without_units_is_observed_only() -> None:
         ({"memory_budget_bytes": "75%"}, "75%"),
         ({"memory_budget_bytes": "lots"}, "lots"),
         ({"limits": 5}, "limits is 5"),
-        ({"units": ["nothing"]}, "no module of the model"),
+        ({"settings": 5}, "settings is 5"),
+        ({"settings": Settings(units=["nothing"])}, "no module of the model"),
+        ({"units": ["nothing"]}, r"units is a setting \(allowed: settings=Settings\(units=...\)\)"),
     ],
 )
 def test_wrong_input_is_one_line_and_the_model_stays_untouched(change: dict[str, Any], said: str) -> None:

@@ -26,11 +26,13 @@ from test_live import (
 from torch import nn
 
 import autotune
-from autotune import AttachError
+from autotune import AttachError, Settings
 from autotune.mechanics.precision import useful_precisions
 from autotune.physics.profile import Profile
 from autotune.physics.time_model import summed_seconds
 from autotune.plan import Plan, Precision, Storage
+
+ADAPTIVE = Settings(batching="adaptive")
 
 
 class Roams:
@@ -310,7 +312,7 @@ def test_two_skipped_steps_under_a_lower_precision_trip() -> None:
 @pytest.mark.parametrize("k", [2, 4])
 def test_an_adaptive_step_consumes_k_batches_and_weighs_them_by_their_items(k: int) -> None:
     tuned = train(
-        plain_gpt, padded(80), padded_loss, num_targets, policy=Holds(k), mode="tolerant", batching="adaptive",
+        plain_gpt, padded(80), padded_loss, num_targets, policy=Holds(k), mode="tolerant", settings=ADAPTIVE,
         memory_budget_bytes=10**9, limits=RESTLESS,
     )  # fmt: skip
     events = [event for event in tuned.tuner.events if event["event"] == "switched"]
@@ -327,7 +329,7 @@ def test_an_adaptive_step_consumes_k_batches_and_weighs_them_by_their_items(k: i
 def test_under_adaptive_batching_k_differ_by_the_update_that_their_batches_share(budget: int | None) -> None:
     policy = Notes(2)
     tuned = train(
-        plain_gpt, padded(80), padded_loss, num_targets, policy=policy, mode="tolerant", batching="adaptive",
+        plain_gpt, padded(80), padded_loss, num_targets, policy=policy, mode="tolerant", settings=ADAPTIVE,
         memory_budget_bytes=budget, limits=RESTLESS,
     )  # fmt: skip
     pilot: Any = tuned.tuner._pilot
@@ -350,7 +352,7 @@ def test_an_adaptive_steps_seconds_are_those_of_all_its_batches_and_of_nothing_b
     seeded()
     model = plain_gpt()
     tuner = autotune.attach(
-        model, torch.optim.SGD(model.parameters(), 0.05), Holds(4), mode="tolerant", batching="adaptive",
+        model, torch.optim.SGD(model.parameters(), 0.05), Holds(4), mode="tolerant", settings=ADAPTIVE,
         limits=RESTLESS, runs_dir=None,
     )  # fmt: skip
     pilot: Any = tuner._pilot
@@ -378,7 +380,7 @@ def test_an_adaptive_steps_seconds_are_those_of_all_its_batches_and_of_nothing_b
 def test_a_plan_that_none_is_known_to_stand_in_for_runs_as_it_was_decided() -> None:
     tuned = train(
         lambda: TinyGPT(width=16, blocks=6, dropout=0.0), texts(80), gpt_loss, policy=Mixes(4), mode="tolerant",
-        batching="adaptive", memory_budget_bytes=10**9, limits=RESTLESS,
+        settings=ADAPTIVE, memory_budget_bytes=10**9, limits=RESTLESS,
     )  # fmt: skip
     status = tuned.tuner.status
     assert status["decided"].accumulation_steps == 4
@@ -394,7 +396,8 @@ def test_an_adaptive_run_equals_the_same_steps_by_hand() -> None:
     by_hand.load_state_dict(tuned.state_dict())
     optimizers = [torch.optim.SGD(model.parameters(), 0.05) for model in (tuned, by_hand)]
     tuner = autotune.attach(
-        tuned, optimizers[0], Roams(precise=True), mode="tolerant", batching="adaptive", lr_rule="sqrt",
+        tuned, optimizers[0], Roams(precise=True), mode="tolerant",
+        settings=Settings(batching="adaptive", lr_rule="sqrt"),
         memory_budget_bytes=10**9, limits=RESTLESS, runs_dir=None, clip_norm=1.0,
     )  # fmt: skip
     sizes, held = [], []
@@ -423,12 +426,9 @@ def test_an_adaptive_run_equals_the_same_steps_by_hand() -> None:
     ("wrong", "message"),
     [
         ({"mode": "reckless"}, "mode is 'reckless'"),
-        ({"batching": "adaptive"}, "adaptive in mode exact"),
-        ({"batching": "big", "mode": "tolerant"}, "batching is 'big'"),
-        ({"lr_rule": "linear", "mode": "tolerant"}, "lr_rule is 'linear'"),
-        ({"lr_rule": "cubic"}, "lr_rule is 'cubic'"),
-        ({"batching": "adaptive", "mode": "tolerant", "accumulation_steps": 2}, "accumulates 2 batches by itself"),
-        ({"batching": "adaptive", "mode": "tolerant", "accumulation_steps": "2"}, "accumulation_steps is '2'"),
+        ({"settings": ADAPTIVE}, "adaptive in mode exact"),
+        ({"settings": ADAPTIVE, "mode": "tolerant", "accumulation_steps": 2}, "accumulates 2 batches by itself"),
+        ({"settings": ADAPTIVE, "mode": "tolerant", "accumulation_steps": "2"}, "accumulation_steps is '2'"),
     ],
 )
 def test_modes_that_cannot_be_had_are_refused_in_one_line(wrong: dict[str, Any], message: str) -> None:
@@ -441,13 +441,13 @@ def test_modes_that_cannot_be_had_are_refused_in_one_line(wrong: dict[str, Any],
 @pytest.mark.slow
 @pytest.mark.parametrize("batching", ["fixed", "adaptive"])
 @pytest.mark.parametrize("policy", ["exact", "greedy", "planner", "ppo"])
-def test_every_named_policy_plans_k_and_precision_within_a_budget(policy: str, batching: str) -> None:
+def test_every_named_policy_plans_k_and_precision_within_a_budget(policy: str, batching: Any) -> None:
     """Under a budget that the baseline exceeds, each of them runs to the end, trips nothing and learns."""
     lowest, highest = profiled_peaks()
     limits = dataclasses.replace(RESTLESS, gain_frac=0.0)
     tuned = train(
         lambda: TinyGPT(width=16, blocks=6, dropout=0.0), texts(40, rows=4), gpt_loss, policy=policy, mode="tolerant",
-        batching=batching, memory_budget_bytes=int(lowest + 0.6 * (highest - lowest)), limits=limits,
+        settings=Settings(batching=batching), memory_budget_bytes=int(lowest + 0.6 * (highest - lowest)), limits=limits,
     )  # fmt: skip
     status = tuned.tuner.status
     assert status["attached"], status
@@ -510,7 +510,7 @@ def test_a_model_that_cannot_run_in_16_bits_is_left_as_it_is(block: type[nn.Modu
         gpt_loss,
         policy=Roams(),
         mode="tolerant",
-        accumulation_choices=(1,),
+        settings=Settings(accumulation_choices=(1,)),
         memory_budget_bytes=10**9,
         limits=RESTLESS,
     )
@@ -518,10 +518,3 @@ def test_a_model_that_cannot_run_in_16_bits_is_left_as_it_is(block: type[nn.Modu
     assert said in tuned.tuner.locks["bf16"]
     assert ks_of(tuned) == {1}
     assert_close(plain, tuned, 0.0)
-
-
-@pytest.mark.parametrize("choices", [(), (2, 1), (0, 1), (1, 1), (1.5,), "2"])
-def test_wrong_choices_of_k_are_refused(choices: Any) -> None:
-    model = deep_gpt()
-    with pytest.raises(AttachError, match=r"accumulation_choices is .*allowed: whole numbers >= 1, ascending"):
-        autotune.attach(model, torch.optim.SGD(model.parameters(), 0.1), accumulation_choices=choices, runs_dir=None)

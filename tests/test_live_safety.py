@@ -78,7 +78,7 @@ def test_nothing_is_switched_while_gradients_of_somebody_elses_making_are_alive(
         optimizer,
         **ATTACHED,
         mode="rounding",
-        accumulation_choices=(1,),
+        settings=autotune.Settings(accumulation_choices=(1,)),
         runs_dir=None,  # type: ignore[arg-type]
     )
     for number, batch in enumerate(token_batches(24)):

@@ -33,8 +33,9 @@ def attach_and_train(runs: Path, policy: object, steps: int = STEPS, **attaching
     seeded()
     model = deep_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    settings = {"memory_budget_bytes": 10**6, "limits": RESTLESS, "total_steps": steps, **attaching}
-    tuner = autotune.attach(model, optimizer, policy, runs_dir=runs, name="<tiny> & GPT", **settings)
+    arguments = {"memory_budget_bytes": 10**6, "limits": RESTLESS, "total_steps": steps, **attaching}
+    settings = autotune.Settings(name="<tiny> & GPT")
+    tuner = autotune.attach(model, optimizer, policy, runs_dir=runs, settings=settings, **arguments)
     folder = tuner.folder
     for batch in token_batches(steps):
         for micro in tuner.micro_batches(batch):

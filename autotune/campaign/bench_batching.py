@@ -19,6 +19,7 @@ from autotune.catalog import load_job
 from autotune.errors import InputError
 from autotune.job import Job
 from autotune.live.limits import Limits
+from autotune.live.settings import Settings
 from autotune.mechanics import randomness, stepping
 from autotune.mechanics.devices import device_name
 from autotune.physics.learning_rate import batch_factor
@@ -139,9 +140,7 @@ def _race(job: Job, seed: int, policy: str, shows: Reporter, rounds: int) -> dic
     attaching = {
         "policy": policy,
         "mode": "tolerant",
-        "batching": "adaptive",
-        "lr_rule": job.lr_rule,
-        "accumulation_choices": job.accumulation_choices,
+        "settings": Settings(batching="adaptive", lr_rule=job.lr_rule, accumulation_choices=job.accumulation_choices),
         "memory_budget_bytes": _AMPLE,
         "total_steps": job.max_steps,
         # Steps of a few milliseconds: what the tuner costs is part of the time, and no reason to leave.

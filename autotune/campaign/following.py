@@ -10,15 +10,16 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from autotune.campaign.tracking import Tracker
 from autotune.errors import InputError
-from autotune.files import parse_json
+from autotune.files import parse_line
 from autotune.live.decision_log import LOG_NAME
+from autotune.live.log_tail import LogTail
 
 # Seconds between two looks at the log, and decisions sent of what one look finds, the latest.
 POLL_S = 2.0
@@ -131,27 +132,18 @@ class LogReader:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
+        self._tail = LogTail(path)
 
     def read(self) -> list[dict[str, Any]]:
         """Return the events whose lines are complete; a damaged line is left out."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except OSError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return list(self._parsed(whole))
-
-    def _parsed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        for row in data.decode("utf-8", errors="replace").splitlines():
-            with contextlib.suppress(InputError):
-                event = parse_json(row, where=str(self._path))
-                if isinstance(event.get("event"), str) and isinstance(event.get("step"), int):
-                    yield event
+        events = []
+        with contextlib.suppress(InputError):
+            for row, _ in self._tail.read():
+                with contextlib.suppress(InputError):
+                    event = parse_line(row, where=str(self._tail.path))
+                    if isinstance(event.get("event"), str) and isinstance(event.get("step"), int):
+                        events.append(event)
+        return events
 
 
 def follow(folder: Path, process: int, *, poll_s: float = POLL_S) -> None:

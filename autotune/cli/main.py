@@ -31,6 +31,7 @@ from autotune.cli import (
     schedule,
     train,
     tune,
+    watch,
 )
 from autotune.cli.arguments import require_text, require_working_folder
 from autotune.cli.console import keep_stdout_for_json, let_go_of_stdout, open_closed_streams, stdout_has_no_reader
@@ -58,6 +59,7 @@ _COMMANDS = (
     export,
     replay,
     report,
+    watch,
     schedule,
     doctor,
 )

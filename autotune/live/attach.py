@@ -7,7 +7,6 @@ import functools
 import math
 import platform
 import weakref
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,12 @@ import torch
 from torch import nn
 
 from autotune.errors import AttachError
-from autotune.live.attached import Attached, Budget, LearningRateRule
+from autotune.live.attached import Attached, Budget
 from autotune.live.checks import (
     accumulated,
     budget_of,
     check,
     choice_of,
-    choices_of_k,
     inner_of,
     is_adaptive,
     limits_of,
@@ -37,7 +35,7 @@ from autotune.live.follower import follow
 from autotune.live.limits import KILL_VARIABLE, Limits, Mode, Stage, is_disabled
 from autotune.live.pilot import Pilot
 from autotune.live.ranks import Ranks, is_flattened
-from autotune.live.screen import screen_of
+from autotune.live.settings import Settings, settings_of, without_settings
 from autotune.live.tuner import LiveTuner
 from autotune.mechanics import controls, devices
 from autotune.mechanics.precision import useful_precisions
@@ -70,6 +68,7 @@ def detach(model: nn.Module, reason: str = "detach() was called") -> None:
     controls.remove(inner)
 
 
+@without_settings
 def attach(
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -78,19 +77,13 @@ def attach(
     engine: Any = None,
     mode: str = "exact",
     stage: str = "act",
-    batching: str = "fixed",
-    lr_rule: LearningRateRule = "none",
     memory_budget_bytes: Budget | str = None,
     clip_norm: float | None = None,
     total_steps: int | None = None,
     accumulation_steps: int = 1,
-    accumulation_choices: Sequence[int] = (1, 2, 4, 8),
-    units: Sequence[str] | None = None,
     limits: Limits | None = None,
     runs_dir: str | Path | None = "runs",
-    name: str | None = None,
-    show: bool = False,
-    mlflow: bool = False,
+    settings: Settings | None = None,
 ) -> LiveTuner:
     """Attach a policy to a training run in the caller's own loop.
 
@@ -104,10 +97,6 @@ def attach(
         mode: ``exact`` changes storage alone, so that training stays bit-identical; ``rounding`` also k at a fixed
             batch, if cutting one in two was seen to keep its gradient; ``tolerant`` also the precision of units.
         stage: ``observe`` changes nothing and scores its own advice; ``act`` switches.
-        batching: ``fixed``: k cuts each batch. ``adaptive``, in mode ``tolerant``: a step consumes k batches, as the
-            gradient's noise warrants, and ``step()`` returns ``False`` until it has them.
-        lr_rule: under adaptive batching, ``linear`` or ``sqrt`` multiply the learning rate of a step by its samples
-            over a batch's; ``none`` leaves it.
         memory_budget_bytes: bytes, a size (``"20GiB"``), or a function that returns bytes and is asked before every
             step; ``None`` for what the device has. It bounds what tensors take; ``"20GiB:reserved"`` bounds what the
             accelerator's allocator reserves for them, which ``nvidia-smi`` shows.
@@ -115,19 +104,15 @@ def attach(
         total_steps: length of the run in optimizer steps, if it is known.
         accumulation_steps: batches that the loop itself accumulates before each update. It stays, and memory is
             predicted for it.
-        accumulation_choices: the k that plans may choose from, where the mode leaves them the choice; ``(1,)`` for a
-            loss that you know to be coupled, as contrastive ones are.
-        units: names of the modules to tune; ``None`` finds them.
         limits: how far the tuner may go.
         runs_dir: where a run directory with the decision log is made; ``None`` writes nothing.
-        name: what the run is called; ``None`` for the model's class.
-        show: whether to show how the run stands at the bottom of the terminal, if stderr is one.
-        mlflow: whether a process of its own sends the decision log to MLflow while the run goes on.
+        settings: what few need: which units, choices of k, adaptive batching, the run's name, MLflow.
 
     Raises:
         AttachError: naming what cannot be attached to, and the remedy; the model stays untouched.
         PolicyFileError: if a policy folder is not a policy.
     """
+    settings = settings_of(settings)
     chosen_mode, chosen_stage = choice_of(Mode, mode, "mode"), choice_of(Stage, stage, "stage")
     sharded = None if engine is None else updates_through(engine, model, optimizer, chosen_mode, clip_norm)
     if sharded is not None:
@@ -145,20 +130,20 @@ def attach(
     assert optimizer is not None
     limits = limits_of(limits, sharded=sharded is not None)
     batches = accumulated(accumulation_steps)
-    adaptive = is_adaptive(batching, lr_rule, chosen_mode, batches, parallel=model is not inner)
-    if mlflow and runs_dir is None:
+    adaptive = is_adaptive(settings, chosen_mode, batches, parallel=model is not inner)
+    if settings.mlflow and runs_dir is None:
         raise AttachError("mlflow is set and runs_dir is None", where="attach", allowed="a folder for the run's log")
     budget, reserved = budget_of(memory_budget_bytes)
     if is_disabled():
         device = devices.device_of(inner)
         return _inert(inner, model, optimizer, sharded or _update(device, inner, optimizer, clip_norm))
     found = find_policy(policy)
-    space, locks = _space(inner, units, chosen_mode, batches, choices_of_k(accumulation_choices), adaptive=adaptive)
+    space, locks = _space(inner, settings, chosen_mode, batches, adaptive=adaptive)
     unfit = _unfit(space, model, inner, sharded)
     if unfit is not None:
         chosen_stage, locks["units"] = Stage.OBSERVE, f"{unfit}: observed only"
     facts = Attached(
-        name=name or type(inner).__name__,
+        name=settings.name or type(inner).__name__,
         model=inner,
         optimizer=optimizer,
         device=devices.device_of(inner),
@@ -171,13 +156,13 @@ def attach(
         reserved=reserved,
         total_steps=total_steps,
         adaptive=adaptive,
-        lr_rule=lr_rule,
+        lr_rule=settings.lr_rule,
         bucket_bytes=_bucket_bytes(model) if sharded is None else held_bytes(sharded, inner),
         accumulation_steps=batches,
     )
     ranks = Ranks(model, facts.limits.rank_timeout_s)
     folder, log = _log_of(facts, found, None if runs_dir is None or ranks.rank else Path(runs_dir))
-    if mlflow and folder is not None:
+    if settings.mlflow and folder is not None:
         follow(folder)
     pilot = Pilot(facts, found, log, ranks)
     tuner = LiveTuner(
@@ -188,7 +173,6 @@ def attach(
         stop_file=None if folder is None else folder / _STOP_FILE,
         folder=folder,
         on_detach=functools.partial(_forget, weakref.ref(inner)),
-        screen=screen_of() if show and ranks.rank == 0 else None,
     )
     _attached[inner] = weakref.ref(tuner)
     # A tuner that is lost, by an exception in a function say, leaves no unit under a plan.
@@ -306,15 +290,15 @@ def _unfit(space: PlanSpace, model: nn.Module, inner: nn.Module, sharded: Sharde
 
 def _space(
     model: nn.Module,
-    units: Sequence[str] | None,
+    settings: Settings,
     mode: Mode,
     accumulation_steps: int,
-    choices: tuple[int, ...],
     *,
     adaptive: bool,
 ) -> tuple[PlanSpace, dict[str, str]]:
     locks: dict[str, str] = {}
-    found: tuple[Unit, ...] = units_of(model, units)
+    found: tuple[Unit, ...] = units_of(model, settings.units)
+    choices = tuple(settings.accumulation_choices)
     precisions: tuple[Precision, ...] = (Precision.INHERIT,)
     if mode is not Mode.TOLERANT:
         locks["precision"] = f"mode {mode} leaves it as it is"

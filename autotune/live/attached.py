@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
 
+from autotune.job import LearningRateRule
 from autotune.live.limits import Limits, Mode, Stage
 from autotune.live.signature import Signature
 from autotune.plan import PlanSpace
 
-LearningRateRule = Literal["linear", "sqrt", "none"]
 Budget = int | None | Callable[[], int | None]
 
 

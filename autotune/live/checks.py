@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -12,10 +11,11 @@ from torch import nn
 
 from autotune.budget import MemoryBudget
 from autotune.errors import AttachError, InputError
-from autotune.live.attached import Budget, LearningRateRule
+from autotune.live.attached import Budget
 from autotune.live.deepspeed_engines import is_engine, update_of
 from autotune.live.limits import Limits, Mode
 from autotune.live.ranks import is_flattened, is_spread
+from autotune.live.settings import Settings
 from autotune.mechanics import controls
 from autotune.mechanics.sharded import ShardedUpdate
 
@@ -150,13 +150,9 @@ def accumulated(value: object) -> int:
     return value
 
 
-def is_adaptive(batching: str, lr_rule: str, mode: Mode, accumulation_steps: int, *, parallel: bool) -> bool:
+def is_adaptive(settings: Settings, mode: Mode, accumulation_steps: int, *, parallel: bool) -> bool:
     """Tell whether a step consumes k batches."""
-    if batching not in ("fixed", "adaptive"):
-        raise AttachError(f"batching is {batching!r}", where="attach", allowed=["fixed", "adaptive"])
-    if lr_rule not in get_args(LearningRateRule):
-        raise AttachError(f"lr_rule is {lr_rule!r}", where="attach", allowed=list(get_args(LearningRateRule)))
-    adaptive = batching == "adaptive"
+    adaptive = settings.batching == "adaptive"
     if adaptive and mode is not Mode.TOLERANT:
         raise AttachError(
             f"batching is adaptive in mode {mode}", where="attach", allowed="mode tolerant: it changes what is learnt"
@@ -170,17 +166,7 @@ def is_adaptive(batching: str, lr_rule: str, mode: Mode, accumulation_steps: int
             where="attach",
             allowed="accumulation_steps=1, and step() after each batch",
         )
-    if lr_rule != "none" and not adaptive:
-        raise AttachError(f"lr_rule is {lr_rule!r}", where="attach", allowed="none, but for adaptive batching")
     return adaptive
-
-
-def choices_of_k(value: object) -> tuple[int, ...]:
-    """Return the k that plans may choose from."""
-    choices = tuple(value) if isinstance(value, Sequence) else ()
-    if not choices or any(type(k) is not int or k < 1 for k in choices) or sorted(set(choices)) != list(choices):
-        raise AttachError(f"accumulation_choices is {value!r}", where="attach", allowed="whole numbers >= 1, ascending")
-    return choices
 
 
 def budget_of(value: object) -> tuple[Budget, bool]:

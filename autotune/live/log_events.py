@@ -110,6 +110,10 @@ class Decision(_Event):
     placed: Count = 0
     over_budget_steps: Count = 0
     overhead_frac: Quantity | None = None
+    # What was applied when it was made.
+    plan: dict[str, Any] | None = None
+    acting: bool | None = None
+    predicted_peak_bytes: NotNegative | None = None
 
 
 @document
@@ -195,7 +199,7 @@ def check(event: Mapping[str, Any], *, where: str) -> None:
     if not isinstance(name, str) or name not in _KINDS:
         raise InputError(f"event is {shown(name)}", where=where, allowed=list(_KINDS))
     found = validated(_KINDS[name], event, where=where)
-    plan = found.plan if isinstance(found, Switched) else found.baseline if isinstance(found, Attached) else None
+    plan = found.baseline if isinstance(found, Attached) else getattr(found, "plan", None)
     if plan is not None:
         Plan.from_json(plan, where=where)
 

@@ -558,6 +558,7 @@ class Pilot:
         ran = self._past.ran()
         verdict = judge(proposal, now, self.attached.limits)
         acts = self.attached.stage is Stage.ACT and self.breaker.allows(self.step)
+        standing = self.summary()
         self.log.write(
             "decision",
             self.step,
@@ -576,6 +577,8 @@ class Pilot:
             placed=self.placed,
             over_budget_steps=self.over_budget,
             overhead_frac=self.overhead_frac(),
+            # What the step behind ran under, for whoever watches the log.
+            **{name: standing[name] for name in ("plan", "acting", "predicted_peak_bytes")},
         )
         if verdict.illegal:
             self.trip(f"illegal action: {verdict.refused}: {verdict.rules[verdict.refused or '']}")

@@ -23,10 +23,8 @@ from autotune.live.attached import Attached, Step, StepAhead
 from autotune.live.limits import KILL_VARIABLE, Mode, is_disabled
 from autotune.live.pilot import Pilot
 from autotune.live.scaled_loss import is_scaled
-from autotune.live.screen import Screen
 from autotune.live.shadow import Attempt, undone
 from autotune.live.signature import signature_of
-from autotune.live.view import Snapshot, farewell
 from autotune.mechanics import controls, devices, stepping
 from autotune.mechanics.memory_meter import content_bytes
 from autotune.mechanics.step_trace import Phase
@@ -132,7 +130,6 @@ class LiveTuner:
         pilot: leads; ``None`` if a kill switch was set from the beginning.
         stop_file: a file whose appearance detaches; ``None`` for none.
         folder: the run directory; ``None`` for none.
-        screen: shows how the run stands; ``None`` shows nothing.
     """
 
     def __init__(
@@ -145,7 +142,6 @@ class LiveTuner:
         stop_file: Path | None,
         folder: Path | None,
         on_detach: Callable[[], None],
-        screen: Screen | None = None,
     ) -> None:
         self._facts = facts
         self._model = model
@@ -153,7 +149,6 @@ class LiveTuner:
         self._pilot = pilot
         self._stop_file = stop_file
         self._on_detach = on_detach
-        self._screen = screen
         self.folder = folder
         self.attached = pilot is not None
         self.detached_because: str | None = None if pilot is not None else "a kill switch was set"
@@ -304,8 +299,6 @@ class LiveTuner:
         pilot.log.close()
         pilot.ranks.close()
         self._on_detach()
-        with contextlib.suppress(Exception):
-            self._close_screen(farewell(figures, reason, self.folder))
 
     def __enter__(self) -> LiveTuner:
         return self
@@ -468,8 +461,6 @@ class LiveTuner:
         self._safely(lambda pilot: pilot.after_step(report))
         if self._pilot is not None:
             self._watch_over(self._pilot)
-        if self._screen is not None and time.perf_counter() >= self._screen.due:
-            self._show()
 
     def _begin(self, batch: Any, *, bounded: bool = False) -> int:
         """Begin a step, or go on with one whose gradients are still being accumulated; return k.
@@ -557,28 +548,6 @@ class LiveTuner:
             logger.warning("autotune detached itself: %s: %s", type(error).__name__, error)
             self.detach(f"{type(error).__name__}: {error}")
         pilot.spend(time.perf_counter() - began)
-
-    def _show(self) -> None:
-        """Show how the run stands; a view that fails is done without."""
-        pilot, screen = self._pilot, self._screen
-        if pilot is None or screen is None:
-            return
-        began = time.perf_counter()
-        try:
-            space = self._facts.space
-            names = [unit.name for unit in space.units]
-            screen.show(Snapshot.of(self._facts.name, names, space.recomputable, pilot.summary()), began)
-            pilot.spend(screen.spent_s())
-        except Exception as error:  # noqa: BLE001 - whatever goes wrong in the view, the run and its tuner go on
-            logger.info("the live view ended: %s: %s", type(error).__name__, error)
-            self._close_screen()
-        pilot.spend(time.perf_counter() - began)
-
-    def _close_screen(self, last: str = "") -> None:
-        screen, self._screen = self._screen, None
-        if screen is not None:
-            with contextlib.suppress(Exception):
-                screen.close(last)
 
     def _watch_over(self, pilot: Pilot) -> None:
         if pilot.breaker.open:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autotune.budget import format_bytes
-from autotune.live.view import told_steps
 from autotune.report.attached_run import AttachedRun, Decision, count, recomputed, verdict
 from autotune.report.charts import Mark, Point, Series, chart
 from autotune.report.html import Html, cards, element, join, page, section, table
+from autotune.report.standing import told_steps
 from autotune.report.strips import Course, strip
 from autotune.report.svg import Figure
 

@@ -328,6 +328,11 @@ def replayed_by_command(folder: Path, path: Path) -> None:
     _command("replay", path, "--json")
 
 
+def watched(folder: Path, path: Path) -> None:
+    _command("watch", folder, "--once")
+    _command("watch", folder, "--json")
+
+
 def log_attached(folder: Path, path: Path) -> None:
     _attached_steps(path)
 
@@ -505,6 +510,7 @@ def _uses() -> list[Use]:
     use("trials: explain", "tune/trials.jsonl", explained, 0.1)
     use("log: replay", "attach/decisions.jsonl", replayed)
     use("log: replay by command", "attach/decisions.jsonl", replayed_by_command, 0.05)
+    use("log: watch", "attach/decisions.jsonl", watched, 0.05)
     use("log: replay with a job", "attach/decisions.jsonl", replayed_again, 0.02)
     use("log: attach", "attach/decisions.jsonl", log_attached, 0.02)
     use("log: report", "attach/decisions.jsonl", reported_shortly, 0.2)

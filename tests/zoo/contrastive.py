@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autotune import Settings
 from zoo import WIDTH, Residual, Run, points
 
 MODES = ("rounding",)
@@ -12,7 +13,7 @@ MODES = ("rounding",)
 def train(run: Run) -> None:
     encoder = nn.Sequential(*[Residual() for _ in range(4)], nn.Linear(WIDTH, 8))
     optimizer = torch.optim.AdamW(encoder.parameters(), 1e-3)
-    tuner = run.attach(encoder, optimizer, accumulation_choices=(1,))
+    tuner = run.attach(encoder, optimizer, settings=Settings(accumulation_choices=(1,)))
     noise = torch.Generator().manual_seed(7)
     for batch in points(run.steps):
         for x in tuner.micro_batches(batch):

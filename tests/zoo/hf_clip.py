@@ -3,6 +3,7 @@
 import torch
 from transformers import CLIPConfig, CLIPModel
 
+from autotune import Settings
 from zoo import VOCABULARY, Run, images, texts
 
 
@@ -15,7 +16,7 @@ def train(run: Run) -> None:
     )
     model = CLIPModel(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    tuner = run.attach(model, optimizer, accumulation_choices=(1,))
+    tuner = run.attach(model, optimizer, settings=Settings(accumulation_choices=(1,)))
     for (pixels, _), words in zip(images(run.steps), texts(run.steps), strict=True):
         for pictures, captions in tuner.micro_batches((pixels, words)):
             loss = model(input_ids=captions, pixel_values=pictures, return_loss=True).loss

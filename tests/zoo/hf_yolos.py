@@ -3,6 +3,7 @@
 import torch
 from transformers import YolosConfig, YolosForObjectDetection
 
+from autotune import Settings
 from zoo import Run, images
 
 
@@ -20,7 +21,7 @@ def train(run: Run) -> None:
     )
     model = YolosForObjectDetection(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    tuner = run.attach(model, optimizer, clip_norm=0.1, accumulation_choices=(1,))
+    tuner = run.attach(model, optimizer, clip_norm=0.1, settings=Settings(accumulation_choices=(1,)))
     for pixels, classes in images(run.steps):
         boxes = torch.rand(len(pixels), 2, 4) * 0.3 + 0.2
         for pictures, kinds, places in tuner.micro_batches((pixels, classes, boxes)):

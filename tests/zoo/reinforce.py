@@ -4,13 +4,14 @@ import torch
 from torch import nn
 from torch.distributions import Categorical
 
+from autotune import Settings
 from zoo import WIDTH, Residual, Run, points
 
 
 def train(run: Run) -> None:
     policy = nn.Sequential(*[Residual() for _ in range(4)], nn.Linear(WIDTH, 4))
     optimizer = torch.optim.Adam(policy.parameters(), 1e-3)
-    tuner = run.attach(policy, optimizer, accumulation_choices=(1,))
+    tuner = run.attach(policy, optimizer, settings=Settings(accumulation_choices=(1,)))
     baseline = 0.0
     for states in points(run.steps):
         for state in tuner.micro_batches(states):

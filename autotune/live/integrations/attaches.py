@@ -13,6 +13,7 @@ from autotune.errors import AttachError
 from autotune.live.attach import attach
 from autotune.live.attached import Budget
 from autotune.live.limits import Limits, Mode
+from autotune.live.settings import Settings, settings_of, without_settings
 from autotune.live.tuner import LiveTuner
 
 WHERE = "AutotuneCallback"
@@ -32,19 +33,20 @@ class Attaches:
             step; ``None`` for what the device has.
         limits: how far the tuner may go; ``statistics_every`` is not used.
         runs_dir: where a run directory with the decision log is made; ``None`` writes nothing.
-        show: as :func:`autotune.attach` takes it; the first process of several shows.
-        mlflow: as :func:`autotune.attach` takes it.
+        settings: as :func:`autotune.attach` takes them; batching is fixed, and so is k where the framework fixes it.
 
     Raises:
-        AttachError: for another mode; and, when training begins, naming what cannot be attached to and the remedy.
+        AttachError: for another mode or such a setting; and, when training begins, naming what cannot be attached to
+            and the remedy.
     """
 
     framework: ClassVar[str]
     modes: ClassVar[tuple[Mode, ...]] = (Mode.EXACT,)
-    # What the framework does not leave to a callback, and the k that plans may choose from.
+    # What the framework does not leave to a callback, and whether k is left to it.
     fixed: ClassVar[str] = "k and the precision"
-    accumulation_choices: ClassVar[tuple[int, ...]] = (1,)
+    tunes_k: ClassVar[bool] = False
 
+    @without_settings
     def __init__(
         self,
         policy: object = "ppo",
@@ -54,8 +56,7 @@ class Attaches:
         memory_budget_bytes: Budget | str = None,
         limits: Limits | None = None,
         runs_dir: str | Path | None = "runs",
-        show: bool = False,
-        mlflow: bool = False,
+        settings: Settings | None = None,
     ) -> None:
         if mode not in self.modes:
             raise AttachError(
@@ -69,8 +70,21 @@ class Attaches:
         self._budget = memory_budget_bytes
         self._limits = limits
         self._runs_dir = runs_dir
-        self._show, self._mlflow = show, mlflow
+        self._settings = self._settings_of(settings)
         self.tuner: LiveTuner | None = None
+
+    def _settings_of(self, settings: object) -> Settings:
+        """Return the settings that were given, as far as they are left to a callback."""
+        found = settings_of(settings)
+        if found.batching != "fixed":
+            problem = f"batching is adaptive, but {self.framework} fixes what a step consumes"
+            raise AttachError(problem, where=WHERE, allowed="fixed")
+        if self.tunes_k:
+            return found
+        if found.accumulation_choices not in (Settings().accumulation_choices, (1,)):
+            problem = f"accumulation_choices is {found.accumulation_choices}, but {self.framework} fixes k"
+            raise AttachError(problem, where=WHERE, allowed="(1,)")
+        return replace(found, accumulation_choices=(1,))
 
     def _attach(
         self,
@@ -95,9 +109,7 @@ class Attaches:
             memory_budget_bytes=self._budget,
             total_steps=total_steps,
             accumulation_steps=accumulation_steps,
-            accumulation_choices=self.accumulation_choices,
             limits=limits,
             runs_dir=self._runs_dir if is_first else None,
-            show=self._show and is_first,
-            mlflow=self._mlflow and is_first,
+            settings=replace(self._settings, mlflow=self._settings.mlflow and is_first),
         )

@@ -260,7 +260,7 @@ class _Tuning(_Callback):
     """Attach when a ``TunedTrainer`` begins, and tell the tuner where its steps end."""
 
     modes = tuple(Mode)
-    accumulation_choices = (1, 2, 4, 8)
+    tunes_k = True
     _handle: Any = None
 
     def __init__(self, trainer: TunedTrainer, **options: Any) -> None:

@@ -1,0 +1,66 @@
+"""Read a decision log while it is being written: what it has got since the last look, each line once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from autotune.errors import InputError
+from autotune.files import require_regular, special
+
+_PIECE_BYTES = 2**20
+# A decision has some kilobytes; one of ten thousand units has a megabyte or two.
+_LONGEST_BYTES = 2**26
+
+
+class LogTail:
+    """Read the complete lines that a file has got since the last look.
+
+    Attributes:
+        grown: time (``time.time``) at which the file was last written to, as of the last look; ``None`` before there is
+            a file.
+
+    Args:
+        path: the file, there or not yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.grown: float | None = None
+        self._offset = 0
+
+    def read(self) -> Iterator[tuple[bytes, int]]:
+        """Yield each new line without its end, and how many bytes of the file follow it; a torn last line has to wait.
+
+        Raises:
+            InputError: if something else than a regular file stands there, it cannot be read, it has become shorter,
+                or a line is longer than any of a log's.
+        """
+        try:
+            require_regular(self.path)
+            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+            with os.fdopen(os.open(self.path, flags), "rb") as file:
+                found = os.fstat(file.fileno())
+                if special(found.st_mode) is not None or found.st_size < self._offset:
+                    raise InputError("is another file than before", where=str(self.path), allowed="a log that grows")
+                self.grown = found.st_mtime
+                file.seek(self._offset)
+                left = found.st_size - self._offset
+                torn = b""
+                while left and (piece := file.read(min(_PIECE_BYTES, left))):
+                    left -= len(piece)
+                    *rows, torn = (torn + piece).split(b"\n")
+                    follow = left + len(torn) + sum(len(row) + 1 for row in rows)
+                    for row in rows:
+                        self._offset += len(row) + 1
+                        follow -= len(row) + 1
+                        yield row, follow
+                    if len(torn) > _LONGEST_BYTES:
+                        allowed = f"lines of at most {_LONGEST_BYTES} bytes"
+                        raise InputError("holds a line without an end", where=str(self.path), allowed=allowed)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            reason = f"cannot be read ({error.strerror})"
+            raise InputError(reason, where=str(self.path), allowed="a readable file") from error

@@ -1,0 +1,90 @@
+"""What few users of ``attach`` change, in one object."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import ParamSpec, TypeVar, get_args
+
+from autotune.errors import AttachError
+from autotune.job import Batching, LearningRateRule
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings of an attached run whose defaults are right for most.
+
+    Attributes:
+        units: names of the modules to tune; ``None`` finds them.
+        accumulation_choices: the k that plans may choose from, where the mode leaves them the choice; ``(1,)`` for a
+            loss that you know to be coupled, as contrastive ones are.
+        batching: ``fixed``: k cuts each batch. ``adaptive``, in mode ``tolerant``: a step consumes k batches, as the
+            gradient's noise warrants, and ``step()`` returns ``False`` until it has them.
+        lr_rule: under adaptive batching, ``linear`` or ``sqrt`` multiply the learning rate of a step by its samples
+            over a batch's; ``none`` leaves it.
+        name: what the run is called; ``None`` for the model's class.
+        mlflow: whether a process of its own sends the decision log to MLflow while the run goes on.
+
+    Raises:
+        AttachError: naming the setting whose value is not allowed, and what is.
+    """
+
+    units: Sequence[str] | None = None
+    accumulation_choices: Sequence[int] = (1, 2, 4, 8)
+    batching: Batching = "fixed"
+    lr_rule: LearningRateRule = "none"
+    name: str | None = None
+    mlflow: bool = False
+
+    def __post_init__(self) -> None:
+        if self.units is not None:
+            listed = isinstance(self.units, Sequence) and not isinstance(self.units, str)
+            good = listed and all(isinstance(name, str) for name in self.units)
+            _require(good, "units", self.units, "names of modules, or None")
+            object.__setattr__(self, "units", tuple(self.units))
+        choices = tuple(self.accumulation_choices) if isinstance(self.accumulation_choices, Sequence) else ()
+        whole = bool(choices) and all(type(k) is int and k >= 1 for k in choices)
+        ascending = whole and sorted(set(choices)) == list(choices)
+        _require(ascending, "accumulation_choices", self.accumulation_choices, "whole numbers >= 1, ascending")
+        object.__setattr__(self, "accumulation_choices", choices)
+        _require(self.batching in get_args(Batching), "batching", self.batching, ", ".join(get_args(Batching)))
+        rules = get_args(LearningRateRule)
+        _require(self.lr_rule in rules, "lr_rule", self.lr_rule, ", ".join(rules))
+        follows = self.lr_rule == "none" or self.batching == "adaptive"
+        _require(follows, "lr_rule", self.lr_rule, "none, but for adaptive batching")
+        _require(self.name is None or isinstance(self.name, str), "name", self.name, "text, or None")
+        _require(isinstance(self.mlflow, bool), "mlflow", self.mlflow, "true, false")
+
+
+def settings_of(settings: object) -> Settings:
+    """Return the settings that were given; the defaults for ``None``.
+
+    Raises:
+        AttachError: if they are something else.
+    """
+    if settings is not None and not isinstance(settings, Settings):
+        raise AttachError(f"settings is {settings!r}", where="attach", allowed="autotune.Settings(...)")
+    return settings or Settings()
+
+
+def without_settings(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return a function that refuses a setting among its keywords, naming the place where it belongs."""
+    names = {item.name for item in fields(Settings)}
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for name in kwargs:
+            if name in names:
+                raise AttachError(f"{name} is a setting", where="attach", allowed=f"settings=Settings({name}=...)")
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise AttachError(f"{name} is {value!r}", where="settings", allowed=allowed)
