@@ -360,7 +360,8 @@ class LiveProfiler:
                 self.rebuild()
                 return True
         except Exception as error:  # noqa: BLE001 - without a profile there is nothing to act on, and the run goes on
-            logger.warning("the run cannot be profiled: %s", error)
+            # As text: whoever keeps a log's records would keep an error's frames, and all that the step held.
+            logger.warning("the run cannot be profiled: %s", str(error))
             self.failed = f"{type(error).__name__}: {error}"
         return False
 

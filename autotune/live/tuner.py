@@ -556,7 +556,7 @@ class LiveTuner:
         try:
             call(pilot)
         except Exception as error:  # noqa: BLE001 - whatever goes wrong in the tuner, the run goes on
-            logger.warning("autotune detached itself: %s: %s", type(error).__name__, error)
+            logger.warning("autotune detached itself: %s: %s", type(error).__name__, str(error))
             self.detach(f"{type(error).__name__}: {error}")
         pilot.spend(time.perf_counter() - began)
 
@@ -572,7 +572,7 @@ class LiveTuner:
             screen.show(Snapshot.of(self._facts.name, names, space.recomputable, pilot.summary()), began)
             pilot.spend(screen.spent_s())
         except Exception as error:  # noqa: BLE001 - whatever goes wrong in the view, the run and its tuner go on
-            logger.info("the live view ended: %s: %s", type(error).__name__, error)
+            logger.info("the live view ended: %s: %s", type(error).__name__, str(error))
             self._close_screen()
         pilot.spend(time.perf_counter() - began)
 
