@@ -33,13 +33,15 @@ def of_process() -> Facts:
         for name, table in vars(module).items()
         if name.startswith("_global_") and isinstance(table, dict)
     }
+    # Those that torch's compiler makes as it compiles are as many as its runs.
+    contexts = {one.name: value for one, value in contextvars.copy_context().items() if "ConfigPatch" not in one.name}
     return {
         **{f"hooks {name}": {key: id(hook) for key, hook in table.items()} for name, table in tables.items()},
         **{f"variable {name}": value for name, value in os.environ.items()},
         **{f"file {name}": path for name, path in _open_files()},
         **{f"signal {number}": signal.getsignal(number) for number in signal.valid_signals()},
         **{f"child {child}": True for child in _children()},
-        **{f"context {variable.name}": value for variable, value in contextvars.copy_context().items()},
+        **{f"context {name}": value for name, value in contexts.items()},
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "native threads": sorted(path.read_text() for path in Path("/proc/self/task").glob("*/comm")),
         "warnings": list(warnings.filters),
