@@ -165,6 +165,8 @@ def attach(
     if settings.mlflow and folder is not None:
         follow(folder)
     pilot = Pilot(facts, found, log, ranks)
+    leaving = contextlib.ExitStack()
+    leaving.callback(pilot.close)
     tuner = LiveTuner(
         facts,
         model,
@@ -172,27 +174,29 @@ def attach(
         pilot,
         stop_file=None if folder is None else folder / _STOP_FILE,
         folder=folder,
-        on_detach=functools.partial(_forget, weakref.ref(inner)),
+        on_detach=functools.partial(_forget, weakref.ref(inner), leaving),
     )
     _attached[inner] = weakref.ref(tuner)
     # A tuner that is lost, by an exception in a function say, leaves no unit under a plan.
-    weakref.finalize(tuner, _left_behind, weakref.ref(inner), pilot).atexit = False
+    weakref.finalize(tuner, _left_behind, weakref.ref(inner), leaving).atexit = False
     return tuner
 
 
-def _forget(reference: weakref.ReferenceType[nn.Module]) -> None:
+def _forget(reference: weakref.ReferenceType[nn.Module], leaving: contextlib.ExitStack) -> None:
+    # Whoever keeps a detached tuner does not keep its pilot.
+    leaving.pop_all()
     model = reference()
     if model is not None:
         _attached.pop(model, None)
 
 
-def _left_behind(reference: weakref.ReferenceType[nn.Module], pilot: Pilot) -> None:
+def _left_behind(reference: weakref.ReferenceType[nn.Module], leaving: contextlib.ExitStack) -> None:
     """Leave a model whose tuner is gone as it was found, unless the tuner did, or another one has been attached."""
     model = reference()
     if model is not None and model in _attached and _attached[model]() is None:
         del _attached[model]
         with contextlib.suppress(Exception):
-            pilot.close()
+            leaving.close()
         controls.remove(model)
 
 

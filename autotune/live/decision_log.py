@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -64,9 +65,11 @@ class DecisionLog:
 
     def close(self) -> None:
         """Close the file, and let others write in the run's folder."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                # A full disk does not take what is left either, and says so once more.
+                file.close()
         if self._lock is not None:
             self._lock.close()
 

@@ -206,7 +206,8 @@ class LiveProfiler:
             self._unreadable += 1
             # A profiler that the user began within the step ends the trace: another step is traced.
             if isinstance(error, RuntimeError) or self._unreadable > _UNREADABLE:
-                logger.warning("the run cannot be profiled: %s", error)
+                # As text: whoever keeps a log's records would keep an error's frames, and all that the step held.
+                logger.warning("the run cannot be profiled: %s", str(error))
                 self.failed = f"{type(error).__name__}: {error}"
         return False
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -482,7 +483,9 @@ class LiveTuner:
         running.add(batch)
         if self._pilot is not None and is_disabled():
             self.detach(f"{KILL_VARIABLE} is set")
-        if self._stop_file is not None and self._pilot is not None and self._stop_file.exists():
+        # Path.exists() raises where a folder may not be looked into, or its disk is gone.
+        stop = self._stop_file
+        if stop is not None and self._pilot is not None and os.path.exists(stop):  # noqa: PTH110
             self.detach(f"{self._stop_file} exists")
         # Storage may be switched beside gradients, which only k and precisions add to.
         free = bounded or (ended and self._facts.mode is Mode.EXACT)
@@ -545,7 +548,7 @@ class LiveTuner:
         try:
             call(pilot)
         except Exception as error:  # noqa: BLE001 - whatever goes wrong in the tuner, the run goes on
-            logger.warning("autotune detached itself: %s: %s", type(error).__name__, error)
+            logger.warning("autotune detached itself: %s: %s", type(error).__name__, str(error))
             self.detach(f"{type(error).__name__}: {error}")
         pilot.spend(time.perf_counter() - began)
 
