@@ -22,6 +22,7 @@ from autotune.engines.profiler import ProfilerOptions, profile
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.engines.watched import WatchedEngine
 from autotune.live.limits import Limits
+from autotune.live.pilot import reserve_of
 from autotune.live.probe import storage_lock
 from autotune.measurement import Failure
 from autotune.mechanics import devices
@@ -491,3 +492,52 @@ def test_an_attached_run_knows_the_devices_time(accelerator: ModuleType, monkeyp
     each = (accelerator.clock() - began) / 10
     assert tuner.status["predicted_s"] == pytest.approx(each, rel=0.1)
     tuner.detach()
+
+
+# 9: what a policy decides where storage follows each batch
+
+
+class Reserving:
+    """Plan nothing but what is left free of the device's memory."""
+
+    name = "reserving"
+
+    def __init__(self, reserve_frac: Any) -> None:
+        self.reserve_frac = reserve_frac
+
+    def begin(self, profile: Profile, budget_bytes: int | None) -> Any:
+        return profile.space.baseline()
+
+    def decide(self, observation: Any, plan: Any) -> Any:
+        return plan
+
+
+def recomputed_under(reserve_frac: Any, fake: ModuleType, own_budget: int | None = None) -> int:
+    """Return how many units a run recomputes on a device that has hardly more than its fullest plan needs."""
+    fake.capacity(int(1.3 * plain_peak(fake)))
+    fake.small_segments(64)
+    loop = Loop()
+    tuner = autotune.attach(
+        loop.model, loop.optimizer, Reserving(reserve_frac), memory_budget_bytes=own_budget, runs_dir=None, limits=LIVELY
+    )
+    loop.attached(tuner, 30, fake)
+    assert tuner.attached
+    found = sum(one == "recompute" for one in tuner.plan.storage.values())
+    tuner.detach()
+    del loop, tuner
+    fake.reset()
+    return found
+
+
+def test_a_policy_decides_what_is_left_free_of_the_devices_memory(accelerator: ModuleType) -> None:
+    assert recomputed_under(0.0, accelerator) < recomputed_under(0.4, accelerator)
+
+
+@pytest.mark.parametrize("wrong", [1.0, -0.1, "much", float("nan"), None, True])
+def test_a_reserve_that_is_none_reserves_nothing(wrong: Any) -> None:
+    assert reserve_of(Reserving(wrong)) == 0.0
+
+
+def test_a_budget_of_the_users_own_is_read_in_time_and_needs_no_reserve(accelerator: ModuleType) -> None:
+    budget = int(0.9 * plain_peak(accelerator))
+    assert recomputed_under(0.0, accelerator, budget) == recomputed_under(0.2, accelerator, budget)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autotune.agents.policy import PlanningPolicy
 from autotune.errors import AttachError
 from autotune.live.attached import Attached, Budget
 from autotune.live.checks import (
@@ -232,9 +233,21 @@ def _log_of(facts: Attached, policy: object, runs: Path | None) -> tuple[Path | 
         total_steps=facts.total_steps,
         environment=_environment(facts.device),
         baseline=facts.space.baseline(),
+        placement=_placement(facts, policy),
         **config,
     )
     return folder, log
+
+
+def _placement(facts: Attached, policy: object) -> str:
+    """Return who decides about storage: what the policy proposes, or each batch's size and the budget of the moment."""
+    if not facts.limits.follow_batches or not isinstance(policy, PlanningPolicy):
+        return "as the policy decides"
+    if facts.mode is not Mode.EXACT:
+        return "by batch and budget; the policy decides the rest"
+    if devices.is_accelerator(facts.device):
+        return "by batch and budget; the policy decides what is left free of the device's memory"
+    return "by batch and budget alone; whatever the policy decides changes nothing"
 
 
 def _environment(device: torch.device) -> dict[str, Any]:

@@ -40,6 +40,7 @@ class Attached(_Event):
     stage: _Text | None = None
     batching: _Text | None = None
     policy: _Text | None = None
+    placement: _Text | None = None
 
 
 @document
