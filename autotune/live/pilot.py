@@ -59,6 +59,7 @@ class Pilot:
         step: optimizer steps since the tuner was attached.
         placements: what predicts; ``None`` until the run is profiled.
         own_s: seconds that all of this took.
+        learns: whether the step that runs, or ended last, is one that the run is profiled by.
         over_budget: steps that ran though no plan was known to fit, or that were seen to need more.
         switches: decided switches.
         placed: changes of storage between them, for a batch or a budget.
@@ -81,7 +82,7 @@ class Pilot:
         self.own_s = 0.0
         # Of it, what the profile took, which is paid once.
         self._once_s = 0.0
-        self._learns = True
+        self.learns = True
         self.run_s = 0.0
         self.over_budget = 0
         # Whether no plan was known to fit the step that runs.
@@ -201,7 +202,7 @@ class Pilot:
             else:
                 self._profiler.also_watch(plan, size, signature)
         # To plan from a first profile is part of learning, too.
-        self._learns = learns or self._profiler.watching
+        self.learns = learns or self._profiler.watching
         every = self.attached.limits.statistics_every
         sampled = every is not None and self.step % every == every - 1 and not self._profiler.watching
         self._apply(self._of_several(plan, largest) if sampled else plan)
@@ -684,7 +685,7 @@ class Pilot:
     def spend(self, seconds: float) -> None:
         """Count seconds that the tuner took for itself."""
         self.own_s += seconds
-        if self._learns:
+        if self.learns:
             self._once_s += seconds
 
     def overhead_frac(self) -> float:

@@ -285,6 +285,11 @@ class LiveTuner:
         """Tell whether the loop's body runs for a pass beside the run: its loss is not the step's, so do not log it."""
         return self._beside is not None
 
+    @property
+    def learning(self) -> bool:
+        """Tell whether the step that runs, or ended last, is one that the run is profiled by."""
+        return self._pilot is not None and self._pilot.learns
+
     def detach(self, reason: str = "detach() was called") -> None:
         """Leave the run as it was found: effective at once, or at the end of the step that is running."""
         if self._pilot is None:
