@@ -43,14 +43,41 @@ class Signature:
         return all(map(operator.ge, own, its)) or all(map(operator.le, own, its))
 
 
-def signature_of(batch: Any, model: nn.Module, optimizer: torch.optim.Optimizer, calls: int) -> Signature:
+class Trained:
+    """Count the parameters of a model that require a gradient, without walking over its modules at each step.
+
+    It notices modules and parameters that were added, replaced or taken away since.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules: list[nn.Module] = [model]
+        self._children: list[nn.Module | None] = []
+
+    def count(self) -> int:
+        """Return how many there are; one that several modules share counts for each."""
+        children = self._now()
+        if len(children) != len(self._children) or not all(map(operator.is_, children, self._children)):
+            self._modules = list(self._model.modules())
+            self._children = self._now()
+        parameters = [parameter for module in self._modules for parameter in module._parameters.values()]
+        return [parameter is not None and parameter.requires_grad for parameter in parameters].count(True)
+
+    def _now(self) -> list[nn.Module | None]:
+        return [child for module in self._modules for child in module._modules.values()]
+
+
+def signature_of(batch: Any, trained: Trained, optimizer: torch.optim.Optimizer, calls: int) -> Signature:
     """Return the signature of a step.
 
     Args:
         batch: its batch, or the first that the caller accumulates.
-        model: the model.
+        trained: counts the model's parameters.
         optimizer: its optimizer.
         calls: as :attr:`Signature.calls`.
     """
-    trained = sum(parameter.requires_grad for parameter in model.parameters())
-    return Signature(tuple(tuple(leaf.shape) for leaf in tensors(batch)), (trained, len(optimizer.state)), calls)
+    shapes = tuple(tuple(leaf.shape) for leaf in tensors(batch))
+    return Signature(shapes, (trained.count(), len(optimizer.state)), calls)

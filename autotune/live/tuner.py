@@ -25,7 +25,7 @@ from autotune.live.pilot import Pilot
 from autotune.live.scaled_loss import is_scaled
 from autotune.live.screen import Screen
 from autotune.live.shadow import Attempt, undone
-from autotune.live.signature import signature_of
+from autotune.live.signature import Trained, signature_of
 from autotune.live.view import Snapshot, farewell
 from autotune.mechanics import controls, devices, stepping
 from autotune.mechanics.memory_meter import content_bytes
@@ -166,6 +166,7 @@ class LiveTuner:
         # What a pass beside the run comes to; ``None`` in the run itself.
         self._beside: Attempt | None = None
         self._num_looked_at = 0
+        self._trained = Trained(facts.model)
 
     # What the caller's loop calls.
 
@@ -508,7 +509,7 @@ class LiveTuner:
         several = own > 1 or self._facts.adaptive
         largest = max(running.size, self._largest_bytes) if several else running.size
         calls = 1 if self._pilot is None else self._pilot.calls
-        signature = signature_of(batch, self._facts.model, self._facts.optimizer, calls)
+        signature = signature_of(batch, self._trained, self._facts.optimizer, calls)
         self._safely(lambda pilot: pilot.before_step(running.size, largest, running.samples, signature))
         running.own_s = time.perf_counter() - running.began
         if self._pilot is not None and self._pilot.wants_time and devices.is_accelerator(self._facts.device):
