@@ -7,7 +7,6 @@ under the leanest plan, or under a fuller one that what was traced so far predic
 
 from __future__ import annotations
 
-import gc
 import itertools
 import logging
 import math
@@ -29,7 +28,7 @@ from autotune.live.shadow import AUTOCAST_TOLERANCE, FP32_TOLERANCE, Outcome, k_
 from autotune.live.signature import Signature
 from autotune.mechanics import devices
 from autotune.mechanics.controls import has_16_bit_parameters
-from autotune.mechanics.memory_meter import resident_tensors, storages, tensor_bytes
+from autotune.mechanics.memory_meter import collection_paused, resident_tensors, storages, tensor_bytes
 from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch, rest_of, seconds_by_place
 from autotune.physics.profile import Profile
 from autotune.physics.solver import SAFETY_MARGIN
@@ -306,9 +305,9 @@ class LiveProfiler:
             self._probes = {name: UnitProbe(module) for name, module in modules.items()}
             return
         if task.kind == "trace":
-            if self._expected is not None:
-                # Garbage that is collected in the step would count as the step's.
-                gc.collect()
+            # Garbage that is collected in the step would count as the step's. To collect all beforehand takes longer
+            # than many a step.
+            self._hooks.enter_context(collection_paused())
             # Gradients that are alive when a step begins (some frameworks clear them in it) are no static bytes.
             gradients = (parameter.grad for parameter in attached.model.parameters())
             self._gradients = tensor_bytes(gradient for gradient in gradients if gradient is not None)
