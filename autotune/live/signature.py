@@ -8,13 +8,16 @@ bytes tell; one that is larger in one dimension and smaller in another has to be
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from autotune.mechanics.trees import tensors
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +57,24 @@ class Trained:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._modules: list[nn.Module] = [model]
+        self._modules: list[Mapping[str, nn.Module | None]] = [model._modules]
+        self._parameters: list[Mapping[str, nn.Parameter | None]] = [model._parameters]
         self._children: list[nn.Module | None] = []
 
     def count(self) -> int:
         """Return how many there are; one that several modules share counts for each."""
-        children = self._now()
+        children = _entries(self._modules)
         if len(children) != len(self._children) or not all(map(operator.is_, children, self._children)):
-            self._modules = list(self._model.modules())
-            self._children = self._now()
-        parameters = [parameter for module in self._modules for parameter in module._parameters.values()]
-        return [parameter is not None and parameter.requires_grad for parameter in parameters].count(True)
+            modules = list(self._model.modules())
+            self._modules = [module._modules for module in modules]
+            self._parameters = [module._parameters for module in modules]
+            self._children = _entries(self._modules)
+        parameters = _entries(self._parameters)
+        return [parameter.requires_grad for parameter in parameters if parameter is not None].count(True)
 
-    def _now(self) -> list[nn.Module | None]:
-        return [child for module in self._modules for child in module._modules.values()]
+
+def _entries(held: Iterable[Mapping[str, _T]]) -> list[_T]:
+    return [entry for one in held for entry in one.values()]
 
 
 def signature_of(batch: Any, trained: Trained, optimizer: torch.optim.Optimizer, calls: int) -> Signature:
