@@ -212,7 +212,9 @@ class Pilot:
         counts = not self._unfitting and not self._profiler.watching
         self._peaks.begin(self.plan, largest, self._budget, counts=counts)
         if sampled:
-            self._probe = GradientProbe([p for group in self.attached.optimizer.param_groups for p in group["params"]])
+            trained = [p for group in self.attached.optimizer.param_groups for p in group["params"]]
+            alone = max(self.plan.accumulation_steps, self.attached.accumulation_steps) == 1
+            self._probe = GradientProbe(trained, whole=alone)
             self._probe.__enter__()
 
     @property
@@ -280,7 +282,7 @@ class Pilot:
         probe, self._probe = self._probe, None
         probe.__exit__(None, None, None)
         sample = probe.read()
-        if len(sample.micro) == len(scales):
+        if len(sample.micro or scales[:1]) == len(scales):
             self._monitor.observe(sample, step=self.step, norm=norm, micro_samples=micro_samples, scales=scales)
 
     def after_step(self, step: Step) -> None:
