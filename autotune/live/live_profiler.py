@@ -99,6 +99,7 @@ class LiveProfiler:
         step_peak: that of the step that ended last; ``None`` if it was not traced.
         fragments: the most bytes that a traced step reserved beyond what it allocated at its peak; 0 on a CPU.
         autocast: dtype of the user's own autocast; ``None`` for none.
+        probe_s: seconds that probes took of forward passes.
         scores: of predicted peaks. Where two, or the last, are too low by more than the reserve, nobody acts.
 
     Args:
@@ -117,6 +118,7 @@ class LiveProfiler:
         self.step_peak: int | None = None
         self.fragments = 0
         self.autocast: torch.dtype | None = None
+        self.probe_s = 0.0
         self.scores: list[Score] = []
         # The plan whose peak is predicted, for batches of at most so many bytes, that peak, and what of it is static.
         self._expected: tuple[Plan, int, float, int] | None = None
@@ -551,6 +553,7 @@ class LiveProfiler:
         self._uncalled = []
         for name, probe in self._probes.items():
             probe.remove()
+            self.probe_s += probe.spent_s
             self.autocast = self.autocast or probe.autocast
             if probe.reason is not None:
                 self.locks[name] = probe.reason

@@ -695,7 +695,9 @@ class Pilot:
         if not self.run_s:
             return 0.0
         steps = max(self.step, _SPREAD_OVER, self.attached.total_steps or 0)
-        return (self.own_s - self._once_s) / self.run_s + self._once_s / (self.run_s / self.step * steps)
+        # What probes took is part of a step's seconds, and no less the tuner's.
+        once_s, run_s = self._once_s + self._profiler.probe_s, self.run_s - self._profiler.probe_s
+        return (self.own_s - self._once_s) / run_s + once_s / (run_s / self.step * steps)
 
     def too_dear(self) -> bool:
         """Tell whether the tuner takes more of the run's time than it may."""

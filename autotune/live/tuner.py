@@ -460,8 +460,9 @@ class LiveTuner:
             devices.synchronize(self._facts.device)
         self._largest_bytes = max(self._largest_bytes, running.size)
         average = running.average
+        ended = time.perf_counter()
         report = Step(
-            seconds=time.perf_counter() - running.began - running.own_s - running.away_s,
+            seconds=ended - running.began - running.own_s - running.away_s,
             samples=running.samples,
             batch_bytes=running.size,
             all_bytes=running.all_bytes,
@@ -471,7 +472,7 @@ class LiveTuner:
             stepped=stepped,
         )
         self._running = None
-        self._safely(lambda pilot: pilot.after_step(report))
+        self._safely(lambda pilot: pilot.after_step(report), since=ended)
         if self._pilot is not None:
             self._watch_over(self._pilot)
         if self._screen is not None and time.perf_counter() >= self._screen.due:
@@ -510,7 +511,9 @@ class LiveTuner:
         largest = max(running.size, self._largest_bytes) if several else running.size
         calls = 1 if self._pilot is None else self._pilot.calls
         signature = signature_of(batch, self._trained, self._facts.optimizer, calls)
-        self._safely(lambda pilot: pilot.before_step(running.size, largest, running.samples, signature))
+        self._safely(
+            lambda pilot: pilot.before_step(running.size, largest, running.samples, signature), since=running.began
+        )
         running.own_s = time.perf_counter() - running.began
         if self._pilot is not None and self._pilot.wants_time and devices.is_accelerator(self._facts.device):
             # What the device still does is of the steps before.
@@ -550,12 +553,17 @@ class LiveTuner:
         else:
             yield
 
-    def _safely(self, call: Callable[[Pilot], object]) -> None:
-        """Let the pilot do something; if it fails, detach and go on with the user's baseline."""
+    def _safely(self, call: Callable[[Pilot], object], *, since: float | None = None) -> None:
+        """Let the pilot do something; if it fails, detach and go on with the user's baseline.
+
+        Args:
+            call: what it does.
+            since: when the tuner began to work for it; ``None`` for now.
+        """
         pilot = self._pilot
         if pilot is None:
             return
-        began = time.perf_counter()
+        began = time.perf_counter() if since is None else since
         try:
             call(pilot)
         except Exception as error:  # noqa: BLE001 - whatever goes wrong in the tuner, the run goes on
