@@ -518,7 +518,12 @@ def recomputed_under(reserve_frac: Any, fake: ModuleType, own_budget: int | None
     fake.small_segments(64)
     loop = Loop()
     tuner = autotune.attach(
-        loop.model, loop.optimizer, Reserving(reserve_frac), memory_budget_bytes=own_budget, runs_dir=None, limits=LIVELY
+        loop.model,
+        loop.optimizer,
+        Reserving(reserve_frac),
+        memory_budget_bytes=own_budget,
+        runs_dir=None,
+        limits=LIVELY,
     )
     loop.attached(tuner, 30, fake)
     assert tuner.attached

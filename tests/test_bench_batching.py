@@ -9,7 +9,7 @@ import pytest
 import tiny_job
 
 from autotune import Job, load_job
-from autotune.campaign.bench_attach import endless
+from autotune.campaign.attached_arms import endless
 from autotune.campaign.bench_batching import ConstantArm, bench_growing_noise
 from autotune.cli.main import run
 from autotune.errors import InputError

@@ -314,3 +314,22 @@ def test_the_underflow_of_a_unit_is_the_share_of_all_its_non_zero_entries():
         model["mixed"](torch.ones(())).backward()
     monitor.observe(probe.read(), step=0, norm=1.0, micro_samples=[1], scales=[1.0])
     assert monitor.state.latest.per_unit["mixed"].underflow_frac == pytest.approx(4 / 5)
+
+
+def test_a_step_of_one_micro_batch_needs_no_hooks_for_its_statistics(model: Perceptron) -> None:
+    update, seen = update_of(model, scaled=True), []
+    for whole in (False, True):
+        monitor = GradientMonitor(model, ())
+        with GradientProbe(update.parameters, whole=whole) as probe:
+            probe.next_micro_batch()
+            hooked = [parameter for parameter in model.parameters() if parameter._backward_hooks]
+            assert bool(hooked) != whole
+            update.backward(squared_loss(model, batch_of(6)), 1.0)
+            norm = update.unscale()
+        sample = probe.read()
+        assert len(sample.micro) == (not whole)
+        monitor.observe(sample, step=3, norm=norm, micro_samples=[6], scales=[update.loss_scale])
+        update.discard()
+        seen.append(monitor.state)
+    assert seen[0] == seen[1]
+    assert seen[0].latest is not None

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,32 @@ def test_a_tuner_that_is_too_dear_detaches_itself_and_says_so() -> None:
     assert [attached for attached, _ in seen] == [True] * 199 + [False] * 11
     assert "own share of the run's time is" in seen[-1][1]
     assert_identical(plain, tuned)
+
+
+class SlowToRead(UserDict[str, torch.Tensor]):
+    """Take longer to be looked through than a step does."""
+
+    def values(self) -> Any:
+        time.sleep(0.02)
+        return super().values()
+
+    def items(self) -> Any:
+        time.sleep(0.02)
+        return super().items()
+
+
+def test_what_it_takes_to_look_at_a_batch_is_the_tuners_own_time() -> None:
+    model = nn.Linear(4, 1)
+    batch = SlowToRead(x=torch.zeros(2, 4))
+    tuner = autotune.attach(model, torch.optim.SGD(model.parameters(), 0.1), stage="observe", runs_dir=None)
+    for _ in range(10):
+        for micro in tuner.micro_batches(batch):
+            tuner.backward(model(micro["x"]).sum())
+        tuner.step()
+    status = tuner.status
+    tuner.detach()
+    # Three looks of four are before the step is led; the fourth is in it.
+    assert status["overhead_frac"] > 1.0
 
 
 class Hangs(Wanders):

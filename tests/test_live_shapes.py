@@ -13,7 +13,7 @@ from test_live import RESTLESS, gpt_loss, seeded
 from torch import nn
 
 import autotune
-from autotune.live.signature import Signature
+from autotune.live.signature import Signature, Trained
 from autotune.mechanics import controls, randomness
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors
 from autotune.plan import Plan, Storage
@@ -163,3 +163,23 @@ def test_what_one_signature_tells_of_another() -> None:
     assert not known.tells_of(Signature(((16, 32),), (10, 10)))
     assert not known.tells_of(Signature(((8, 64),), (12, 10)))
     assert not known.tells_of(Signature(((8, 64), (8,)), (10, 10)))
+
+
+def test_parameters_that_come_go_and_thaw_are_counted() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2, bias=False)))
+    trained = Trained(model)
+    assert trained.count() == 3
+    model[0].weight.requires_grad_(False)
+    assert trained.count() == 2
+    model[0].weight = nn.Parameter(torch.zeros(2, 2))
+    assert trained.count() == 3
+    # A part of a module that had none, and one in place of another.
+    model[1][0].register_module("beside", nn.Linear(2, 2))
+    assert trained.count() == 5
+    model[1] = nn.Linear(2, 2, bias=False)
+    assert trained.count() == 3
+    model[1].register_parameter("more", nn.Parameter(torch.zeros(2)))
+    assert trained.count() == 4
+    del model[0]
+    assert trained.count() == 2
+    assert Trained(nn.Linear(2, 2)).count() == 2

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from autotune.campaign.bench_attach import Arm, LiveArm, endless, ratio_of
+from autotune.campaign.attached_arms import Arm, LiveArm, endless
+from autotune.campaign.attached_situations import ratio_of
 from autotune.campaign.progress import Reporter, Silent
 from autotune.catalog import load_job
 from autotune.errors import InputError

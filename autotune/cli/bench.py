@@ -219,8 +219,15 @@ def attach(
     situations: Annotated[str, typer.Option("--situations", help="Situations to compare in; none for none.")] = (
         "mixed lengths,curriculum,moving budget"
     ),
+    followed: Annotated[
+        str,
+        typer.Option(
+            "--followed",
+            help="Jobs and situations whose live runs an unattached copy follows under the same plans; none for none.",
+        ),
+    ] = "charlm,digits_deep,charlm_long:adaptive,mixed lengths with k free,moving budget with k free",
     steps: Annotated[
-        int, typer.Option("--steps", min=20, max=shared.MOST_STEPS, help="Steps of each arm for the overhead.")
+        int, typer.Option("--steps", min=20, max=shared.MOST_STEPS, help="Batches of each arm for the overhead.")
     ] = 200,
     situation_steps: Annotated[
         int, typer.Option("--situation-steps", min=40, max=shared.MOST_STEPS, help="Steps of each run.")
@@ -233,6 +240,7 @@ def attach(
 ) -> None:
     """Measure what attaching to a live run costs, and what it wins where no static plan can follow."""
     from autotune.campaign.bench_attach import bench_attach
+    from autotune.campaign.bench_followed import line_of
     from autotune.campaign.runs import require_writable
 
     require_writable(runs_dir)
@@ -240,8 +248,10 @@ def attach(
     def listed(text: str) -> list[str]:
         return [] if text == "none" else text.split(",")
 
-    if not listed(jobs) and not listed(situations):
-        raise InputError("jobs and situations are both none", where="bench attach", allowed="something to measure")
+    if not listed(jobs) and not listed(situations) and not listed(followed):
+        raise InputError(
+            "jobs, situations and followed are all none", where="bench attach", allowed="something to measure"
+        )
 
     with shared.Bars(shared.console(as_json=as_json)) as bars:
         document = bench_attach(
@@ -252,6 +262,7 @@ def attach(
             seeds=seeds,
             policy=policy,
             seed=seed,
+            followed=listed(followed),
             reporter=bars,
         )
     output = shared.console(as_json=as_json)
@@ -271,9 +282,10 @@ def attach(
             f"{entry['share_of_ceiling']['mean']:.0%} of the ceiling; {entry['over_budget_steps']} steps over budget",
             soft_wrap=True,
         )
-    names = {"overhead": bool(document["overhead"]), "situations": bool(document["situations"])}
-    parts = [name for name, there in names.items() if there]
-    _finish(document, "attach" if len(parts) == 2 else f"attach-{parts[0]}", "done", runs_dir, as_json)
+    for entry in document["followed"]:
+        output.print(line_of(entry), soft_wrap=True)
+    parts = [name for name in ("overhead", "situations", "followed") if document[name]]
+    _finish(document, "-".join(["attach", *(parts if len(parts) < 3 else [])]), "done", runs_dir, as_json)
 
 
 @app.command("batching")

@@ -33,17 +33,19 @@ class OwnTime:
         else:
             self._own_s += seconds
 
-    def frac(self, steps: int) -> float:
+    def frac(self, steps: int, probe_s: float) -> float:
         """Return the tuner's share of the run's time; the profile is spread over 1,000 steps at least.
 
         Args:
             steps: The steps so far.
+            probe_s: Seconds of the run's steps that probes took, which are no less the tuner's.
         """
         if not self.run_s:
             return 0.0
         spread = max(steps, _SPREAD_OVER, self._total_steps)
-        return self._own_s / self.run_s + self._once_s / (self.run_s / steps * spread)
+        once_s, run_s = self._once_s + probe_s, self.run_s - probe_s
+        return self._own_s / run_s + once_s / (run_s / steps * spread)
 
-    def is_too_dear(self, steps: int, limit_frac: float) -> bool:
+    def is_too_dear(self, steps: int, probe_s: float, limit_frac: float) -> bool:
         """Whether the tuner takes more of the run's time than it may."""
-        return steps >= _JUDGED_AFTER and self.frac(steps) > limit_frac
+        return steps >= _JUDGED_AFTER and self.frac(steps, probe_s) > limit_frac

@@ -190,7 +190,9 @@ class Pilot:
         counts = not self._unfitting and not self._profiler.watching
         self._peaks.begin(self.plan, ahead.largest_bytes, budget, counts=counts)
         if sampled:
-            self._probe = GradientProbe([p for group in self.attached.optimizer.param_groups for p in group["params"]])
+            trained = [p for group in self.attached.optimizer.param_groups for p in group["params"]]
+            alone = max(self.plan.accumulation_steps, self.attached.accumulation_steps) == 1
+            self._probe = GradientProbe(trained, whole=alone)
             self._probe.__enter__()
 
     @property
@@ -229,7 +231,7 @@ class Pilot:
         probe, self._probe = self._probe, None
         probe.__exit__(None, None, None)
         sample = probe.read()
-        if len(sample.micro) == len(scales):
+        if len(sample.micro or scales[:1]) == len(scales):
             self._monitor.observe(sample, step=self.step, norm=norm, micro_samples=micro_samples, scales=scales)
 
     def after_step(self, step: Step) -> None:
@@ -632,11 +634,11 @@ class Pilot:
 
     def overhead_frac(self) -> float:
         """Return the tuner's own share of the run's time."""
-        return self.time.frac(self.step)
+        return self.time.frac(self.step, self._profiler.probe_s)
 
     def too_dear(self) -> bool:
         """Whether the tuner takes more of the run's time than it may."""
-        return self.time.is_too_dear(self.step, self.attached.limits.overhead_frac)
+        return self.time.is_too_dear(self.step, self._profiler.probe_s, self.attached.limits.overhead_frac)
 
 
 def reserve_of(policy: object) -> float:

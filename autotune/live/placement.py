@@ -59,6 +59,9 @@ class Placements:
         for key in dict.fromkeys(keys):
             self._groups[key] = np.array([number for number, other in enumerate(keys) if other == key])
         self._known: dict[Plan, NDArray[np.float64]] = {}
+        # What was asked last, and the answer: batches of one size ask the same at each step.
+        self._asked: tuple[float, float, NDArray[np.int64] | None] = (0.0, 0.0, None)
+        self._answer: Plan | None = None
 
     def group(self, plan: Plan) -> NDArray[np.int64] | None:
         """Return the numbers of the plans that a plan may be exchanged for at any step, the fastest first.
@@ -82,6 +85,13 @@ class Placements:
             length: the batch's size over the profiled one's.
             rows: what :meth:`group` returned, to choose among; ``None`` for all plans.
         """
+        room, size, group = self._asked
+        if (usable_bytes, length) != (room, size) or rows is not group:
+            self._asked = usable_bytes, length, rows
+            self._answer = self._fastest(usable_bytes, length, rows)
+        return self._answer
+
+    def _fastest(self, usable_bytes: float, length: float, rows: NDArray[np.int64] | None) -> Plan | None:
         fits = self._at(self._peaks if rows is None else self._peaks[rows], length) <= usable_bytes
         if not fits.any():
             return None

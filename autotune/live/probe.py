@@ -12,6 +12,7 @@ by atomics), two passes that both save say by how much; recomputing may then dif
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Context
@@ -46,6 +47,7 @@ class UnitProbe:
         reason: why they may not; ``None`` if they may, or while no call was seen.
         calls: calls that were probed.
         autocast: the dtype of the user's own autocast round the call; ``None`` for none.
+        spent_s: seconds that the probe took of the forward pass.
 
     Args:
         module: the unit.
@@ -56,6 +58,7 @@ class UnitProbe:
         self.reason: str | None = structural_lock(module)
         self.calls = 0
         self.autocast: torch.dtype | None = None
+        self.spent_s = 0.0
         self._inner: Callable[..., Any] = module.forward
         self._shadowed: Callable[..., Any] | None = module.__dict__.get("forward")
         self._kept: list[Kept] = []
@@ -79,8 +82,10 @@ class UnitProbe:
             if self.reason is None and _saves_by_hooks():
                 self.reason = "a checkpoint of the loop's own, or hooks on what is saved, decide already what it keeps"
             if self.reason is None:
+                began = time.perf_counter()
                 with self._uncontrolled():
                     self.reason = storage_lock(self.module, self._inner, args, kwargs)
+                self.spent_s = time.perf_counter() - began
         controlled = self._inner if isinstance(self._inner, ControlledForward) else None
         if self.reason is not None:
             # The plan of the step was made before anybody knew.

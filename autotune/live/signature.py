@@ -8,13 +8,16 @@ bytes tell; one that is larger in one dimension and smaller in another has to be
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from autotune.mechanics.trees import tensors
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +40,53 @@ class Signature:
 
     def tells_of(self, other: Signature) -> bool:
         """Tell whether, once a step with this signature was measured, bytes tell what one with the other needs."""
+        if self == other:
+            return True
         if not self.is_kin_to(other) or [len(s) for s in self.shapes] != [len(s) for s in other.shapes]:
             return False
         own, its = ([size for shape in one.shapes for size in shape] for one in (self, other))
         return all(map(operator.ge, own, its)) or all(map(operator.le, own, its))
 
 
-def signature_of(batch: Any, model: nn.Module, optimizer: torch.optim.Optimizer, calls: int) -> Signature:
+class Trained:
+    """Count the parameters of a model that require a gradient, without walking over its modules at each step.
+
+    It notices modules and parameters that were added, replaced or taken away since.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules: list[Mapping[str, nn.Module | None]] = [model._modules]
+        self._parameters: list[Mapping[str, nn.Parameter | None]] = [model._parameters]
+        self._children: list[nn.Module | None] = []
+
+    def count(self) -> int:
+        """Return how many there are; one that several modules share counts for each."""
+        children = _entries(self._modules)
+        if len(children) != len(self._children) or not all(map(operator.is_, children, self._children)):
+            modules = list(self._model.modules())
+            self._modules = [module._modules for module in modules]
+            self._parameters = [module._parameters for module in modules]
+            self._children = _entries(self._modules)
+        parameters = _entries(self._parameters)
+        return [parameter.requires_grad for parameter in parameters if parameter is not None].count(True)
+
+
+def _entries(held: Iterable[Mapping[str, _T]]) -> list[_T]:
+    return [entry for one in held for entry in one.values()]
+
+
+def signature_of(batch: Any, trained: Trained, optimizer: torch.optim.Optimizer, calls: int) -> Signature:
     """Return the signature of a step.
 
     Args:
         batch: its batch, or the first that the caller accumulates.
-        model: the model.
+        trained: counts the model's parameters.
         optimizer: its optimizer.
         calls: as :attr:`Signature.calls`.
     """
-    trained = sum(parameter.requires_grad for parameter in model.parameters())
-    return Signature(tuple(tuple(leaf.shape) for leaf in tensors(batch)), (trained, len(optimizer.state)), calls)
+    shapes = tuple(tuple(leaf.shape) for leaf in tensors(batch))
+    return Signature(shapes, (trained.count(), len(optimizer.state)), calls)

@@ -25,7 +25,7 @@ from autotune.live.limits import KILL_VARIABLE, Mode, is_disabled
 from autotune.live.pilot import Pilot
 from autotune.live.scaled_loss import is_scaled
 from autotune.live.shadow import Attempt, undone
-from autotune.live.signature import signature_of
+from autotune.live.signature import Trained, signature_of
 from autotune.mechanics import controls, devices, stepping
 from autotune.mechanics.memory_meter import content_bytes
 from autotune.mechanics.step_trace import Phase
@@ -162,6 +162,7 @@ class LiveTuner:
         # What a pass beside the run comes to; ``None`` in the run itself.
         self._beside: Attempt | None = None
         self._num_looked_at = 0
+        self._trained = Trained(facts.model)
 
     # What the caller's loop calls.
 
@@ -280,6 +281,11 @@ class LiveTuner:
     def probing(self) -> bool:
         """Tell whether the loop's body runs for a pass beside the run: its loss is not the step's, so do not log it."""
         return self._beside is not None
+
+    @property
+    def learning(self) -> bool:
+        """Tell whether the step that runs, or ended last, is one that the run is profiled by."""
+        return self._pilot is not None and self._pilot.time.learns
 
     def detach(self, reason: str = "detach() was called") -> None:
         """Leave the run as it was found: effective at once, or at the end of the step that is running."""
@@ -448,8 +454,9 @@ class LiveTuner:
             devices.synchronize(self._facts.device)
         self._largest_bytes = max(self._largest_bytes, running.size)
         average = running.average
+        ended = time.perf_counter()
         report = Step(
-            seconds=time.perf_counter() - running.began - running.own_s - running.away_s,
+            seconds=ended - running.began - running.own_s - running.away_s,
             samples=running.samples,
             batch_bytes=running.size,
             all_bytes=running.all_bytes,
@@ -459,7 +466,7 @@ class LiveTuner:
             stepped=stepped,
         )
         self._running = None
-        self._safely(lambda pilot: pilot.after_step(report))
+        self._safely(lambda pilot: pilot.after_step(report), since=ended)
         if self._pilot is not None:
             self._watch_over(self._pilot)
 
@@ -497,9 +504,9 @@ class LiveTuner:
         several = own > 1 or self._facts.adaptive
         largest = max(running.size, self._largest_bytes) if several else running.size
         calls = 1 if self._pilot is None else self._pilot.calls
-        signature = signature_of(batch, self._facts.model, self._facts.optimizer, calls)
+        signature = signature_of(batch, self._trained, self._facts.optimizer, calls)
         ahead = StepAhead(batch_bytes=running.size, largest_bytes=largest, samples=running.samples, signature=signature)
-        self._safely(lambda pilot: pilot.before_step(ahead))
+        self._safely(lambda pilot: pilot.before_step(ahead), since=running.began)
         running.own_s = time.perf_counter() - running.began
         if self._pilot is not None and self._pilot.wants_time and devices.is_accelerator(self._facts.device):
             # What the device still does is of the steps before.
@@ -539,12 +546,17 @@ class LiveTuner:
         else:
             yield
 
-    def _safely(self, call: Callable[[Pilot], object]) -> None:
-        """Let the pilot do something; if it fails, detach and go on with the user's baseline."""
+    def _safely(self, call: Callable[[Pilot], object], *, since: float | None = None) -> None:
+        """Let the pilot do something; if it fails, detach and go on with the user's baseline.
+
+        Args:
+            call: what it does.
+            since: when the tuner began to work for it; ``None`` for now.
+        """
         pilot = self._pilot
         if pilot is None:
             return
-        began = time.perf_counter()
+        began = time.perf_counter() if since is None else since
         try:
             call(pilot)
         except Exception as error:  # noqa: BLE001 - whatever goes wrong in the tuner, the run goes on

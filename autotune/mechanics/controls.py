@@ -148,6 +148,7 @@ class Switcher:
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         self._modules = {name: model.get_submodule(name) for name in names}
         self._counted: str | None = None
+        self._recomputed: list[str] = []
 
     def count(self, name: str) -> None:
         """Count the calls of a unit from now on, whatever the plan."""
@@ -163,13 +164,16 @@ class Switcher:
 
     def apply(self, plan: Plan) -> None:
         """Do what :func:`apply` does; every unit that the plan names must be one of the switcher's."""
+        self._recomputed = []
         for name, module in self._modules.items():
-            counted = name == self._counted
-            _set(module, plan.precision_of(name), plan.storage_of(name), passes_16_bit=False, stays=counted)
+            counted, storage = name == self._counted, plan.storage_of(name)
+            _set(module, plan.precision_of(name), storage, passes_16_bit=False, stays=counted)
+            if storage is Storage.RECOMPUTE:
+                self._recomputed.append(name)
 
     def barred(self) -> dict[str, str]:
         """Return why units are not recomputed any more though their plan says so, by unit."""
-        forwards = {name: module.__dict__.get("forward") for name, module in self._modules.items()}
+        forwards = {name: self._modules[name].__dict__.get("forward") for name in self._recomputed}
         return {
             name: forward.recomputation.barred
             for name, forward in forwards.items()

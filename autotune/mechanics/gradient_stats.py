@@ -32,15 +32,17 @@ class GradientProbe:
 
     Args:
         parameters: the parameters that are trained.
+        whole: whether the step is known to have one micro-batch: its norms are the step's, and need no hooks.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], *, whole: bool = False) -> None:
+        self._whole = whole
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._norms: list[list[torch.Tensor | None]] = []
         self._handles: list[Any] = []
 
     def __enter__(self) -> GradientProbe:
-        for index, parameter in enumerate(self._parameters):
+        for index, parameter in enumerate(() if self._whole else self._parameters):
             self._handles.append(parameter.register_hook(self._note(index)))
         return self
 
@@ -52,6 +54,8 @@ class GradientProbe:
 
     def next_micro_batch(self) -> None:
         """Begin the norms of another micro-batch."""
+        if self._whole:
+            return
         self._norms.append([None] * len(self._parameters))
 
     def _note(self, index: int) -> Any:
@@ -92,7 +96,7 @@ class ProbedStep:
         parameters: the parameters that had gradients.
         sizes: their entries.
         micro: per micro-batch, per parameter, the squared norm of the gradient as it was accumulated: still times its
-            weight n_j/N and the loss scale.
+            weight n_j/N and the loss scale. Empty where the step was known to have one.
         whole: per parameter, the squared norm of the whole step's true gradient.
         tiny: per parameter, non-zero entries below fp16's smallest number (estimated from a sample).
         present: per parameter, non-zero entries (estimated from the same sample).
@@ -162,7 +166,8 @@ class GradientMonitor:
         self.state = replace(self.state, sampled_at=step)
         if not math.isfinite(norm) or not probed.parameters:
             return
-        micro = [[square / scale**2 for square in row] for row, scale in zip(probed.micro, scales, strict=True)]
+        pairs = zip(probed.micro, scales, strict=bool(probed.micro))
+        micro = [[square / scale**2 for square in row] for row, scale in pairs]
         average, learnt_at = self.state.average, self.state.learnt_at
         variance = None if self.state.latest is None else self.state.latest.variance
         totals = [sum(row) for row in micro]

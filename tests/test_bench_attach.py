@@ -1,0 +1,150 @@
+"""The benchmark of attaching: an unattached copy follows a live run, and what is between them is named."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_job
+import torch
+
+from autotune import Job, Limits
+from autotune.campaign.attached_arms import Arm, LiveArm, endless
+from autotune.campaign.bench_attach import bench_attach
+from autotune.campaign.bench_followed import Course, bench_followed
+from autotune.campaign.followed_arm import FollowedArm, follow
+from autotune.campaign.runs import benchmark_folder
+from autotune.campaign.tuner_rooms import COLLECTION, FORWARD, LOOP, ROOMS, Rooms
+from autotune.cli.main import run
+from autotune.mechanics import controls
+
+JOB = str(Path(tiny_job.__file__))
+UNBOUND = Limits(overhead_frac=1.0)
+FIGURES = {
+    *("ratio_median", "ratio_ci95", "ratio_total", "ratio_total_ci95", "ratio_total_after_learning"),
+    *("ratio_total_after_learning_ci95", "ratio_total_1000_steps", "learning", "live_s_per_sample"),
+    "followed_s_per_sample",
+}
+
+
+def followed(job: Job, steps: int, budget_at: Callable[[int], int], **arguments: Any) -> tuple[LiveArm, FollowedArm]:
+    """Return a live arm and the one that has followed it."""
+    taken = 0
+    live = LiveArm(job, 0, {"memory_budget_bytes": lambda: budget_at(taken), "limits": UNBOUND, **arguments})
+    other = FollowedArm(live, 0, arguments.get("lr_rule"))
+    for done in follow(live, other, itertools.islice(endless(job, 0), steps)):
+        taken = done
+    return live, other
+
+
+def weights_of(arm: Arm) -> list[torch.Tensor]:
+    return [parameter.detach() for parameter in arm.model.parameters()]
+
+
+@pytest.mark.parametrize("mode", ["exact", "rounding"])
+def test_a_followed_run_trains_the_same_bits_under_the_same_plans(mode: str) -> None:
+    live, other = followed(tiny_job.make(clip_norm=0.5), 54, lambda n: 2**45 if n // 6 % 2 else 1, mode=mode)
+    assert live.tuner.attached
+    assert len(set(map(str, live.plans))) > 1
+    assert (len({plan.accumulation_steps for plan in live.plans}) > 1) == (mode == "rounding")
+    assert other.plans == live.plans
+    assert other.losses == live.losses
+    assert all(map(torch.equal, weights_of(live), weights_of(other)))
+    assert len(other.seconds) == len(other.cpu_seconds) == len(live.learning) == 54
+    assert any(live.learning)
+    assert not live.learning[-1]
+    # Of the first unit the tuner counts calls, whatever the plan.
+    last, its = (controls.recomputations(arm.model)["blocks.2"] for arm in (live, other))
+    assert last == its > 0
+
+
+def test_a_followed_run_updates_where_the_live_one_does() -> None:
+    job = tiny_job.make(batching="adaptive", lr_rule="sqrt", accumulation_choices=(1, 2, 4), schedule=None)
+    arguments = {"mode": "tolerant", "batching": "adaptive", "lr_rule": "sqrt", "accumulation_choices": (1, 2, 4)}
+    live, other = followed(job, 110, lambda _: 2**45, **arguments)
+    assert sum(live.updated) < 110
+    assert other.plans == live.plans
+    assert other.losses == live.losses
+
+
+def test_both_take_as_many_batches_after_themselves_as_after_the_other() -> None:
+    class Noted(Arm):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def take(self, batch: Any) -> None:
+            order.append(f"{self.name}{batch}")
+
+    order: list[str] = []
+    assert list(follow(Noted("live "), Noted("behind "), range(4))) == [1, 2, 3, 4]
+    assert order == [
+        f"{who} {n}" for n in (0, 2) for who, n in (("live", n), ("live", n + 1), ("behind", n), ("behind", n + 1))
+    ]
+
+
+def test_timers_leave_nothing_behind() -> None:
+    def timed() -> list[Any]:
+        return [vars(owner)[name] for targets in ROOMS.values() for owner, names in targets for name in names]
+
+    before = timed()
+    with Rooms().installed():
+        assert not any(one is other for one, other in zip(timed(), before, strict=True))
+    assert all(one is other for one, other in zip(timed(), before, strict=True))
+
+
+def test_each_second_belongs_to_the_innermost_room() -> None:
+    rooms = Rooms()
+    inner = rooms.timed("inner", lambda: sum(range(20_000)))
+    outer = rooms.timed("outer", lambda: inner() + inner())
+    assert inner() == sum(range(20_000))
+    result, spent = rooms.step(outer)
+    assert result == 2 * sum(range(20_000))
+    assert {room: one.entries for room, one in spent.items() if room != COLLECTION} == {LOOP: 1, "outer": 1, "inner": 2}
+    assert spent["inner"].wall > spent["outer"].wall
+    assert spent["inner"].cpu > spent["outer"].cpu
+
+
+def test_what_is_between_a_live_run_and_the_one_that_follows_is_named() -> None:
+    course = Course(name="tiny", job=tiny_job.make(), arguments={"stage": "act"}, budget_at=lambda _: 2**45)
+    found = json.loads(json.dumps(bench_followed(course, steps=60, seed=0)))
+    assert found["identical"]
+    assert found["attached"]
+    assert found.keys() >= FIGURES | {"overhead_frac", "unaccounted_frac", "cpu", "breakdown"}
+    assert found["cpu"].keys() == FIGURES
+    assert 0 < found["learning"]["steps"] < 60
+    for clock, figures in (("wall", found), ("cpu", found["cpu"])):
+        own = figures["ratio_total_1000_steps"] - 1 - found["overhead_frac"]
+        assert found["unaccounted_frac"][clock] == pytest.approx(own)
+    kinds = found["breakdown"]
+    assert sum(kinds[kind]["batches"] for kind in kinds if kind != "all") == kinds["all"]["batches"] == 60
+    for kind in kinds.values():
+        for clock in ("wall", "cpu"):
+            assert sum(kind[clock]["rooms"].values()) == pytest.approx(kind[clock]["added_frac"])
+    rooms = kinds["all"]["wall"]["rooms"]
+    assert rooms.keys() >= {FORWARD, LOOP, "signature", "reading the budget", "choosing the placement", "log", "policy"}
+    assert rooms["signature"] > 0
+
+
+def test_the_document_holds_what_was_asked_for() -> None:
+    found = bench_attach([JOB], [], steps=30, situation_steps=40, seeds=1, policy="planner", seed=0)
+    (overhead,) = found["overhead"]
+    for stage in ("observe", "act"):
+        assert overhead[stage]["identical"]
+        assert overhead[stage].keys() >= {"ratio_median", "ratio_ci95", "ratio_total", "ratio_total_1000_steps"}
+    assert found["situations"] == found["followed"] == []
+    assert found["ratio_median"] == overhead["act"]["ratio_median"]
+    json.dumps(found)
+
+
+def test_live_runs_can_be_followed_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    none = ["--jobs", "none", "--situations", "none", "--runs-dir", str(tmp_path)]
+    assert run(["bench", "attach", *none, "--followed", JOB, "--steps", "30"]) == 0
+    assert "of an unattached one's time under the same plans" in capsys.readouterr().out
+    found = json.loads((benchmark_folder(tmp_path) / "attach-followed.json").read_text())["followed"]
+    assert [one["stage"] for one in found] == ["observe", "act"]
+    assert run(["bench", "attach", *none, "--followed", "none"]) == 2
+    assert "jobs, situations and followed are all none" in capsys.readouterr().err
