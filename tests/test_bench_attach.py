@@ -12,7 +12,7 @@ import pytest
 import tiny_job
 import torch
 
-from autotune import Job, Limits
+from autotune import Job, Limits, Settings
 from autotune.campaign.attached_arms import Arm, LiveArm, endless
 from autotune.campaign.bench_attach import bench_attach
 from autotune.campaign.bench_followed import Course, bench_followed
@@ -64,7 +64,8 @@ def test_a_followed_run_trains_the_same_bits_under_the_same_plans(mode: str) -> 
 
 def test_a_followed_run_updates_where_the_live_one_does() -> None:
     job = tiny_job.make(batching="adaptive", lr_rule="sqrt", accumulation_choices=(1, 2, 4), schedule=None)
-    arguments = {"mode": "tolerant", "batching": "adaptive", "lr_rule": "sqrt", "accumulation_choices": (1, 2, 4)}
+    settings = Settings(batching="adaptive", lr_rule="sqrt", accumulation_choices=(1, 2, 4))
+    arguments = {"mode": "tolerant", "settings": settings}
     live, other = followed(job, 110, lambda _: 2**45, **arguments)
     assert sum(live.updated) < 110
     assert other.plans == live.plans

@@ -25,6 +25,7 @@ from autotune.catalog import load_job
 from autotune.job import Job
 from autotune.live.limits import Limits
 from autotune.live.placement import Placements
+from autotune.live.settings import Settings
 from autotune.mechanics import stepping
 
 # A budget that binds nobody.
@@ -78,7 +79,11 @@ def courses_of(name: str, *, steps: int, policy: str, reporter: Reporter) -> lis
         ]
     job = load_job(name)
     if job.batching == "adaptive":
-        more = {"batching": "adaptive", "lr_rule": job.lr_rule, "accumulation_choices": job.accumulation_choices}
+        more = {
+            "settings": Settings(
+                batching="adaptive", lr_rule=job.lr_rule, accumulation_choices=job.accumulation_choices
+            )
+        }
         return [Course(name=name, job=job, arguments={**settings, "mode": "tolerant", **more}, budget_at=_ample)]
     stages = ("observe", "act")
     return [Course(name=name, job=job, arguments={**settings, "stage": one}, budget_at=_ample) for one in stages]
@@ -154,8 +159,9 @@ class _Pair:
             # One that leaves half-way is not measured to its end.
             "limits": Limits(overhead_frac=1.0),
         }
+        settings = arguments.get("settings", Settings())
         self.live = LiveArm(job, seed, arguments)
-        self.followed = FollowedArm(self.live, seed, arguments.get("lr_rule"))
+        self.followed = FollowedArm(self.live, seed, settings.lr_rule if settings.batching == "adaptive" else None)
 
     def take(self, batches: int, seed: int) -> Iterator[int]:
         """Let both take batches; yield how many the live arm has taken."""
