@@ -178,7 +178,9 @@ class LiveProfiler:
         task = self._task
         if task is None or task.kind != "shadow":
             return ()
-        others = [task.plan.changed(accumulation_steps=2)] if self.space.k_splits and self._ks[1:] else []
+        # Where memory ran out for a whole batch, it is cut already: then each of its pieces is cut in two.
+        cut = task.plan.changed(accumulation_steps=2 * self._ks[0])
+        others = [cut] if self.space.k_splits and self._ks[1:] else []
         names = [unit.name for unit in self.space.units]
         others += [task.plan.changed(precision=dict.fromkeys(names, p)) for p in self.space.precisions[1:]]
         return (task.plan, *others)
@@ -248,6 +250,14 @@ class LiveProfiler:
         else:
             kept = tuple(one for one in self.space.precisions if one != what)
             self.space = replace(self.space, precisions=kept)
+
+    def raise_k(self, k: int, reason: str) -> None:
+        """Take away every k below one, under which memory ran out; what was learnt stays."""
+        self.locks[f"accumulation_steps < {k}"] = reason
+        kept = tuple(one for one in self.space.accumulation_choices if one >= k)
+        self.space = replace(self.space, accumulation_choices=kept)
+        if self._complete:
+            self.rebuild()
 
     def calls_of(self, name: str) -> int:
         """Return how often a unit was called in a traced forward pass."""
@@ -370,6 +380,10 @@ class LiveProfiler:
         for probe in self._probes.values():
             probe.remove()
         self._probes = {}
+        if self._task is not None:
+            # What it was to find out, another step does.
+            self._began = self._began and self._task.kind != "probe"
+            self._shadowed = self._shadowed and self._task.kind != "shadow"
         self._tracer = self._watch = self._task = None
 
     def rebuild(self) -> Profile | None:

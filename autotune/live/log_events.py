@@ -129,6 +129,15 @@ class Tripped(_Event):
 
 
 @document
+class OutOfMemory(_Event):
+    """Memory ran out under a plan, and the step was run again with a larger k."""
+
+    plan: dict[str, Any]
+    smallest_k: Count
+    reason: _Text
+
+
+@document
 class Late(_Event):
     """A decision came too late, and the plan was kept."""
 
@@ -175,6 +184,7 @@ _KINDS: Mapping[str, type[_Event]] = {
     "decision": Decision,
     "switched": Switched,
     "tripped": Tripped,
+    "out of memory": OutOfMemory,
     "late": Late,
     "budget refused": BudgetRefused,
     "detached": Detached,
@@ -195,7 +205,9 @@ def check(event: Mapping[str, Any], *, where: str) -> None:
     if not isinstance(name, str) or name not in _KINDS:
         raise InputError(f"event is {shown(name)}", where=where, allowed=list(_KINDS))
     found = validated(_KINDS[name], event, where=where)
-    plan = found.plan if isinstance(found, Switched) else found.baseline if isinstance(found, Attached) else None
+    plan = found.baseline if isinstance(found, Attached) else None
+    if isinstance(found, Switched | OutOfMemory):
+        plan = found.plan
     if plan is not None:
         Plan.from_json(plan, where=where)
 

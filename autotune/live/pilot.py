@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from autotune.budget import allocated_within, format_bytes
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 # A policy plans from a new profile once batches have grown by this factor; the rules always do.
 _BEGIN_AGAIN = 1.5
+# Where memory ran out, plans are held to this share of what was predicted to fit.
+_LESS = 0.9
 # Steps that what is paid once is spread over.
 _SPREAD_OVER = 1000
 # Recent steps whose calls of units the next ones may repeat.
@@ -122,6 +124,8 @@ class Pilot:
         self._wires = Wires(attached.limits)
         self._check = SlowdownCheck()
         self._budget: int | None = None
+        # What memory is known not to suffice for; infinite until it ran out.
+        self._ceiling = math.inf
         self._peaks = StepPeaks(attached.device)
         self._pressure: float | None = None
         self._room = self._peaks.room(self._profiler.fragments)
@@ -317,6 +321,38 @@ class Pilot:
         self._end_probe()
         self._profiler.abandon()
 
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """Return the k that plans may choose from, where plans may be switched at all."""
+        return self._profiler.space.accumulation_choices if self.attached.stage is Stage.ACT else ()
+
+    def raise_k(self, k: int, reason: str) -> None:
+        """Take away every k below one: memory ran out in the running step, which is forgotten.
+
+        From now on plans are also held to less memory than that step was predicted to need.
+
+        Args:
+            k: the smallest that is left.
+            reason: what was said where memory ran out.
+        """
+        self.abandon_step()
+        self.log.write("out of memory", self.step, plan=self.plan, smallest_k=k, reason=reason)
+        self._profiler.raise_k(k, reason)
+        if self.placements is None:
+            self.baseline = self._profiler.space.baseline()
+            self._decide_on(self.baseline)
+            return
+        predicted = self.placements.peak_bytes(self.plan, self._share(self._size))
+        self._ceiling = min(self._ceiling, predicted) * _LESS
+        # A policy plans anew from what is left.
+        self._begun, self._news = 0, True
+        self.decided = self.decided.changed(accumulation_steps=max(k, self.decided.accumulation_steps))
+        if self.ranks.many:
+            profile = replace(self.placements.profile, accumulation_choices=self.ks)
+            self._adopt(profile, self.placements.square_share)
+        else:
+            self._take_profile()
+
     def _end_probe(self) -> None:
         """Take off a probe whose step showed no gradients before its update."""
         if self._probe is not None:
@@ -412,6 +448,7 @@ class Pilot:
         if value is not None and self.attached.reserved:
             value = allocated_within(int(value), self._profiler.fragments)
         found = [int(size) for size in (value, self._room) if size is not None]
+        found += [int(self._ceiling)] if self._ceiling < math.inf else []
         return min(found) if found else None
 
     # What was seen.
