@@ -221,16 +221,24 @@ def test_whatever_allocation_fails_the_step_comes_out_as_if_cut_so_from_its_begi
             retried += 1
         assert_same(trained(folder, model, ks=tuned.ks.__getitem__), tuned)
         assert all(map(torch.equal, states, random_states()))
-    assert retried >= places // 2 or whole.ks[step] == 8
+    assert retried >= max(places // 4, 1) or whole.ks[step] == 8
 
 
 def test_a_batch_is_cut_until_it_fits_and_stays_so_without_the_tuner(tmp_path: Path) -> None:
-    tuned = trained(tmp_path, lambda: Limited(2))
+    class Leaves(TunedTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if self.state.global_step == 4:
+                assert self.tuner is not None
+                self.tuner.detach("its loop wants to")
+            return super().training_step(*args, **kwargs)
+
+    tuned = trained(tmp_path, lambda: Limited(2), kind=Leaves)
     assert tuned.left is None
+    assert tuned.state.global_step == STEPS
     found = list(events(tmp_path, "out of memory"))
     assert [(event["step"], event["smallest_k"]) for event in found] == [(0, 2), (0, 4)]
     assert tuned.tuner.status["decided"].accumulation_steps >= 4
-    assert tuned.tuner.detached_because == "the training ended"
+    assert tuned.tuner.detached_because == "its loop wants to"
     assert tuned.tuner.plan.accumulation_steps == 4
 
 

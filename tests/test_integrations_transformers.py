@@ -347,8 +347,12 @@ def test_the_peak_is_predicted_with_accumulated_gradients(stored: str, k: int, t
 
 
 @pytest.mark.slow
-def test_evaluating_and_saving_while_training_changes_no_bit(tmp_path: Path) -> None:
-    options = {"eval_strategy": "steps", "eval_steps": 7, "save_strategy": "steps", "save_steps": 14}
+@pytest.mark.parametrize("recomputed", [False, True])
+# Its name until version 6 of transformers.
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
+def test_evaluating_and_saving_while_training_changes_no_bit(recomputed: bool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"gradient_checkpointing": True} if recomputed else {}
+    options |= {"eval_strategy": "steps", "eval_steps": 7, "save_strategy": "steps", "save_steps": 14}
     plain = train(tmp_path, attached=False, **options)
     tuned = train(tmp_path, attached=True, **options)
     assert len(tuned.events("switched")) >= 15
@@ -356,8 +360,13 @@ def test_evaluating_and_saving_while_training_changes_no_bit(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_resumed_training_is_bit_identical_and_the_checkpoint_loads_without_this_package(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 16}
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
+def test_a_resumed_training_is_bit_identical_and_the_checkpoint_loads_without_this_package(
+    recomputed: bool, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"gradient_checkpointing": True} if recomputed else {}
+    options |= {"save_strategy": "steps", "save_steps": 16}
     plain = train(tmp_path, attached=False, **options)
     train(tmp_path, attached=True, **options)
     checkpoint = tmp_path / "attached" / "out" / "checkpoint-16"
@@ -406,6 +415,9 @@ def test_an_exception_of_the_users_passes_and_another_training_begins_anew(tmp_p
                 raise KeyError("mine")
 
     model = llama()
+    # What gradient_checkpointing_enable() calls, without the hook that it leaves.
+    model._set_gradient_checkpointing()  # type: ignore[operator]
+    recompute = model.model.layers[0]._gradient_checkpointing_func  # type: ignore[union-attr, index]
     callback = AutotuneCallback(Wanders(), memory_budget_bytes=10**9, limits=RESTLESS, runs_dir=tmp_path)
     trainer = trainer_for(tmp_path, model, padded, [callback, Fails()], gradient_accumulation_steps=2)
     with pytest.raises(KeyError, match="mine"):
@@ -415,6 +427,7 @@ def test_an_exception_of_the_users_passes_and_another_training_begins_anew(tmp_p
     assert first.attached
     trainer.train()
     assert first.detached_because == "another training begins"
+    assert all(part._gradient_checkpointing_func is recompute for part in model.model.layers)  # type: ignore[union-attr]
     assert len(logged(callback, "switched")) >= 15
     assert_untouched(model)
 

@@ -324,7 +324,10 @@ class LiveTuner:
 
     @property
     def locks(self) -> dict[str, str]:
-        """Return why something is locked, by what: ``accumulation_steps``, ``precision``, or a unit's name."""
+        """Return why something is locked, by what: ``accumulation_steps``, ``precision``, or a unit's name.
+
+        Where memory ran out, ``accumulation_steps < 2`` (or more) says so.
+        """
         return {**self._facts.locks, **(self._found_locks if self._pilot is None else self._pilot.locks)}
 
     @property

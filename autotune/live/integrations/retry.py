@@ -37,13 +37,16 @@ class Retry:
         tuner: cuts the batches.
         model: the model as the Trainer calls it.
         optimizer: its optimizer.
+        rehearses: whether several ranks rehearse steps: not where none may raise its k.
     """
 
-    def __init__(self, tuner: LiveTuner, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, tuner: LiveTuner, model: nn.Module, optimizer: torch.optim.Optimizer, *, rehearses: bool
+    ) -> None:
         self._tuner = tuner
         self._model = model
         spread = isinstance(model, DistributedDataParallel) and dist.get_world_size(model.process_group) > 1
-        self._ranks = _Ranks(tuner, model, optimizer) if spread else None
+        self._ranks = _Ranks(tuner, model, optimizer) if spread and rehearses else None
         # What was said where memory ran out last.
         self._ran_out: str | None = None
 
@@ -114,7 +117,7 @@ class _Attempt:
             # Closed at once: an exception's traceback would keep it open until some later step.
             with closing(pieces):
                 for piece in pieces:
-                    if self._ranks is None:
+                    if self._ranks is None and self._larger_k() is not None:
                         self.start.copy()
                     if self._tuner.probing:
                         self._run_beside(piece, run_one)

@@ -325,7 +325,12 @@ class _Tuning(_Callback):
     def _watch(self, model: nn.Module, tuner: LiveTuner) -> None:
         self._handle = model.register_forward_hook(Hook(self._forward_ended))
         optimizer: Any = self._trainer.optimizer
-        self.retry = Retry(tuner, self._trainer.model_wrapped, getattr(optimizer, "optimizer", optimizer))
+        self.retry = Retry(
+            tuner,
+            self._trainer.model_wrapped,
+            getattr(optimizer, "optimizer", optimizer),
+            rehearses=self._mode != Mode.EXACT and self._stage == Stage.ACT,
+        )
 
     def on_step_end(
         self,
