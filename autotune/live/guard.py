@@ -73,6 +73,11 @@ def judge(proposal: object, now: Situation, limits: Limits) -> Verdict:
     rules: dict[str, str] = {}
     if not isinstance(proposal, Plan):
         return _refused(now, rules, "plan", f"a {type(proposal).__name__} is no plan", illegal=True)
+    # Below it, memory ran out.
+    smallest = now.space.accumulation_choices[0]
+    is_below = 0 < proposal.accumulation_steps < smallest
+    if is_below:
+        proposal = proposal.changed(accumulation_steps=smallest)
     try:
         plan = now.space.check(proposal)
     except PlanError as error:
@@ -81,7 +86,7 @@ def judge(proposal: object, now: Situation, limits: Limits) -> Verdict:
     kept = [name for name in now.locks if plan.storage_of(name) is Storage.RECOMPUTE]
     if kept:
         plan = plan.changed(storage={**plan.storage, **dict.fromkeys(kept, Storage.SAVE)})
-    rules["locks"] = "repaired" if kept else "ok"
+    rules["locks"] = "repaired" if kept or is_below else "ok"
     peak = now.placements.peak_bytes(plan, now.length)
     if peak == float("inf"):
         return _refused(now, rules, "predictable", "its peak cannot be predicted", illegal=True)

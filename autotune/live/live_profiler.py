@@ -215,9 +215,13 @@ class LiveProfiler:
 
     def abandon(self) -> None:
         """Forget a step that did not come to its end."""
-        if self._use is not None:
-            self._use.close()
-            self._use = None
+        use, self._use = self._use, None
+        if use is not None:
+            use.close()
+            if isinstance(use, Probing | Shadowing):
+                # What it was to find out, another step does.
+                self._began = self._began and not isinstance(use, Probing)
+                self._upcoming = self._once_more(use, self._upcoming)
 
     # What was found.
 
@@ -248,6 +252,14 @@ class LiveProfiler:
         else:
             kept = tuple(one for one in self.space.precisions if one != what)
             self.space = replace(self.space, precisions=kept)
+
+    def raise_k(self, k: int, reason: str) -> None:
+        """Take away every k below one, under which memory ran out; what was learnt stays."""
+        self.locks[f"accumulation_steps < {k}"] = reason
+        kept = tuple(one for one in self.space.accumulation_choices if one >= k)
+        self.space = replace(self.space, accumulation_choices=kept)
+        if self.complete:
+            self.rebuild()
 
     def bar(self, barred: Mapping[str, str]) -> bool:
         """Lock the storage of units that turned out not to be recomputable; return whether the profile is another one.
@@ -290,6 +302,14 @@ class LiveProfiler:
             if others:
                 yield Shadowing(self._first, others)
         yield from self._costs()
+
+    def _once_more(self, use: Use, upcoming: Iterator[Use | None]) -> Iterator[Use | None]:
+        """Yield a use that did not come to its end as it is due now, and what follows it."""
+        if isinstance(use, Probing):
+            yield self._probing(self._uncalled or self.space.recomputable)
+        elif others := self._others(self._first):
+            yield Shadowing(self._first, others)
+        yield from upcoming
 
     def _costs(self) -> Iterator[Use]:
         """Yield what steps are used for to learn their costs, and end the learning."""
@@ -363,7 +383,9 @@ class LiveProfiler:
 
     def _others(self, plan: Plan) -> list[Plan]:
         """Return the plans whose gradients are to be compared with a plan's."""
-        others = [plan.changed(accumulation_steps=2)] if self.space.k_splits and self._ks[1:] else []
+        # Where memory ran out for a whole batch, it is cut already: then each of its pieces is cut in two.
+        cut = plan.changed(accumulation_steps=2 * self._ks[0])
+        others = [cut] if self.space.k_splits and self._ks[1:] else []
         names = [unit.name for unit in self.space.units]
         return others + [plan.changed(precision=dict.fromkeys(names, p)) for p in self.space.precisions[1:]]
 

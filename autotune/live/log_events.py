@@ -134,6 +134,15 @@ class Tripped(_Event):
 
 
 @document
+class OutOfMemory(_Event):
+    """Memory ran out under a plan, and the step was run again with a larger k."""
+
+    plan: dict[str, Any]
+    smallest_k: Count
+    reason: _Text
+
+
+@document
 class Late(_Event):
     """A decision came too late, and the plan was kept."""
 
@@ -180,6 +189,7 @@ _KINDS: Mapping[str, type[_Event]] = {
     "decision": Decision,
     "switched": Switched,
     "tripped": Tripped,
+    "out of memory": OutOfMemory,
     "late": Late,
     "budget refused": BudgetRefused,
     "detached": Detached,

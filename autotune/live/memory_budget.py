@@ -19,6 +19,7 @@ class BudgetReader:
     Attributes:
         latest: The budget that was read last in bytes, the reserve deducted; ``None`` for none.
         announced: The same without the deduction.
+        ceiling: Bytes that memory is known not to suffice for; ``None`` until it ran out.
         reserve_frac: The share of the device's memory that is left to others. What the device has is read once in a
             window, while other processes may take some at any time; the user's own budget is read before every step.
 
@@ -36,6 +37,7 @@ class BudgetReader:
         self.latest: int | None = None
         self.announced: int | None = None
         self.reserve_frac = 0.0
+        self.ceiling: int | None = None
 
     def read_device(self, fragments_bytes: int) -> None:
         """Read what this process may take on its device: what it has reserved and what is free.
@@ -66,7 +68,7 @@ class BudgetReader:
             return self.latest
         if value is not None and self._reserved:
             value = allocated_within(int(value), fragments_bytes)
-        own = None if value is None else int(value)
+        own = _smaller(None if value is None else int(value), self.ceiling)
         self.announced = _smaller(own, self._room)
         self.latest = _smaller(own, None if self._room is None else int(self._room * (1 - self.reserve_frac)))
         return self.latest

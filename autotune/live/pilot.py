@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from autotune.agents.policy import PlanningPolicy
@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 # A policy plans from a new profile once batches have grown by this factor; the rules always do.
 _BEGIN_AGAIN = 1.5
+# Where memory ran out, plans are held to this share of what was predicted to fit.
+_LESS = 0.9
 # Seconds that a policy may take to plan from a profile.
 _BEGIN_TIMEOUT_S = 30.0
 
@@ -262,6 +264,39 @@ class Pilot:
         """Forget a step that did not come to its end."""
         self._end_probe()
         self._profiler.abandon()
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """The k that plans may choose from; none where no plan may be switched."""
+        return self._profiler.space.accumulation_choices if self.attached.stage is Stage.ACT else ()
+
+    def raise_k(self, k: int, reason: str) -> None:
+        """Take away every k below one: memory ran out in the running step, which is forgotten.
+
+        From now on plans are also held to less memory than that step was predicted to need.
+
+        Args:
+            k: The smallest that is left.
+            reason: What was said where memory ran out.
+        """
+        self.abandon_step()
+        self.log.write("out of memory", self.step, plan=self.plan, smallest_k=k, reason=reason)
+        self._profiler.raise_k(k, reason)
+        phase = self.phase
+        if isinstance(phase, Unprofiled):
+            self.phase = Unprofiled(self._profiler.space)
+            return
+        predicted = phase.placements.peak_bytes(self.plan, phase.share(self._size))
+        if predicted < math.inf:
+            self._budget.ceiling = int(min(predicted, self._budget.ceiling or math.inf) * _LESS)
+        # A policy plans anew from what is left.
+        self._begun, self._news = 0, True
+        phase.decide_on(phase.decided.changed(accumulation_steps=max(k, phase.decided.accumulation_steps)))
+        if self._agreement.many:
+            profile = replace(phase.placements.profile, accumulation_choices=self.ks)
+            self._adopt(profile, phase.placements.square_share)
+        else:
+            self._take_profile()
 
     def _end_probe(self) -> None:
         """Take off a probe whose step showed no gradients before its update."""

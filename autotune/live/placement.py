@@ -27,6 +27,10 @@ _STATE_BYTES = 5056
 class Placements:
     """Hold the plans of a profile with their peaks at any batch size.
 
+    Attributes:
+        profile: the profile.
+        square_share: as given.
+
     Args:
         profile: what the run costs.
         budget_bytes: the budget of the moment, whose exact optimum shall be among the plans.
@@ -35,7 +39,7 @@ class Placements:
 
     def __init__(self, profile: Profile, budget_bytes: int | None = None, square_share: float = 1.0) -> None:
         self.profile = profile
-        self._square_share = square_share
+        self.square_share = square_share
         self._arrays = CostArrays([profile])
         try:
             solved = [self._arrays.encode(0, item.plan) for item in solve_each(profile, budget_bytes, Goal())]
@@ -126,7 +130,7 @@ class Placements:
         return self.plans[int(self._at(self._peaks, 1.0).argmin())]
 
     def _at(self, peaks: NDArray[np.float64], length: float) -> NDArray[np.float64]:
-        size = grown(length, self._square_share)
+        size = grown(length, self.square_share)
         if size >= LENGTHS[-1]:
             # Eight times as large as anything that was traced: not to be predicted.
             return np.full(len(peaks), np.inf)

@@ -42,10 +42,14 @@ class Signature:
         """Tell whether, once a step with this signature was measured, bytes tell what one with the other needs."""
         if self == other:
             return True
+        return self.covers(other) or other.covers(self)
+
+    def covers(self, other: Signature) -> bool:
+        """Tell whether a step with this signature needs at least as much as one with the other, being no smaller."""
         if not self.is_kin_to(other) or [len(s) for s in self.shapes] != [len(s) for s in other.shapes]:
             return False
         own, its = ([size for shape in one.shapes for size in shape] for one in (self, other))
-        return all(map(operator.ge, own, its)) or all(map(operator.le, own, its))
+        return all(map(operator.ge, own, its))
 
 
 class Trained:

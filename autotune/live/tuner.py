@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -324,7 +324,10 @@ class LiveTuner:
 
     @property
     def locks(self) -> dict[str, str]:
-        """Return why something is locked, by what: ``accumulation_steps``, ``precision``, or a unit's name."""
+        """Return why something is locked, by what: ``accumulation_steps``, ``precision``, or a unit's name.
+
+        Where memory ran out, ``accumulation_steps < 2`` (or more) says so.
+        """
         return {**self._facts.locks, **(self._found_locks if self._pilot is None else self._pilot.locks)}
 
     @property
@@ -408,6 +411,37 @@ class LiveTuner:
         if self._beside is not None:
             # Without the frames, which hold what they computed.
             self._beside.failures.append(error.with_traceback(None))
+
+    @property
+    def larger_k(self) -> int | None:
+        """Return the next larger k that the running step's batch may be cut in; ``None`` if there is none."""
+        pilot, running = self._pilot, self._running
+        if pilot is None or running is None:
+            return None
+        k = pilot.plan.accumulation_steps
+        return next((one for one in pilot.ks if one > k), None) if running.samples > k else None
+
+    def raise_k(self, k: int, reason: str) -> None:
+        """Forget the step that is running, in which memory ran out, and cut batches in ``k`` or more from now on.
+
+        Its gradients are dropped; the caller puts back generators and buffers, and runs the batch again.
+
+        Args:
+            k: what :attr:`larger_k` returned; over several ranks, the largest that one of them did.
+            reason: what was said where memory ran out.
+        """
+        self._running = None
+        self._update.discard()
+        space = self._facts.space
+        kept = tuple(one for one in space.accumulation_choices if one >= k) or space.accumulation_choices
+        self._facts = replace(self._facts, space=replace(space, accumulation_choices=kept))
+        self._safely(lambda pilot: pilot.raise_k(k, reason))
+
+    def largest(self, values: Sequence[float]) -> list[float] | None:
+        """Return each value's maximum over the ranks; ``None`` if they cannot agree, whereupon the tuner has left."""
+        found: list[float] = []
+        self._safely(lambda pilot: found.extend(pilot.ranks.largest(values)))
+        return found or None
 
     @property
     def weight(self) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,19 +16,23 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from autotune.errors import AttachError
 from autotune.live.integrations.attaches import WHERE, Attaches
 from autotune.live.integrations.micro_steps import Hook, MicroSteps
-from autotune.live.limits import Mode
+from autotune.live.integrations.retry import Retry, alone
+from autotune.live.limits import Mode, Stage
 from autotune.live.tuner import LiveTuner
-from autotune.mechanics import randomness, stepping
+from autotune.mechanics import devices, randomness, stepping
 
 logger = logging.getLogger(__name__)
+
+# Samples of a batch that still has two halves to be told apart.
+_LEAST_HALVED = 4
 
 
 class _Callback(Attaches, TrainerCallback):
     """Attach when a training begins, and leave the model as it was found when it ends."""
 
     framework = "the Trainer"
-    # The blocks whose own recomputation is switched off while the tuner decides what is recomputed.
-    _taken_over: Sequence[Any] = ()
+    # By name, the blocks that the library recomputes, what recomputes each of them, while the tuner does so instead.
+    _taken_over: Mapping[str, tuple[Any, Any]] = MappingProxyType({})
 
     def detach(self, reason: str = "detach() was called") -> None:
         """Leave the model as it was found; the training goes on."""
@@ -34,17 +40,21 @@ class _Callback(Attaches, TrainerCallback):
             self.tuner.detach(reason)
         self._give_back()
 
-    def _give_back(self) -> None:
-        for part in self._taken_over:
-            part.gradient_checkpointing = True
-        self._taken_over = ()
+    def _give_back(self, names: Collection[str] | None = None) -> None:
+        """Let the library recompute blocks again, where nobody has switched that on or off meanwhile."""
+        given = self._taken_over if names is None else {name: self._taken_over[name] for name in names}
+        for part, recompute in given.values():
+            if part._gradient_checkpointing_func is operator.call:
+                part._gradient_checkpointing_func = recompute
+        self._taken_over = {name: found for name, found in self._taken_over.items() if name not in given}
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Give back what was taken over, if the tuner has left by itself."""
-        if self.tuner is not None and not self.tuner.attached:
-            self._give_back()
+        """Give back what the tuner may not recompute, and all that was taken over once it has left by itself."""
+        if self.tuner is not None and self._taken_over:
+            locks = self.tuner.locks
+            self._give_back([name for name in self._taken_over if name in locks] if self.tuner.attached else None)
 
     def on_train_begin(
         self,
@@ -68,19 +78,29 @@ class _Callback(Attaches, TrainerCallback):
             accumulation_steps=args.gradient_accumulation_steps,
             is_first=state.is_world_process_zero,
         )
-        self._take_over(model)
+        if self._stage == Stage.ACT and self.tuner.attached:
+            self._take_over(model)
         self._watch(model, self.tuner)
 
     def _take_over(self, model: nn.Module) -> None:
-        """Switch off what recomputes blocks already: from now on the tuner says which, to the same bits."""
-        self._taken_over = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False)]
-        if self._taken_over:
-            for part in self._taken_over:
-                part.gradient_checkpointing = False
+        """Let blocks that the library recomputes just run: from now on the tuner says which are recomputed.
+
+        All else that the library does where its switch is on (it drops caches, say) stays, and so every bit.
+        """
+        found = {
+            name: (part, part.__dict__["_gradient_checkpointing_func"])
+            for name, part in model.named_modules()
+            if getattr(part, "gradient_checkpointing", False) and "_gradient_checkpointing_func" in part.__dict__
+        }
+        for part, _ in found.values():
+            # Of the standard library: a model that is copied or pickled needs nothing of this package.
+            part._gradient_checkpointing_func = operator.call
+        self._taken_over = found
+        if found:
             logger.info(
-                "gradient_checkpointing is switched off in %d modules until detach(): the tuner recomputes what the "
-                "budget demands",
-                len(self._taken_over),
+                "gradient_checkpointing recomputes none of its %d modules until detach(): the tuner recomputes what "
+                "the budget demands",
+                len(found),
             )
 
     def on_train_end(
@@ -181,6 +201,12 @@ class TunedTrainer(Trainer):
     Losses and gradients are weighed as it weighs them, and k stays 1 where a batch that was cut in two on the first
     steps did not keep its gradient (BatchNorm, contrastive losses); ``trainer.tuner.locks`` has the reason.
 
+    Where memory runs out in a step's forward and backward passes, the step is run again with the next larger k, and
+    smaller ones are locked: see :mod:`autotune.live.integrations.retry`. The error passes in mode ``exact``, in an
+    update, where a loss has written to its batch, and where the batch can be cut no further; with
+    ``auto_find_batch_size`` the Trainer then begins again with a smaller one. What ``compute_loss`` notes by itself, it
+    notes for the failed attempt as well.
+
     ::
 
         trainer = TunedTrainer(model, args, ..., tuning={"mode": "rounding", "memory_budget_bytes": "20GiB"})
@@ -208,20 +234,21 @@ class TunedTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Run forward and backward for each micro-batch of a batch; return the batch's loss."""
-        tuner = self.tuner
-        if tuner is None or not tuner.attached:
+        tuner, retry = self.tuner, self._tuning.retry
+        # A batch that does not fit is cut also where the tuner has left.
+        if tuner is None or retry is None or not (tuner.attached or tuner.plan.accumulation_steps > 1):
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
             return loss
         if self._shares is None:
             self._shares = self._losses_are_shares(model, inputs, num_items_in_batch)
-        losses = []
-        for piece in tuner.micro_batches(inputs):
+
+        def run_one(piece: Any) -> torch.Tensor:
             with self._dividing_by(1.0 if self._shares else 1.0 / tuner.weight):
-                loss = super().training_step(model, piece, num_items_in_batch)
+                loss = super(TunedTrainer, self).training_step(model, piece, num_items_in_batch)
             tuner.accumulated(loss)
-            if not tuner.probing:
-                losses.append(loss)
-        return torch.stack(losses).sum()
+            return loss
+
+        return retry.run(inputs, run_one)
 
     @contextmanager
     def _dividing_by(self, divisor: float) -> Iterator[None]:
@@ -238,10 +265,20 @@ class TunedTrainer(Trainer):
     @torch.no_grad()
     def _losses_are_shares(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> bool:
         """Tell whether the losses of a batch's halves sum to its own: some models heed ``num_items_in_batch``."""
+        while True:
+            try:
+                return self._halves_sum(model, inputs, num_items_in_batch)
+            except Exception as error:
+                if not devices.is_out_of_memory(error) or stepping.num_samples(inputs) < _LEAST_HALVED:
+                    raise
+            devices.release(self.args.device)
+            inputs = stepping.split(inputs, 2)[0]
+
+    def _halves_sum(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> bool:
         modes = {module: module.training for module in model.modules()}
         batch = self._prepare_inputs(inputs)
         halves = stepping.split(batch, 2)
-        with randomness.isolated(), self.compute_loss_context_manager():
+        with randomness.isolated(), alone(model), self.compute_loss_context_manager():
             try:
                 model.eval()
                 whole, *parts = (
@@ -261,6 +298,7 @@ class _Tuning(_Callback):
 
     modes = tuple(Mode)
     tunes_k = True
+    retry: Retry | None = None
     _handle: Any = None
 
     def __init__(self, trainer: TunedTrainer, **options: Any) -> None:
@@ -286,6 +324,13 @@ class _Tuning(_Callback):
 
     def _watch(self, model: nn.Module, tuner: LiveTuner) -> None:
         self._handle = model.register_forward_hook(Hook(self._forward_ended))
+        optimizer: Any = self._trainer.optimizer
+        self.retry = Retry(
+            tuner,
+            self._trainer.model_wrapped,
+            getattr(optimizer, "optimizer", optimizer),
+            rehearses=self._mode != Mode.EXACT and self._stage == Stage.ACT,
+        )
 
     def on_step_end(
         self,

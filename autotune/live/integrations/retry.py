@@ -1,0 +1,312 @@
+"""Run a step of somebody else's Trainer again, cut in more micro-batches, where memory ran out in it.
+
+The step then comes out as if its batch had been cut so from the beginning. Over several ranks none enters a collective
+that another does not: a step that is unlike those before is *rehearsed*, each rank by itself, and its gradients are
+averaged once memory has sufficed on all. In another step of several ranks, the error ends the run as it would anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autotune.errors import first_line
+from autotune.live.signature import Signature, Trained, signature_of
+from autotune.live.tuner import LiveTuner
+from autotune.mechanics import devices, randomness
+from autotune.mechanics.buffers import copy_buffers, drop_constants, write_buffers
+from autotune.mechanics.trees import tensors
+from autotune.plan import Plan
+
+Pass = Callable[[Any], torch.Tensor]
+
+
+class Retry:
+    """Runs the micro-batches of steps, and those of a step in which memory ran out again.
+
+    Generators, buffers and gradients are put back. What a loss or a model writes to attributes is written once more.
+
+    Args:
+        tuner: cuts the batches.
+        model: the model as the Trainer calls it.
+        optimizer: its optimizer.
+        rehearses: whether several ranks rehearse steps: not where none may raise its k.
+    """
+
+    def __init__(
+        self, tuner: LiveTuner, model: nn.Module, optimizer: torch.optim.Optimizer, *, rehearses: bool
+    ) -> None:
+        self._tuner = tuner
+        self._model = model
+        spread = isinstance(model, DistributedDataParallel) and dist.get_world_size(model.process_group) > 1
+        self._ranks = _Ranks(tuner, model, optimizer) if spread and rehearses else None
+        # What was said where memory ran out last.
+        self._ran_out: str | None = None
+
+    def run(self, batch: Any, run_one: Pass) -> torch.Tensor:
+        """Run a step's micro-batches, forward and backward; return the step's loss.
+
+        Args:
+            batch: the step's batch.
+            run_one: runs one micro-batch and returns its share of the step's loss.
+
+        Raises:
+            Exception: whatever a micro-batch raises; that memory ran out only where the batch can be cut no further.
+        """
+        again = False
+        while True:
+            attempt = _Attempt(self._tuner, self._model, batch, self._ranks, again=again)
+            attempt.run(run_one, self._refuse_wrong_cuts)
+            k, reason = attempt.settle()
+            if k is None:
+                assert attempt.loss is not None
+                return attempt.loss
+            # Outside of any except block, whose traceback would keep what the attempt has computed.
+            self._tuner.raise_k(k, reason)
+            devices.release(devices.device_of(self._model))
+            attempt.start.restore()
+            self._ran_out, again = reason, True
+
+    def _refuse_wrong_cuts(self) -> None:
+        """End a run whose batches do not fit, and turn out to give another gradient when they are cut."""
+        why = self._tuner.locks.get("accumulation_steps")
+        if self._ran_out is not None and why is not None:
+            raise torch.OutOfMemoryError(f"{self._ran_out} The batch may not be cut: {why}")
+
+
+class _Attempt:
+    """Runs a step's micro-batches once.
+
+    Attributes:
+        start: where the step begins.
+        loss: of the step, once it has run.
+
+    Args:
+        tuner: cuts the batch.
+        model: the model as the Trainer calls it.
+        batch: the step's batch.
+        ranks: this one of several; ``None`` for one alone.
+        again: whether memory ran out for the same batch before.
+    """
+
+    def __init__(self, tuner: LiveTuner, model: nn.Module, batch: Any, ranks: _Ranks | None, *, again: bool) -> None:
+        self._tuner, self._model, self._batch, self._again = tuner, model, batch, again
+        self.start = _Start(model, batch)
+        self._ranks = ranks
+        self._rehearsed: _Ranks | None = None
+        self._error: Exception | None = None
+        self.loss: torch.Tensor | None = None
+
+    def run(self, run_one: Pass, check: Callable[[], None]) -> None:
+        """Run them; keep the error where memory runs out and the step can be run again, or other ranks must know.
+
+        Args:
+            run_one: runs one of its micro-batches.
+            check: is called before the first one.
+        """
+        pieces: Any = self._tuner.micro_batches(self._batch)
+        losses: list[torch.Tensor] = []
+        try:
+            # Closed at once: an exception's traceback would keep it open until some later step.
+            with closing(pieces):
+                for piece in pieces:
+                    if self._ranks is None and self._larger_k() is not None:
+                        self.start.copy()
+                    if self._tuner.probing:
+                        self._run_beside(piece, run_one)
+                        continue
+                    if not losses:
+                        check()
+                        self._begin()
+                    with nullcontext() if self._rehearsed is None else alone(self._model):
+                        losses.append(run_one(piece))
+            self.loss = torch.stack(losses).sum()
+        except Exception as error:
+            recovers = self._rehearsed is not None or (self._ranks is None and self._larger_k() is not None)
+            if not recovers or not devices.is_out_of_memory(error):
+                raise
+            self._error = error
+
+    def settle(self) -> tuple[int | None, str]:
+        """Return the k to run the step again with, and why; ``None`` once all of it has run.
+
+        Raises:
+            Exception: what the attempt raised, where the batch can be cut no further.
+        """
+        error, self._error = self._error, None
+        reason = "another rank ran out of memory." if error is None else first_line(error)
+        k = 0.0 if error is None else self._larger_k() or math.inf
+        if self._rehearsed is not None:
+            k = self._rehearsed.settle(k)
+        if k == math.inf:
+            raise error or torch.OutOfMemoryError(f"{reason} The batch can be cut no further")
+        if k > 0.0:
+            return int(k), reason
+        self.start.keep()
+        return None, ""
+
+    def _larger_k(self) -> int | None:
+        return self._tuner.larger_k if self.start.is_clean else None
+
+    def _begin(self) -> None:
+        """Agree with the other ranks, if there are any, on a rehearsal, and note where it begins."""
+        ranks = self._ranks
+        if ranks is not None and (self._again or ranks.rehearses(self._batch)):
+            ranks.share_buffers()
+            self._rehearsed = ranks
+            self.start.copy()
+
+    def _run_beside(self, piece: Any, run_one: Pass) -> None:
+        try:
+            run_one(piece)
+        except Exception as error:
+            if self._ranks is None and devices.is_out_of_memory(error) and self._larger_k() is not None:
+                raise
+            # The step's own pass raises it again, if it is the caller's.
+            self._tuner.failed_beside(error)
+
+
+class _Start:
+    """Where a step begins: its generators and buffers, and the batch as it is.
+
+    Args:
+        model: the model.
+        batch: the step's batch.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        self._model = model
+        self._random: randomness.RandomState | None = None
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._leaves = [leaf for leaf in tensors(batch) if not leaf.is_inference()]
+        self._versions = [leaf._version for leaf in self._leaves]
+        # Gradients of somebody else's making cannot be put back.
+        self._is_bare = all(parameter.grad is None for parameter in model.parameters())
+
+    def copy(self) -> None:
+        """Copy generators and buffers: for that alone there may be no room."""
+        if self._random is None:
+            self._buffers = copy_buffers(self._model)
+            self._random = randomness.capture()
+
+    @property
+    def is_clean(self) -> bool:
+        """Tell whether the step can be run again: nobody has written to its batch, and no gradient was there."""
+        return self._is_bare and self._versions == [leaf._version for leaf in self._leaves]
+
+    def keep(self) -> None:
+        """Take in that the step has run."""
+        drop_constants(self._model, self._buffers)
+
+    def restore(self) -> None:
+        """Put generators and buffers back."""
+        if self._random is not None:
+            write_buffers(self._model, self._buffers)
+            randomness.restore(self._random)
+
+
+class _Ranks:
+    """One rank of several that train a model in ``DistributedDataParallel``.
+
+    Whether a step is rehearsed the ranks agree on in the tuner's own process group, where a rank may have left. From
+    then on they meet in the run's own, in the same collectives whatever becomes of the step.
+
+    Args:
+        tuner: cuts the batches.
+        model: the model.
+        optimizer: its optimizer.
+    """
+
+    def __init__(self, tuner: LiveTuner, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        self._tuner, self._model, self._optimizer = tuner, model, optimizer
+        self._world = dist.get_world_size(model.process_group)
+        self._trained = Trained(model.module)
+        named = model.module.named_parameters()
+        ignored = set(model.parameters_to_ignore)
+        self._parameters = [one for name, one in named if one.requires_grad and name not in ignored]
+        # Made beforehand: where memory has run out, there is no room for it.
+        self._largest = torch.zeros(1, device=devices.device_of(model))
+        # Of each plan, the steps that were rehearsed under it.
+        self._known: dict[Plan, list[Signature]] = {}
+
+    def rehearses(self, batch: Any) -> bool:
+        """Tell whether the step that is about to run is rehearsed: to one of the ranks it is unlike those before.
+
+        Args:
+            batch: its batch.
+        """
+        if self._model.static_graph:
+            # It is learnt from the first step's hooks, which a rehearsal would run as well.
+            return False
+        plan = self._tuner.plan
+        # The first update makes the optimizer's states, which take room as well.
+        signature = signature_of(batch, self._trained, self._optimizer, 1)
+        known = self._known.setdefault(plan, [])
+        is_new = not any(former.covers(signature) for former in known)
+        found = self._tuner.largest([float(is_new)])
+        # A rank that could not agree has left, and does not confirm.
+        if not found or not found[0] or self._tuner.largest([1.0]) is None:
+            return False
+        self._known[plan] = [*(former for former in known if not signature.covers(former)), signature]
+        return True
+
+    def share_buffers(self) -> None:
+        """Take over the first rank's buffers, as the model does before the first forward pass of a step."""
+        if self._model.will_sync_module_buffers():
+            self._model._sync_buffers()
+            self._model.require_forward_param_sync = False
+
+    def settle(self, k: float) -> float:
+        """Average the gradients over the ranks, if memory sufficed on all of them.
+
+        Args:
+            k: 0 if it sufficed on this one, else the k to try next; infinite for none.
+
+        Returns:
+            0 once the gradients are averaged, else the largest k that a rank has to try next.
+        """
+        self._largest.fill_(k)
+        dist.all_reduce(self._largest, op=dist.ReduceOp.MAX, group=self._model.process_group)
+        found = float(self._largest)
+        if not found:
+            self._average()
+            self._model.require_forward_param_sync = True
+        return found
+
+    def _average(self) -> None:
+        if self._model.find_unused_parameters:
+            # The model's reducer has noted who got gradients. It averages them all, and forgets, as for parameters that
+            # a loss does not use: here it uses one, times 0.
+            used = [parameter for parameter in self._parameters if parameter.grad is not None]
+            nothing = min(used, key=torch.numel).sum() * 0.0
+            self._model.reducer.prepare_for_backward([nothing])
+            nothing.backward()
+            return
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad /= self._world
+            dist.all_reduce(parameter.grad, group=self._model.process_group)
+
+
+@contextmanager
+def alone(model: nn.Module) -> Iterator[None]:
+    """Run the body, in which a model's passes enter no collective though it is in ``DistributedDataParallel``."""
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    former = model.__dict__.get("forward")
+    model.__dict__["forward"] = model.module
+    try:
+        yield
+    finally:
+        del model.__dict__["forward"]
+        if former is not None:
+            model.__dict__["forward"] = former
