@@ -35,7 +35,7 @@ def followed(job: Job, steps: int, budget_at: Callable[[int], int], **arguments:
     """Return a live arm and the one that has followed it."""
     taken = 0
     live = LiveArm(job, 0, {"memory_budget_bytes": lambda: budget_at(taken), "limits": UNBOUND, **arguments})
-    other = FollowedArm(live, 0, arguments.get("lr_rule"))
+    other = FollowedArm(live, 0, arguments["settings"].lr_rule if "settings" in arguments else None)
     for done in follow(live, other, itertools.islice(endless(job, 0), steps)):
         taken = done
     return live, other
