@@ -7,6 +7,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from test_zoo import LOOPS, assert_same, loop_of, trained
 from torch import nn
 from zoo import Alone, Run
 
+from autotune import Settings
 from autotune.live.limits import KILL_VARIABLE
 
 # Refused, of a framework, compiled, or with workers.
@@ -130,7 +132,8 @@ class Faulty(Run):
 
     def arguments(self, **options: Any) -> dict[str, Any]:
         """Attach with a run's folder, and what goes wrong outside of the run."""
-        found = {**super().arguments(**options), "runs_dir": self.folder, "mlflow": self.fault == "server"}
+        found = {**super().arguments(**options), "runs_dir": self.folder}
+        found["settings"] = replace(found.get("settings", Settings()), mlflow=self.fault == "server")
         if self.fault == "lie":
             found["memory_budget_bytes"] = self._lie
         return found

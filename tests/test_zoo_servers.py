@@ -19,6 +19,7 @@ TESTS = Path(__file__).parent
 
 SCRIPT = """
 import os, signal, sys
+import autotune
 from pathlib import Path
 from test_live import RESTLESS, Wanders
 from test_zoo import assert_same, loop_of, trained
@@ -34,7 +35,8 @@ class Lost(Run):
 
 loop = loop_of("gpt")
 alone = trained(loop, Run(steps=12))
-attaching = dict(policy=Wanders(), memory_budget_bytes=10**9, limits=RESTLESS, runs_dir=sys.argv[1], mlflow=True)
+attaching = dict(policy=Wanders(), memory_budget_bytes=10**9, limits=RESTLESS, runs_dir=sys.argv[1])
+attaching["settings"] = autotune.Settings(mlflow=True)
 attached = trained(loop, Lost(attaching, steps=12))
 assert_same(alone, attached)
 (child,) = (child for path in Path("/proc/self/task").glob("*/children") for child in path.read_text().split())
