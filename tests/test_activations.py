@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,13 @@ import torch.nn.functional as F
 from small_jobs import differences, global_generators, momentum_sgd, recomputed
 from small_models import ReplacedBuffers, TinyConvolution, TinyGPT
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autotune import Plan
 from autotune.mechanics import controls
+from autotune.mechanics.activations import Recomputation
 from autotune.mechanics.randomness import capture, isolated, restore
+from autotune.plan import Storage
 
 
 def spectral_layers(*, parametrized: bool) -> nn.Module:
@@ -290,3 +294,51 @@ def test_less_is_kept_between_forward_and_backward():
         seen.append(kept_bytes(model))
     assert seen == sorted(seen, reverse=True)
     assert seen[3] < 0.7 * seen[0]
+
+
+def test_a_recomputation_that_does_not_repeat_its_forward_pass_is_reported_and_is_the_last(caplog):
+    class ReadsSetting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.tanh(self.linear(x) / float(os.environ["HEAT"]))
+
+    def step():
+        os.environ["HEAT"] = "0.5"
+        loss = unit(torch.ones(2, 4)).sum()
+        os.environ["HEAT"] = heat
+        loss.backward()
+
+    unit, heat = ReadsSetting(), "0.5"
+    controls.apply(nn.ModuleDict({"unit": unit}), Plan(storage={"unit": Storage.RECOMPUTE}))
+    recomputation = unit.__dict__["forward"].recomputation
+    try:
+        step()
+        assert recomputation.barred is None
+        heat = "2.0"
+        step()
+        assert recomputation.barred == "recomputed, it did not repeat its forward pass"
+        assert "may differ" in caplog.text
+        step()
+        assert recomputation.count == 2
+    finally:
+        del os.environ["HEAT"]
+
+
+def test_a_recomputation_runs_under_the_flags_of_its_forward_pass():
+    seen = []
+
+    class Looks(nn.Module):
+        def forward(self, x):
+            seen.append(torch.backends.cuda.math_sdp_enabled())
+            return torch.tanh(x) * 2
+
+    unit = Looks()
+    x = torch.ones(3, requires_grad=True)
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        out = Recomputation(unit).run(unit.forward, (x,), {})
+    out.sum().backward()
+    assert seen == [False, False]
+    assert torch.backends.cuda.math_sdp_enabled()

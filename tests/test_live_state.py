@@ -16,6 +16,7 @@ import autotune
 
 SEEN: list[float] = []
 SOURCE = random.Random(7)
+ENTROPY = random.SystemRandom()
 
 
 class Part(nn.Module):
@@ -77,6 +78,15 @@ class ListsElsewhere(Part):
 class DrawsElsewhere(Part):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * (1 + 0.01 * SOURCE.random())
+
+
+class NamesEntropy(Part):
+    """Draw from the system's entropy, but not yet."""
+
+    noisy = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (ENTROPY.random() if self.noisy else 1.0)
 
 
 class OwnGenerator(Part):
@@ -207,6 +217,7 @@ LOCKED: list[tuple[Callable[[], nn.Module], str]] = [
     (lambda: with_blocks(Codebook), "differ"),
     (AddsInPlace, "written to in place"),
     (hooked, "changes calls"),
+    (lambda: with_blocks(NamesEntropy), "a generator of its own"),
 ]
 
 
@@ -224,7 +235,7 @@ def test_a_state_in_attributes_is_as_it_was_and_recomputed(make: Callable[[], nn
 @pytest.mark.parametrize(
     ("make", "reason"),
     LOCKED,
-    ids=["list", "list elsewhere", "draws elsewhere", "own generator", "codebook", "in place", "hooks"],
+    ids=["list", "list elsewhere", "draws elsewhere", "own generator", "codebook", "in place", "hooks", "entropy"],
 )
 def test_what_recomputation_would_do_twice_is_locked(make: Callable[[], nn.Module], reason: str, *, lean: bool) -> None:
     plain, _, _ = train(make, None, None)

@@ -2,8 +2,8 @@
 
 A unit is probed where it is called: its forward and backward passes run on copies of the unit and of what it is handed,
 once saving and once recomputing. Every gradient and output, all that the copies hold afterwards and the generators must
-come out the same to the last bit, and nothing outside of the copies may change. What cannot be copied is not probed,
-and locked.
+come out the same to the last bit, and nothing outside of the copies may change; nor may what it reads there be another
+one by the time of its backward pass. What cannot be copied is not probed, and locked.
 
 Where the device itself does not repeat to the last bit (flash attention's backward pass adds in any order, as do sums
 by atomics), two passes that both save say by how much; recomputing may then differ as they do, and not more.
@@ -11,11 +11,12 @@ by atomics), two passes that both save say by how much; recomputing may then dif
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import Context
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +25,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from autotune.live.reachable import source_of
 from autotune.live.surroundings import Surroundings
 from autotune.mechanics import randomness
 from autotune.mechanics.activations import WRITTEN, Kept, Recomputation, undone
+from autotune.mechanics.ambient import interception
 from autotune.mechanics.controls import ControlledForward
-from autotune.mechanics.copies import CopyError, Loans, copied, dissolve, state_of, twin_of
+from autotune.mechanics.copies import CopyError, Loans, TensorCopy, copied, dissolve, state_of, twin_of
 from autotune.mechanics.devices import is_out_of_memory
 from autotune.mechanics.memory_meter import strided
 
@@ -62,10 +65,17 @@ class UnitProbe:
         self._inner: Callable[..., Any] = module.forward
         self._shadowed: Callable[..., Any] | None = module.__dict__.get("forward")
         self._kept: list[Kept] = []
+        # Why calls were not probed, and what the unit's code could reach after the one that was.
+        self._intercepted: str | None = None
+        self._around: Surroundings | None = None
         module.__dict__["forward"] = self
 
     def remove(self) -> None:
         """Give the unit its forward back."""
+        if self.calls == 0:
+            self.reason = self.reason or self._intercepted
+        if isinstance(self._inner, ControlledForward):
+            self._inner.recomputation.around = None
         if self._shadowed is None:
             self.module.__dict__.pop("forward", None)
         else:
@@ -75,30 +85,62 @@ class UnitProbe:
         """Probe the first call that may be trained on, then run it as if nothing had been."""
         if torch.compiler.is_compiling():
             return self._inner(*args, **kwargs)
-        if self.calls == 0 and torch.is_grad_enabled():
-            self.calls = 1
-            device = _device_type(self.module, args, kwargs)
-            self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-            if self.reason is None and _saves_by_hooks():
-                self.reason = "a checkpoint of the loop's own, or hooks on what is saved, decide already what it keeps"
+        trains = torch.is_grad_enabled()
+        intercepted = interception(self.module) if trains else None
+        if intercepted is not None:
+            self._intercepted = intercepted
+            with self._uncontrolled():
+                return self._inner(*args, **kwargs)
+        try:
+            if self.calls == 0 and trains:
+                self.calls = 1
+                self._probe(args, kwargs)
             if self.reason is None:
-                began = time.perf_counter()
-                with self._uncontrolled():
-                    self.reason = storage_lock(self.module, self._inner, args, kwargs)
-                self.spent_s = time.perf_counter() - began
-        controlled = self._inner if isinstance(self._inner, ControlledForward) else None
+                self._watch(args, kwargs)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the unit is left alone
+            self.reason = _told(error)
         if self.reason is not None:
             # The plan of the step was made before anybody knew.
             with self._uncontrolled():
                 return self._inner(*args, **kwargs)
-        if controlled is not None:
-            controlled.recomputation.keeps = True
+        found = self._inner(*args, **kwargs)
+        if trains and self._around is None:
+            self._look_round()
+        return found
+
+    def _probe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Find out whether a call may be recomputed."""
+        device = _device_type(self.module, args, kwargs)
+        self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        if self.reason is None and _saves_by_hooks():
+            self.reason = "a checkpoint of the loop's own, or hooks on what is saved, decide already what it keeps"
+        if self.reason is None:
+            began = time.perf_counter()
+            with self._uncontrolled():
+                self.reason = storage_lock(self.module, self._inner, args, kwargs)
+            self.spent_s = time.perf_counter() - began
+
+    def _watch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Look out for writes to what a call is handed."""
+        if isinstance(self._inner, ControlledForward):
+            self._inner.recomputation.keeps = True
         else:
             self._kept.append(Kept(tree_flatten((args, kwargs))[0], copies=False))
-        return self._inner(*args, **kwargs)
+
+    def _look_round(self) -> None:
+        """Note what the unit's code can reach, and what it reads there."""
+        try:
+            self._around = Surroundings(self.module)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the unit is left alone
+            self.reason = _told(error)
+        if isinstance(self._inner, ControlledForward):
+            self._inner.recomputation.around = self._around
 
     def settle(self) -> None:
-        """Be told that backward begins: what was written to since the unit was handed it speaks against recomputing."""
+        """Be told that backward begins: what was written to since the unit was handed it speaks against recomputing.
+
+        So does what its code can reach and somebody has set back since: a context manager round the forward pass, say.
+        """
         if isinstance(self._inner, ControlledForward):
             recomputation = self._inner.recomputation
             recomputation.settle()
@@ -107,6 +149,15 @@ class UnitProbe:
         elif any(kept.written for kept in self._kept):
             self.reason = self.reason or WRITTEN
         self._kept = []
+        try:
+            changed = None if self._around is None else self._around.changed(grown=True)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the unit is left alone
+            self.reason = self.reason or _told(error)
+        else:
+            if changed is not None:
+                self.reason = (
+                    self.reason or f"it reads {changed}, which is another one by the time of its backward pass"
+                )
 
     @contextmanager
     def _uncontrolled(self) -> Iterator[None]:
@@ -150,17 +201,21 @@ def storage_lock(
     """
     own = forward.original if isinstance(forward, ControlledForward) else forward
     itself = getattr(own, "__self__", None) is not module
-    before, around = randomness.capture(), Surroundings(module, itself=itself)
-    unit = _Unit(module, forward if itself else None, args, kwargs, before)
+    try:
+        around = Surroundings(module, itself=itself)
+        if around.too_large is not None:
+            return f"its code can reach {around.too_large}, which is too large to be copied and which it may change"
+        before = randomness.capture()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the unit is left alone
+        return _told(error)
+    unit = _Unit(module, forward if itself else None, args, kwargs, before, copy_context())
     restore = randomness.restore
     try:
-        # In backward, nothing is set that a caller's forward pass sets for the time that it takes.
         with _casts_left_alone(_device_type(module, args, kwargs)):
             reason = Context().run(_compared, unit)
-    except CopyError as error:
-        return f"it cannot be probed: a {error} cannot be copied"
+        reason = reason or _named_source(module)
     except Exception as error:  # noqa: BLE001 - whatever it is, the unit is left alone
-        return "ran out of memory while probed" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+        return _told(error)
     else:
         if reason != _DRAWS:
             # What changed python's and numpy's generators is another thread.
@@ -169,6 +224,19 @@ def storage_lock(
     finally:
         around.restore()
         restore(before)
+
+
+def _named_source(module: nn.Module) -> str | None:
+    """Return what speaks against a unit that draws perhaps later, after its warm-up say; ``None`` for nothing."""
+    source = source_of(module)
+    return None if source is None else f"its code can come to draw from {source}, which recomputation does not repeat"
+
+
+def _told(error: Exception) -> str:
+    """Return what a probe's exception says of a unit."""
+    if isinstance(error, CopyError):
+        return f"it cannot be probed: a {error} cannot be copied"
+    return "ran out of memory while probed" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
 
 
 @contextmanager
@@ -198,6 +266,7 @@ class _Unit:
         args: what it was called with.
         kwargs: the same, by keyword.
         before: the generators' states.
+        context: the context variables that it was called with.
     """
 
     module: nn.Module
@@ -205,6 +274,7 @@ class _Unit:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     before: randomness.RandomState
+    context: Context
 
     def passes(self, *, recomputes: bool) -> _Outcome:
         """Return what the unit's passes come to; of itself nothing is changed."""
@@ -212,16 +282,28 @@ class _Unit:
         loans = Loans()
         try:
             handed = copied((self.args, dict(self.kwargs)), loans.lend)
+            passes = functools.partial(_passes, recomputes=recomputes, context=_like(self.context, loans.lend))
             if self.forward is not None:
                 with undone(self.module):
-                    return _passes(self.module, self.forward, *handed, recomputes=recomputes)
+                    return passes(self.module, self.forward, *handed)
             twin = twin_of(self.module, loans.lend)
             try:
-                return _passes(twin, twin.forward, *handed, recomputes=recomputes)
+                return passes(twin, twin.forward, *handed)
             finally:
                 dissolve(twin)
         finally:
             loans.take_back()
+
+
+def _like(context: Context, lend: TensorCopy) -> Context:
+    """Return a context with copies of what a context holds, as far as that can be copied."""
+    made = Context()
+    for variable, value in context.items():
+        try:
+            made.run(variable.set, copied(value, lend))
+        except CopyError:
+            continue
+    return made
 
 
 def _compared(unit: _Unit) -> str | None:
@@ -304,12 +386,21 @@ def _alike(one: Any, two: Any) -> bool:
 
 
 def _passes(
-    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, recomputes: bool
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    recomputes: bool,
+    context: Context,
 ) -> _Outcome:
-    """Run a unit forward and backward on what it may write to."""
+    """Run a unit forward and backward on what it may write to; forward in a context of its own."""
     inputs = _tensors_in((args, kwargs))
     versions = [tensor._version for tensor in inputs]
-    outputs = Recomputation(module).run(forward, args, kwargs) if recomputes else forward(*args, **kwargs)
+    if recomputes:
+        outputs = context.run(Recomputation(module, checks=False).run, forward, args, kwargs)
+    else:
+        outputs = context.run(forward, *args, **kwargs)
     # What it was handed may have taken up some of what it computes.
     met = {id(tensor) for tensor in inputs}
     found = [tensor for tensor in _tensors_in((outputs, args, kwargs)) if id(tensor) not in met]

@@ -1,32 +1,38 @@
 """Watch what a unit's code can reach besides the unit itself: globals, closures, attributes of its classes.
 
 A list that all blocks of a model append to, a counter in a module, a generator that a hook's closure holds: a copy of
-the unit shares them, so that passes over the copy show whether the unit changes them, and they are put back.
+the unit shares them, so that passes over the copy show whether the unit changes them, and they are put back. What can
+be looked at in no way is left out; a tensor too large to be copied is named, so that nobody runs what may write to it.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType, MethodType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from autotune.live.reachable import HOOKS, bound_in, is_trusted, names_in, plain_function
+from autotune.mechanics.copies import same_bits
+
+logger = logging.getLogger(__name__)
+
 # Objects that are looked at, and how many functions deep: a function calls others.
 _MOST_OBJECTS, _DEPTH = 5000, 3
 # Tensors up to this size are copied.
-_SMALL_BYTES = 2**20
-# Libraries whose functions keep to what they are handed.
-_TRUSTED = ("torch", "numpy", "builtins", "math", "functools", "itertools", "typing", "collections", "autotune")
+_MOST_BYTES = 2**27
 _OF_MODULES = frozenset(vars(nn.Module()))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PLAIN = (bool, int, float, complex, str, bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,9 +53,27 @@ class _Seen:
     put: Callable[[Any], object]
     same: Callable[[Any, Any], bool]
 
+    def is_same(self, *, grown: bool = False) -> bool:
+        """Tell whether the object is what it was, or, where that will do, has only got more items."""
+        now = self.now()
+        if grown and self.same in (_same_items, _same_pairs):
+            now = now[: len(self.then)]
+        return self.same(now, self.then)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Values:
+    """Hold a tensor's values, and how often it was written to before; ``None`` for those of a very large one."""
+
+    version: int
+    copy: torch.Tensor | None
+
 
 class Surroundings:
     """Hold what a unit's code can reach.
+
+    Attributes:
+        too_large: the name of a tensor that is too large to be copied; ``None`` if all were.
 
     Args:
         module: the unit.
@@ -58,56 +82,102 @@ class Surroundings:
 
     def __init__(self, module: nn.Module, *, itself: bool = False) -> None:
         self._seen: list[_Seen] = []
-        self._met: set[int] = set()
+        # The unit's own parts are copied, or watched by their attributes.
+        self._met: set[int] = set(map(id, module.modules()))
+        self.too_large: str | None = None
         for part in module.modules() if itself else ():
             for name, value in vars(part).items():
                 if name not in _OF_MODULES:
                     self._take(name, value)
+        for kind in dict.fromkeys(base for part in module.modules() for base in type(part).__mro__):
+            if not is_trusted(kind.__module__):
+                self._take_class(kind)
         for name, function in _functions(module):
             self._look_into(name, function, _DEPTH)
 
-    def changed(self) -> str | None:
-        """Return the name of the first object that is not what it was; ``None`` if all are."""
-        return next((one.name for one in self._seen if not one.same(one.now(), one.then)), None)
+    def changed(self, *, grown: bool = False) -> str | None:
+        """Return the name of the first object that is not what it was; ``None`` if all are.
+
+        Args:
+            grown: whether a list or dictionary may have got more items at its end.
+        """
+        return next((one.name for one in self._seen if not one.is_same(grown=grown)), None)
 
     def restore(self) -> None:
         """Put back what is not what it was."""
         for one in self._seen:
-            if not one.same(one.now(), one.then):
-                one.put(one.then)
+            try:
+                if not one.is_same():
+                    one.put(one.then)
+            except Exception as error:  # noqa: BLE001 - the others are put back, and the run goes on
+                logger.warning("a unit changed %s, which could not be put back: %s", one.name, error)
+
+    @contextmanager
+    def as_they_were(self) -> Iterator[None]:
+        """Run the body with all but tensors as it was; what the body changes of that is forgotten."""
+        changed = [one for one in self._seen if not isinstance(one.then, _Values) and not one.is_same(grown=True)]
+        now = [one.now() for one in changed]
+        for one in changed:
+            one.put(one.then)
+        try:
+            yield
+        finally:
+            for one, value in zip(changed, now, strict=True):
+                one.put(value)
 
     def _look_into(self, name: str, function: Any, depth: int) -> None:
         """Take in what a function's code names, and what its closure holds."""
         if isinstance(function, MethodType):
             self._take(f"{name}.__self__", function.__self__)
-            function = function.__func__
-        function = getattr(function, "__wrapped__", None) or function
+        function = plain_function(function)
         if not isinstance(function, FunctionType) or id(function) in self._met or not depth:
             return
         self._met.add(id(function))
-        if (function.__module__ or "").partition(".")[0] in _TRUSTED:
+        if is_trusted(function.__module__):
             return
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             try:
                 self._take(key, cell.cell_contents, depth - 1)
             except ValueError:
                 continue
-        for key in function.__code__.co_names:
-            if key in function.__globals__:
-                self._take(key, function.__globals__[key], depth - 1)
+            self._seen.append(_cell(key, cell))
+        self._seen += [_name(function.__globals__, key) for key in bound_in(function.__code__)]
+        self._take_names(function.__globals__, names_in(function.__code__), depth - 1)
+
+    def _take_names(self, where: dict[str, Any], names: Collection[str], depth: int) -> None:
+        """Take in what names stand for in a module."""
+        for key in names:
+            found = where.get(key)
+            if key in where and not isinstance(found, type | FunctionType | BuiltinFunctionType | ModuleType):
+                self._seen.append(_name(where, key))
+            if isinstance(found, ModuleType):
+                if not is_trusted(found.__name__) and id(found) not in self._met and depth > 0:
+                    self._met.add(id(found))
+                    self._take_names(vars(found), names, depth - 1)
+            else:
+                self._take(key, found, depth)
+
+    def _take_class(self, kind: type) -> None:
+        for key, value in list(vars(kind).items()):
+            if not key.startswith("_abc") and not key.startswith("__") and not callable(value):
+                self._seen.append(_attribute(kind, key))
+                self._take(f"{kind.__name__}.{key}", value)
 
     def _take(self, name: str, value: Any, depth: int = 0) -> None:
-        if id(value) in self._met or len(self._seen) > _MOST_OBJECTS:
+        if value is None or isinstance(value, _PLAIN) or id(value) in self._met or len(self._seen) > _MOST_OBJECTS:
             return
         if isinstance(value, FunctionType | MethodType):
             self._look_into(name, value, depth)
             return
-        if isinstance(value, nn.Module | torch.nn.Parameter):
+        try:
+            found = _snapshot(name, value)
+        except Exception:  # noqa: BLE001 - whatever it is (a generator of the system's, say), it does not let itself be read
             return
-        found = _snapshot(name, value)
         if found is None:
             return
         self._met.add(id(value))
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and found.then.copy is None:
+            self.too_large = name
         self._seen.append(found)
         for key, item in _items(value):
             self._take(f"{name}{key}", item, depth)
@@ -117,22 +187,26 @@ def _functions(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the functions that a unit's forward pass calls, with names for them."""
     for part in module.modules():
         for base in type(part).__mro__:
-            if base.__module__.partition(".")[0] not in _TRUSTED and base is not object:
-                yield from ((name, value) for name, value in vars(base).items() if isinstance(value, FunctionType))
+            if not is_trusted(base.__module__):
+                yield from ((name, plain_function(value)) for name, value in vars(base).items())
         yield "forward", vars(part).get("forward")
         if part is not module:
-            for kind in _HOOKS:
+            for kind in HOOKS:
                 yield from (("a hook", hook) for hook in vars(part)[kind].values())
 
 
 def _snapshot(name: str, value: Any) -> _Seen | None:
     """Return an object as it is; ``None`` for one that nothing can change, or that nobody can look into."""
+    if isinstance(value, torch.Tensor) and (value.is_inference() or _is_trained(value)):
+        return None
     for kinds, seen in _KINDS:
         if isinstance(value, kinds):
             return seen(name, value)
+    if isinstance(value, nn.Module):
+        return _mapping(name, vars(value))
     if isinstance(value, type) or not hasattr(value, "__dict__") or callable(value):
         return None
-    if type(value).__module__.partition(".")[0] in (*_TRUSTED, "logging", "contextvars"):
+    if is_trusted(type(value).__module__) or type(value).__module__.partition(".")[0] in ("logging", "contextvars"):
         return None
     return _mapping(name, vars(value))
 
@@ -164,8 +238,42 @@ def _numpy_generator(name: str, value: Any) -> _Seen:
 
 
 def _tensor(name: str, value: Any) -> _Seen:
-    then = value._version, value.detach().clone() if value.nbytes <= _SMALL_BYTES else None
-    return _Seen(name, lambda: (value._version, value), then, lambda t: _write(value, t[1]), lambda a, b: a[0] == b[0])
+    dense = value.layout is torch.strided
+    copy = value.detach().to("cpu", copy=True) if not dense or value.nbytes <= _MOST_BYTES else None
+
+    def same(one: _Values, two: _Values) -> bool:
+        # By value as well: what is written by `.data` is not counted.
+        return one.version == two.version and (copy is None or not dense or same_bits(value.detach().cpu(), copy))
+
+    then = _Values(value._version, copy)
+    return _Seen(name, lambda: _Values(value._version, None), then, lambda then: _write(value, then.copy), same)
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
+
+
+def _cell(name: str, cell: CellType) -> _Seen:
+    """Return what a function's closure holds under a name, which the function may bind anew."""
+    put = functools.partial(setattr, cell, "cell_contents")
+    return _Seen(name, lambda: cell.cell_contents, cell.cell_contents, put, _same)
+
+
+def _name(where: dict[str, Any], name: str) -> _Seen:
+    """Return what a name stands for in a module; nothing, perhaps."""
+
+    def put(then: Any) -> None:
+        if then is _name:
+            where.pop(name, None)
+        else:
+            where[name] = then
+
+    return _Seen(name, lambda: where.get(name, _name), where.get(name, _name), put, _same)
+
+
+def _attribute(kind: type, name: str) -> _Seen:
+    then = vars(kind)[name]
+    return _Seen(f"{kind.__name__}.{name}", lambda: vars(kind).get(name), then, lambda t: setattr(kind, name, t), _same)
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:
@@ -174,8 +282,12 @@ def _items(value: Any) -> list[tuple[str, Any]]:
         return [(f"[{place}]", item) for place, item in enumerate(value)]
     if isinstance(value, dict):
         return [(f"[{key!r:.40}]", item) for key, item in value.items()]
-    own = getattr(value, "__dict__", None)
-    return [(f".{key}", item) for key, item in own.items()] if isinstance(own, dict) else []
+    if isinstance(value, nn.Module):
+        # Its weights are trained, or are none of the unit's.
+        own = {key: item for key, item in vars(value).items() if key not in _OF_MODULES}
+        return [(f".{key}", item) for key, item in {**own, **value._buffers, **value._modules}.items()]
+    held = getattr(value, "__dict__", None)
+    return [(f".{key}", item) for key, item in held.items()] if isinstance(held, dict) else []
 
 
 def _refill(value: Any, then: Any) -> None:
@@ -188,17 +300,21 @@ def _refill(value: Any, then: Any) -> None:
 
 def _write(value: torch.Tensor, then: torch.Tensor | None) -> None:
     if then is not None:
-        with torch.no_grad():
-            value.copy_(then)
+        # By .data: what autograd keeps of the run's own graph has the same values again.
+        value.data.copy_(then)
+
+
+def _same(one: Any, two: Any) -> bool:
+    return one is two or (type(one) is type(two) and isinstance(one, _PLAIN) and one == two)
 
 
 def _same_items(one: list[Any], two: list[Any]) -> bool:
-    return len(one) == len(two) and all(a is b for a, b in zip(one, two, strict=True))
+    return len(one) == len(two) and all(map(_same, one, two))
 
 
 def _same_pairs(one: list[tuple[Any, Any]], two: list[tuple[Any, Any]]) -> bool:
     return len(one) == len(two) and all(
-        key == other and value is item for (key, value), (other, item) in zip(one, two, strict=True)
+        key == other and _same(value, item) for (key, value), (other, item) in zip(one, two, strict=True)
     )
 
 

@@ -1,17 +1,19 @@
 """Recompute a unit's activations in backward, and change nothing else by it.
 
 A recomputation runs as the forward pass did: with the generators' states, the attributes, modes, weights and buffers
-that the unit had when it was called, and with copies of what it was handed besides tensors (a cache of keys and values,
-say), as they were then. What it changes of all that is forgotten.
+that the unit had when it was called, under the flags of torch that were set then, and with copies of what it was handed
+besides tensors (a cache of keys and values, say), as they were then. What it changes of all that is forgotten. Whether
+it repeats the forward pass is found out on a sample of calls.
 """
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,10 +21,23 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from autotune.mechanics.buffers import copy_buffers, drop_constants, fresh_buffers, replaced_buffers
+from autotune.mechanics import ambient
+from autotune.mechanics.buffers import (
+    constants_of,
+    copy_buffers,
+    drop_constants,
+    fresh_buffers,
+    lost_buffer,
+    replaced_buffers,
+    version_of,
+)
 from autotune.mechanics.copies import CopyError, copied
+from autotune.mechanics.repeats import Repeats, is_due
+
+logger = logging.getLogger(__name__)
 
 WRITTEN = "what it is handed is written to in place before its backward pass"
+_DIFFERS = "recomputed, it did not repeat its forward pass"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -39,44 +54,60 @@ class Kept:
     """Keep what a unit was handed, with copies, until it is known whether anybody writes to it before backward.
 
     Args:
-        leaves: its arguments' leaves.
+        leaves: its arguments' leaves; tensors within objects count as well.
         copies: whether copies are kept as well.
+
+    Raises:
+        CopyError: for an object that nobody can look into.
     """
 
     def __init__(self, leaves: Sequence[Any], *, copies: bool = True) -> None:
         self._leaves = leaves
-        self._tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self._versions = [_version(tensor) for tensor in self._tensors]
+        self._tensors = _tensors_within(leaves)
+        self._versions = [version_of(tensor) for tensor in self._tensors]
         # On the host, where there is one beside the device: the step may need all that the device has.
-        self._copies = [
-            leaf.detach().to("cpu", copy=True) if copies and isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
-        ]
+        self._copies = {id(one): one.detach().to("cpu", copy=True) for one in self._tensors} if copies else {}
 
     @property
     def written(self) -> bool:
         """Tell whether somebody has written to the tensors since."""
-        return self._versions != [_version(tensor) for tensor in self._tensors]
+        return self._versions != [version_of(tensor) for tensor in self._tensors]
 
     def settle(self) -> None:
         """Forget the copies where nobody has."""
         if not self.written:
-            self._copies = list(self._leaves)
+            self._copies = {}
+
+    def drop(self) -> None:
+        """Forget the tensors that other units compute."""
+        self._tensors = [tensor for tensor in self._tensors if not tensor.requires_grad]
+        self._versions = [version_of(tensor) for tensor in self._tensors]
 
     def leaves(self) -> list[Any]:
-        """Return the leaves as they were."""
-        if not self.written:
-            return list(self._leaves)
-        pairs = zip(self._leaves, self._copies, strict=True)
-        return [_back(copy, like) if isinstance(like, torch.Tensor) else like for like, copy in pairs]
+        """Return the leaves; tensors as they were."""
+        return [self.then(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
+
+    def then(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor as it was."""
+        made = self._copies.get(id(tensor))
+        return tensor if made is None or not self.written else _back(made, tensor)
+
+
+def _tensors_within(leaves: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the tensors that leaves are, or lead to."""
+    found: list[torch.Tensor] = []
+
+    def met(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, _Absent):
+            found.append(tensor)
+        return tensor
+
+    copied(list(leaves), met)
+    return found
 
 
 def _back(copy: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return copy.detach().to(like.device).requires_grad_(like.requires_grad)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    # Tensors of inference mode count no versions, and nobody may write to them in training.
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Again(AbstractContextManager[None]):
@@ -84,11 +115,16 @@ class _Again(AbstractContextManager[None]):
 
     Attributes:
         runs: whether a body runs.
+
+    Args:
+        recomputation: of the module.
+        repeats: compares what the bodies save; ``None`` for nothing.
     """
 
-    def __init__(self, recomputation: Recomputation) -> None:
+    def __init__(self, recomputation: Recomputation, repeats: Repeats | None = None) -> None:
         module = recomputation.module
-        self._recomputation = recomputation
+        self.repeats = repeats
+        self.recomputation = recomputation
         # Each dictionary of the module's parts, and what it held.
         self._then: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for part in module.modules():
@@ -99,7 +135,8 @@ class _Again(AbstractContextManager[None]):
                 # class (DeepSpeed's ZeRO-3) gathers a weight when it is read.
                 if part._parameters and type(part._parameters) is dict:
                     self._then.append((part._parameters, part._parameters.copy()))
-        self.buffers = copy_buffers(module)
+        self.buffers, self.constants = copy_buffers(module), constants_of(module)
+        self._flags = ambient.flags()
         self._entered: list[ExitStack] = []
 
     @property
@@ -107,12 +144,24 @@ class _Again(AbstractContextManager[None]):
         return bool(self._entered)
 
     def __enter__(self) -> None:
-        self._recomputation.count += 1
+        self.recomputation.count += 1
         stack = ExitStack()
+        flags = ambient.flags()
+        if flags != self._flags:
+            ambient.put(self._flags, flags)
+            stack.callback(ambient.put, flags, self._flags)
+        if self.recomputation.around is not None:
+            stack.enter_context(self.recomputation.around.as_they_were())
         stack.callback(_restore, [(own, own.copy()) for own, _ in self._then])
         _restore(self._then)
-        module = self._recomputation.module
-        stack.enter_context(replaced_buffers(module, fresh_buffers(module, self.buffers)))
+        module = self.recomputation.module
+        lost = lost_buffer(module, self.constants)
+        if lost is not None:
+            self.recomputation.bar_late(f"its buffer {lost!r} was written to, of which it keeps no copy")
+        stack.enter_context(replaced_buffers(module, fresh_buffers(module, self.buffers, self.constants)))
+        if self.repeats is not None:
+            stack.callback(self.recomputation.take, self.repeats)
+            stack.enter_context(self.repeats.again())
         self._entered.append(stack)
 
     def __exit__(self, *_: object) -> None:
@@ -179,6 +228,7 @@ class _Call:
         shape: of both.
         objects: copies of what is no tensor, by place.
         kept: what it was handed, where that is kept besides.
+        held: what objects hold, otherwise.
         again: puts the unit back to what it was.
     """
 
@@ -188,6 +238,7 @@ class _Call:
     shape: TreeSpec
     objects: dict[int, Any]
     kept: Kept | None
+    held: Kept | None
     again: _Again
 
     def run(self, *leaves: Any) -> Any:
@@ -196,7 +247,9 @@ class _Call:
             return self.forward(*self.args, **self.kwargs)
         found = list(leaves[: self.shape.num_leaves]) if self.kept is None else self.kept.leaves()
         for place, value in self.objects.items():
-            found[place] = copied(value)
+            found[place] = copied(value, _itself if self.kept is None else self.kept.then)
+        if self.held is not None and self.held.written:
+            self.again.recomputation.bar_late(WRITTEN)
         args, kwargs = tree_unflatten(found, self.shape)
         return self.forward(*args, **kwargs)
 
@@ -208,12 +261,21 @@ class _Call:
         """
         self.args, self.kwargs = (), {}
         if drops:
+            if self.held is not None:
+                self.held.drop()
             self.objects = {place: copied(value, _absent) for place, value in self.objects.items()}
 
 
 def undone(module: nn.Module) -> AbstractContextManager[None]:
     """Return what runs a body after which a module has the attributes, modes, weights and buffers that it has now."""
-    return _Again(Recomputation(module))
+    return _Again(Recomputation(module, checks=False))
+
+
+class Reachable(Protocol):
+    """What a unit's code can reach besides the unit."""
+
+    def as_they_were(self) -> AbstractContextManager[None]:
+        """Run the body with all of it as it was."""
 
 
 @dataclass(slots=True)
@@ -222,20 +284,27 @@ class Recomputation:
 
     Attributes:
         module: the module whose forward it is.
+        checks: whether a sample of the recomputations is compared with the forward passes.
         count: how many backward passes recomputed it.
         keeps: whether what it is handed is kept besides, while nobody knows whether it is written to before backward.
         barred: why it is not recomputed any more; ``None`` while it is.
         kept: what it was handed since backward began last.
+        around: puts back what its code can reach besides, round a recomputation; ``None`` for nothing.
     """
 
     module: nn.Module
+    checks: bool = True
     count: int = 0
     keeps: bool = False
     barred: str | None = None
     kept: list[Kept] = field(default_factory=list)
+    around: Reachable | None = None
     _hooks: int | None = None
     # Whether it reads what others of the step have put into objects that it is handed; ``None`` while unknown.
     _reads: bool | None = None
+    _calls: int = 0
+    # Whether a recomputation differed, where only the device knows.
+    _differs: torch.Tensor | None = None
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call ``forward`` so that autograd keeps its inputs only.
@@ -250,19 +319,43 @@ class Recomputation:
         kept = Kept(leaves) if self.keeps else None
         if kept is not None:
             self.kept.append(kept)
-        call = _Call(forward, args, kwargs, shape, objects, kept, _Again(self))
+        copies = [copy for place, copy in objects.items() if copy is not leaves[place]]
+        held = Kept(copies, copies=False) if kept is None and copies else None
+        self._calls += 1
+        again = _Again(self, Repeats() if self.checks and is_due(self._calls) else None)
+        call = _Call(forward, args, kwargs, shape, objects, kept, held, again)
         reads = _Reads(objects.values()) if self._reads is None else None
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[None]]:
-            return nullcontext() if reads is None or not reads.tensors else reads, call.again
+            watch: AbstractContextManager[Any] = nullcontext() if reads is None or not reads.tensors else reads
+            return watch if again.repeats is None else again.repeats.first(watch), again
 
         # Whatever checkpoint is handed, it refuses to use once somebody has written to it.
         tensors = [leaf if kept is None and isinstance(leaf, torch.Tensor) else None for leaf in leaves]
         tensors += self._elsewhere(tensors, leaves)
         result = checkpoint(call.run, *tensors, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
         call.has_run(drops=self._drops(reads))
-        drop_constants(self.module, call.again.buffers)
+        if drop_constants(self.module, again.buffers):
+            again.constants = {**constants_of(self.module), **again.constants}
         return result
+
+    def take(self, repeats: Repeats) -> None:
+        """Be told what a comparison came to."""
+        if isinstance(repeats.differs, torch.Tensor):
+            self._differs = repeats.differs
+        elif repeats.differs:
+            self.bar_late(_DIFFERS)
+
+    def bar_late(self, reason: str) -> None:
+        """Recompute the module no more, and say that it was found out too late for what is recomputed now."""
+        if self.barred is None:
+            logger.warning(
+                "a unit (%s) is recomputed no more: %s; the gradient of this step, and of those before in which that "
+                "was so, may differ from the run's own",
+                type(self.module).__name__,
+                reason,
+            )
+        self.barred = self.barred or reason
 
     def _elsewhere(self, tensors: Sequence[torch.Tensor | None], leaves: Sequence[Any]) -> list[torch.Tensor]:
         """Return empty tensors on the devices that a unit computes on and none of the tensors is on."""
@@ -291,6 +384,9 @@ class Recomputation:
             self._hooks = hooks
         if hooks != self._hooks:
             self.barred = "its parts got other hooks after it was probed"
+        differs, self._differs = self._differs, None
+        if differs is not None and bool(differs):
+            self.bar_late(_DIFFERS)
         if self.barred is not None:
             return None
         try:

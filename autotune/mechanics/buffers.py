@@ -6,8 +6,10 @@ replaced tensor's address is used again. So buffers are copied, and compared by 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +19,41 @@ from torch._subclasses.fake_tensor import FakeTensor
 # Up to this size a buffer (running statistics, a power iteration's vectors) is copied every time. Larger ones (masks,
 # tables, frozen weights) are copied until a pass in training mode was seen to leave them alone.
 _SMALL_BYTES = 2**20
-_large_constants: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+# Of those, up to this size, one copy stays on the host: a unit may begin to write to them after its warm-up.
+_KEPT_BYTES = 2**25
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Constant:
+    """A large buffer that was seen to stay as it is.
+
+    Attributes:
+        tensor: the buffer.
+        version: its version, by autograd's count.
+        copy: its values, on the host; ``None`` where it is too large to be kept twice.
+    """
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    copy: torch.Tensor | None = None
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a buffer is still what it was."""
+        return self.tensor() is tensor and self.version == version_of(tensor)
+
+    def copied(self, tensor: torch.Tensor) -> Constant:
+        """Return the same with a copy, if its size allows one."""
+        dear = tensor.nbytes > _KEPT_BYTES or isinstance(tensor, FakeTensor)
+        return self if dear or self.copy is not None else replace(self, copy=tensor.detach().to("cpu", copy=True))
+
+
+_constants: WeakKeyDictionary[nn.Module, dict[str, Constant]] = WeakKeyDictionary()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written to, as far as autograd counts it."""
+    # Tensors of inference mode count no versions, and nobody may write to them in training.
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def copy_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -25,32 +61,74 @@ def copy_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
     Until that is known, copies of large ones are on the host: a step was not planned to have room for them.
     """
-    constant = _large_constants.get(module)
+    known = _constants.get(module)
     copies = {}
     for name, value in module.named_buffers():
-        if constant is None and value.nbytes > _SMALL_BYTES:
-            copies[name] = value.detach().to("cpu", copy=True)
-        elif constant is None or name not in constant:
-            copies[name] = value.detach().clone()
+        if known is not None and name in known and known[name].holds(value):
+            continue
+        large = known is None and value.nbytes > _SMALL_BYTES
+        copies[name] = value.detach().to("cpu", copy=True) if large else value.detach().clone()
     return copies
 
 
-def fresh_buffers(module: nn.Module, copies: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return copies of copies, on the devices that the module's own buffers are on."""
+def constants_of(module: nn.Module) -> dict[str, Constant]:
+    """Return the large buffers that :func:`copy_buffers` leaves out, with copies in case one does change after all."""
+    known = _constants.get(module)
+    if not known:
+        return {}
+    current = dict(module.named_buffers())
+    found = {name: one.copied(current[name]) for name, one in known.items() if name in current}
+    known.update(found)
+    return {name: one for name, one in found.items() if one.holds(current[name])}
+
+
+def forget_copies(module: nn.Module) -> None:
+    """Let go of the copies of large buffers that :func:`constants_of` has made."""
+    known = _constants.get(module, {})
+    known.update({name: replace(one, copy=None) for name, one in known.items()})
+
+
+def fresh_buffers(
+    module: nn.Module, copies: Mapping[str, torch.Tensor], constants: Mapping[str, Constant]
+) -> dict[str, torch.Tensor]:
+    """Return copies of copies, on the devices that the module's own buffers are on.
+
+    Args:
+        module: the module.
+        copies: what :func:`copy_buffers` returned.
+        constants: what :func:`constants_of` returned; of these, what has changed since.
+    """
     buffers = dict(module.named_buffers())
-    return {name: copied.to(buffers[name].device, copy=True) for name, copied in copies.items()}
+    moved = {name: one.copy for name, one in constants.items() if not one.holds(buffers[name])}
+    found = {**copies, **{name: copy for name, copy in moved.items() if copy is not None}}
+    return {name: copied.to(buffers[name].device, copy=True) for name, copied in found.items()}
 
 
-def drop_constants(module: nn.Module, copies: dict[str, torch.Tensor]) -> None:
-    """After a pass in training mode, drop the copies of large buffers that it left alone, and copy them no more."""
+def lost_buffer(module: nn.Module, constants: Mapping[str, Constant]) -> str | None:
+    """Return the name of a buffer that has changed since, and of which there is no copy; ``None`` for none."""
+    if not constants:
+        return None
+    buffers = dict(module.named_buffers())
+    lost = (name for name, one in constants.items() if one.copy is None and not one.holds(buffers[name]))
+    return next(lost, None)
+
+
+def drop_constants(module: nn.Module, copies: dict[str, torch.Tensor]) -> bool:
+    """After a pass in training mode, drop the copies of large buffers that it left alone, and copy them no more.
+
+    Returns:
+        Whether any was dropped.
+    """
     large = [name for name, value in copies.items() if value.nbytes > _SMALL_BYTES]
     if not large or not module.training:
-        return
+        return False
     current = dict(module.named_buffers())
-    same = frozenset(name for name in large if name in current and _equal(current[name], copies[name]))
-    for name in same:
-        del copies[name]
-    _large_constants[module] = _large_constants.get(module, frozenset()) | same
+    known = _constants.setdefault(module, {})
+    for name in large:
+        if name in current and _equal(current[name], copies[name]):
+            del copies[name]
+            known[name] = Constant(weakref.ref(current[name]), version_of(current[name]))
+    return bool(known)
 
 
 def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:

@@ -18,6 +18,8 @@ from torch import nn
 
 from autotune.errors import PlanError
 from autotune.mechanics.activations import Recomputation
+from autotune.mechanics.ambient import interception, transformed
+from autotune.mechanics.buffers import forget_copies
 from autotune.mechanics.precision import canonical, computing_in
 from autotune.mechanics.trees import tensors
 from autotune.plan import Plan, Precision, Storage
@@ -54,11 +56,13 @@ class ControlledForward:
         """Run the unit's own forward in the plan's precision, keeping or recomputing its activations."""
         if self.suspended or torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
+        if transformed():
+            return self.original(*args, **kwargs)
         trains = torch.is_grad_enabled()
         self.calls += trains
         try:
             run = self._bind(self.precision)
-            if self.storage is Storage.RECOMPUTE and trains:
+            if self.storage is Storage.RECOMPUTE and trains and interception(self.module) is None:
                 return self.recomputation.run(run, args, kwargs)
             return run(*args, **kwargs)
         except Exception as error:
@@ -86,6 +90,7 @@ class ControlledForward:
 
     def release(self) -> None:
         """Give the module its former forward back."""
+        forget_copies(self.module)
         if self._shadowed is None:
             del self.module.__dict__["forward"]
         else:

@@ -1,8 +1,8 @@
 """Copy objects with all that they refer to, so that a pass over the copy changes nothing of the original.
 
 Parameters are not copied: a copy reads the same storage through a leaf of its own, without the original's hooks and
-gradient. Functions, classes and what belongs to a process (groups of ranks, locks) are shared. What can be copied in
-no way is refused.
+gradient; what a parameter has as attributes (``main_grad``, say) is copied. Functions, classes and what belongs to a
+process (groups of ranks, locks) are shared. What can be copied in no way is refused.
 """
 
 from __future__ import annotations
@@ -85,7 +85,10 @@ class _Copier:
         if len(self._originals) >= _MOST_OBJECTS:
             raise CopyError(f"{type(value).__name__} that leads to {_MOST_OBJECTS} others")
         if isinstance(value, torch.Tensor):
-            return self.know(value, self._tensor(value))
+            made = self.know(value, self._tensor(value))
+            if isinstance(value, nn.Parameter) and made is not value:
+                vars(made).update({name: self.copied(item) for name, item in vars(value).items()})
+            return made
         if isinstance(value, torch.Generator):
             return self.know(value, value.clone_state())
         if isinstance(value, MethodType):
@@ -178,13 +181,14 @@ class Loans:
     def take_back(self) -> None:
         """Write back what was written over."""
         for tensor, values in self._lent:
-            if not _same_bits(tensor.detach().cpu(), values):
+            if not same_bits(tensor.detach().cpu(), values):
                 # By .data: what autograd keeps of the run's own graph has the same values again.
                 tensor.data.copy_(values)
         self._lent = []
 
 
-def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Tell whether two tensors hold the same values, those that are no numbers included."""
     return bool(torch.isclose(one, two, 0, 0, True).all())
 
 
@@ -202,9 +206,7 @@ def twin_of(module: nn.Module, lend: TensorCopy) -> nn.Module:
     def alike(tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, nn.Parameter) or (not tensor.requires_grad and tensor.nbytes <= _FROZEN_BYTES):
             return lend(tensor)
-        found = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
-        vars(found).update(vars(tensor))
-        return found
+        return nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
 
     copier = _Copier(alike)
     # Whoever runs the twin's forward meets none of the hooks round it.
@@ -250,11 +252,8 @@ def _state(path: str, value: Any, met: set[int]) -> Iterator[tuple[str, Any]]:
         return
     met.add(id(value))
     if isinstance(value, torch.Tensor):
-        if not isinstance(value, nn.Parameter) or (not value.requires_grad and value.nbytes <= _FROZEN_BYTES):
-            # On the host: what is compared takes no room that passes need.
-            yield path, value.detach().cpu().clone()
-        return
-    if isinstance(value, torch.Generator):
+        yield from _state_of_tensor(path, value, met)
+    elif isinstance(value, torch.Generator):
         yield path, value.get_state()
     elif isinstance(value, random.Random):
         yield path, value.getstate()
@@ -266,6 +265,15 @@ def _state(path: str, value: Any, met: set[int]) -> Iterator[tuple[str, Any]]:
         yield path, repr(value.get_state())
     else:
         yield from _state_of_parts(path, value, met)
+
+
+def _state_of_tensor(path: str, value: torch.Tensor, met: set[int]) -> Iterator[tuple[str, Any]]:
+    own = isinstance(value, nn.Parameter)
+    if not own or (not value.requires_grad and value.nbytes <= _FROZEN_BYTES):
+        # On the host: what is compared takes no room that passes need.
+        yield path, value.detach().cpu().clone()
+    for name, item in vars(value).items() if own else ():
+        yield from _state(f"{path}.{name}", item, met)
 
 
 def _state_of_parts(path: str, value: Any, met: set[int]) -> Iterator[tuple[str, Any]]:

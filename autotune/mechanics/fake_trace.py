@@ -14,12 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from autotune.mechanics.step_trace import Place, StepTracer
+from autotune.mechanics.step_trace import Place, StepTracer, saving_by
 
 # Seconds of an operator: from its floating-point operations, the bytes that it moves, the format it computes in, and
 # whether it is a convolution.
@@ -123,7 +122,7 @@ class FakeTracer(StepTracer):
         with (
             fused_attention(),
             self.watch,
-            saved_tensors_hooks(self._pack, lambda tensor: tensor),
+            saving_by(self._pack),
             _Operators(self),
         ):
             yield

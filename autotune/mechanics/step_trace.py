@@ -20,6 +20,7 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
 from autotune.mechanics import devices
+from autotune.mechanics.ambient import transformed
 from autotune.mechanics.collectives import settled_collectives
 from autotune.mechanics.devices import quiet_profiler
 from autotune.mechanics.memory_meter import storages
@@ -198,7 +199,8 @@ class StepWatch:
         return hook
 
     def _watching(self) -> bool:
-        return bool(self.places) and self.place.phase == "forward"
+        # A transform of torch.func differentiates by itself, and its tensors are none of the step's.
+        return bool(self.places) and self.place.phase == "forward" and not transformed()
 
     def _see(self, role: Literal["input", "output"], call: int, tree: Any) -> None:
         found = tensors(tree)
@@ -286,7 +288,7 @@ class StepTracer:
             # Of what an accelerator releases between operations, the profiler keeps only what has a parent.
             record_function(self._STEP),
             self.watch,
-            saved_tensors_hooks(self._pack, lambda tensor: tensor),
+            saving_by(self._pack),
         ):
             yield
         self.trace = self._read(profiled)
@@ -359,6 +361,41 @@ class StepTracer:
                 for role, place, mark, address in self._seen
             ),
         )
+
+
+@contextmanager
+def saving_by(pack: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Run the body with what is saved for backward handed to a function, except where none may look: in torch.func.
+
+    Args:
+        pack: takes in what is saved, and returns it or its like.
+    """
+    graph: Any = torch.autograd.graph
+    allowing = graph.disable_saved_tensors_hooks
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    @contextmanager
+    def disabling(message: str) -> Iterator[None]:
+        # Whoever allows no hooks refuses to begin while there are some.
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        ours = top is not None and top[1] is unpack
+        if ours:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            with allowing(message):
+                yield
+        finally:
+            if ours:
+                torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+    graph.disable_saved_tensors_hooks = disabling
+    try:
+        with saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        graph.disable_saved_tensors_hooks = allowing
 
 
 def _after(marks: Sequence[float], mark: int, role: str) -> float:

@@ -1,0 +1,131 @@
+"""Follow, by names, what a unit's forward pass may call: whether it can draw from what no recomputation puts back.
+
+What draws only after a warm-up no probe sees; but code that draws names the generator somewhere.
+"""
+
+from __future__ import annotations
+
+import dis
+import random
+from collections.abc import Iterator
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+# Libraries whose functions keep to what they are handed.
+TRUSTED = ("torch", "numpy", "builtins", "math", "functools", "itertools", "typing", "collections", "autotune")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_THE_PROCESS: tuple[Any, ...] = (random, np.random, random._inst, np.random.mtrand._rand)
+_OF_ITS_OWN = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_HOST, _OWN = "python's or numpy's generator", "a generator of its own"
+_CALLED_UNNAMED = ("__init__", "__call__", "__enter__", "__exit__", "__iter__", "__next__")
+_MOST_FUNCTIONS = 2000
+
+
+def is_trusted(module: str | None) -> bool:
+    """Tell whether a module, by its name, belongs to one of the libraries that are not looked into."""
+    return (module or "").partition(".")[0] in TRUSTED
+
+
+def names_in(code: CodeType) -> frozenset[str]:
+    """Return the global names and attributes that a function's code uses, those of functions within it included."""
+    inner = (names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(code.co_names).union(*inner)
+
+
+def bound_in(code: CodeType) -> frozenset[str]:
+    """Return the global names that a function's code binds, those of functions within it included."""
+    inner = (bound_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    own = (step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"))
+    return frozenset(own).union(*inner)
+
+
+def plain_function(found: Any) -> Any:
+    """Return the function behind a method, a property or a wrapper."""
+    if isinstance(found, property):
+        found = found.fget
+    found = getattr(found, "__func__", found)
+    return getattr(found, "__wrapped__", None) or found
+
+
+def source_of(module: nn.Module) -> str | None:
+    """Return what generator, but torch's, a unit's forward pass can come to draw from, by names; ``None`` for none."""
+    parts = list(module.modules())
+    waiting = [found for part in parts for found in (type(part).forward, vars(part).get("forward"))]
+    waiting += [
+        hook for part in parts if part is not module for kind in HOOKS for hook in vars(part).get(kind, {}).values()
+    ]
+    met: set[int] = set()
+    while waiting and len(met) < _MOST_FUNCTIONS:
+        function = plain_function(waiting.pop())
+        if not isinstance(function, FunctionType) or id(function) in met or is_trusted(function.__module__):
+            continue
+        met.add(id(function))
+        names = names_in(function.__code__)
+        if _imports_one(function.__code__):
+            return _HOST
+        for found in _named(function, names, parts):
+            if _is_generator(found, names):
+                return _HOST
+            if isinstance(found, _OF_ITS_OWN):
+                return _OWN
+            waiting += _functions_of(found, names)
+    return None
+
+
+def _named(function: FunctionType, names: frozenset[str], parts: list[nn.Module]) -> Iterator[Any]:
+    """Yield what names in a function's code may stand for."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            continue
+    for name in names:
+        if name in function.__globals__:
+            yield function.__globals__[name]
+        for part in parts:
+            if name in vars(part):
+                yield vars(part)[name]
+            for base in type(part).__mro__:
+                if name in vars(base) and not is_trusted(base.__module__):
+                    yield vars(base)[name]
+
+
+def _functions_of(found: Any, names: frozenset[str]) -> list[Any]:
+    """Return the functions that code with such names may call of an object."""
+    if isinstance(found, FunctionType | MethodType | property | staticmethod | classmethod):
+        return [found]
+    if isinstance(found, ModuleType):
+        return [] if is_trusted(found.__name__) else [vars(found)[name] for name in names if name in vars(found)]
+    if isinstance(found, nn.Module):
+        # A part, which is followed by itself; or one that the unit does not own.
+        return [type(found).forward]
+    kind = found if isinstance(found, type) else type(found)
+    if is_trusted(kind.__module__):
+        return []
+    return [
+        vars(base)[name]
+        for base in kind.__mro__
+        if not is_trusted(base.__module__)
+        for name in (*names, *_CALLED_UNNAMED)
+        if name in vars(base)
+    ]
+
+
+def _is_generator(found: Any, names: frozenset[str]) -> bool:
+    if found is np:
+        return "random" in names
+    return any(found is one or getattr(found, "__self__", None) is one for one in _OF_THE_PROCESS)
+
+
+def _imports_one(code: CodeType) -> bool:
+    """Tell whether code imports python's or numpy's generator where it runs."""
+    for step in dis.get_instructions(code):
+        if step.opname == "IMPORT_NAME" and step.argval in ("random", "numpy.random"):
+            return True
+        if step.opname == "IMPORT_NAME" and step.argval == "numpy" and "random" in code.co_names:
+            return True
+    return any(_imports_one(constant) for constant in code.co_consts if isinstance(constant, CodeType))

@@ -1,0 +1,118 @@
+"""What code runs under besides its arguments: flags of torch that choose kernels and numerics, and interceptors.
+
+``torch.utils.checkpoint`` puts back autocast, the default device and the generators, and nothing else: whatever a
+caller sets round a forward pass only (``sdpa_kernel``, a precision of matrix products) has to be put back round a
+recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+_C: Any = torch._C
+# How each flag is read and set, by the names that torch has for it.
+_ANYWHERE = (
+    ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+    ("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+    ("_get_math_sdp_enabled", "_set_sdp_use_math"),
+    ("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
+    ("_get_sdp_priority_order", "_set_sdp_priority_order"),
+    ("_get_math_sdp_allow_fp16_bf16_reduction", "_set_math_sdp_allow_fp16_bf16_reduction"),
+    ("_get_float32_matmul_precision", "_set_float32_matmul_precision"),
+    ("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+    ("_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
+)
+_ON_CUDA = (
+    ("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+    ("_get_cudnn_enabled", "_set_cudnn_enabled"),
+    ("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+    ("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+    ("_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32"),
+    ("_get_cublas_allow_fp16_reduced_precision_reduction", "_set_cublas_allow_fp16_reduced_precision_reduction"),
+    ("_get_cublas_allow_bf16_reduced_precision_reduction", "_set_cublas_allow_bf16_reduced_precision_reduction"),
+)
+_CACHED = "it was called within parametrize.cached(), whose cache its recomputation would not find"
+_TRANSFORMED = "it was called within a transform of torch.func, which allows no recomputation"
+_FORWARD_AD = "it was called within forward-mode differentiation, which recomputation does not repeat"
+_MODE = "it was called within a mode that intercepts operations of torch, which recomputation would not run under"
+
+
+def _flags() -> tuple[tuple[Callable[[], Any], Callable[..., Any]], ...]:
+    """Return how to read and to set each flag that this torch has."""
+    names = (*_ANYWHERE, *(_ON_CUDA if torch.backends.cuda.is_built() else ()))
+    found = [(getattr(_C, get), getattr(_C, put)) for get, put in names if hasattr(_C, get) and hasattr(_C, put)]
+    deterministic = (_C._get_deterministic_algorithms, _set_deterministic)
+    return ((torch.get_default_dtype, torch.set_default_dtype), deterministic, *found)
+
+
+def _set_deterministic(strict: bool) -> None:
+    _C._set_deterministic_algorithms(strict, warn_only=_C._get_deterministic_algorithms_warn_only())
+
+
+_FLAGS = _flags()
+_READS = tuple(read for read, _ in _FLAGS)
+
+
+def flags() -> list[Any]:
+    """Return the flags as they are."""
+    try:
+        return [read() for read in _READS]
+    except RuntimeError:
+        # Some refuse to be read once the user has set them in the two ways that torch has for them.
+        return [_read(read) for read in _READS]
+
+
+def _read(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except RuntimeError:
+        return None
+
+
+def put(wanted: list[Any], present: list[Any]) -> None:
+    """Set the flags that are to be others.
+
+    Args:
+        wanted: the flags as they shall be.
+        present: as they are.
+    """
+    for (_, write), value, other in zip(_FLAGS, wanted, present, strict=True):
+        if value != other and value is not None:
+            write(*value) if isinstance(value, tuple) else write(value)
+
+
+def transformed() -> bool:
+    """Tell whether a transform of ``torch.func`` runs (``grad``, ``vmap``, ...)."""
+    return bool(_C._are_functorch_transforms_active())
+
+
+def interception(module: nn.Module) -> str | None:
+    """Return why a call of a module cannot be recomputed here and now; ``None`` if it can.
+
+    Args:
+        module: the module that is called.
+    """
+    if _C._are_functorch_transforms_active():
+        return _TRANSFORMED
+    if forward_ad._current_level >= 0:
+        return _FORWARD_AD
+    if _C._len_torch_dispatch_stack() and any(map(_is_foreign, _get_current_dispatch_mode_stack())):
+        return _MODE
+    function_modes = range(_C._len_torch_function_stack())
+    if function_modes and any(_is_foreign(_C._get_function_stack_at(place)) for place in function_modes):
+        return _MODE
+    if parametrize._cache_enabled and any(map(parametrize.is_parametrized, module.modules())):
+        return _CACHED
+    return None
+
+
+def _is_foreign(mode: Any) -> bool:
+    """Tell whether a mode is neither torch's, which keeps to what torch does, nor ours."""
+    return type(mode).__module__.partition(".")[0] not in ("torch", "autotune")
