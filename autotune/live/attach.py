@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotune.errors import AttachError
+from autotune.errors import AttachError, JobError
+from autotune.live.asked_budget import Size
 from autotune.live.attached import Attached, Budget, LearningRateRule
 from autotune.live.checks import (
     accumulated,
     budget_of,
     check,
+    check_arguments,
     choice_of,
     choices_of_k,
     inner_of,
@@ -80,7 +82,7 @@ def attach(
     stage: str = "act",
     batching: str = "fixed",
     lr_rule: LearningRateRule = "none",
-    memory_budget_bytes: Budget | str = None,
+    memory_budget_bytes: Budget = None,
     clip_norm: float | None = None,
     total_steps: int | None = None,
     accumulation_steps: int = 1,
@@ -108,9 +110,9 @@ def attach(
             gradient's noise warrants, and ``step()`` returns ``False`` until it has them.
         lr_rule: under adaptive batching, ``linear`` or ``sqrt`` multiply the learning rate of a step by its samples
             over a batch's; ``none`` leaves it.
-        memory_budget_bytes: bytes, a size (``"20GiB"``), or a function that returns bytes and is asked before every
-            step; ``None`` for what the device has. It bounds what tensors take; ``"20GiB:reserved"`` bounds what the
-            accelerator's allocator reserves for them, which ``nvidia-smi`` shows.
+        memory_budget_bytes: bytes, a size (``"20GiB"``), or a function that returns either and is asked at once and
+            before every step; ``None`` for what the device has. It bounds what tensors take; ``"20GiB:reserved"``
+            bounds what the accelerator's allocator reserves for them, which ``nvidia-smi`` shows.
         clip_norm: largest 2-norm of the gradient, if ``step()`` shall clip; ``None`` never clips.
         total_steps: length of the run in optimizer steps, if it is known.
         accumulation_steps: batches that the loop itself accumulates before each update. It stays, and memory is
@@ -128,6 +130,9 @@ def attach(
         AttachError: naming what cannot be attached to, and the remedy; the model stays untouched.
         PolicyFileError: if a policy folder is not a policy.
     """
+    check_arguments(
+        clip_norm=clip_norm, total_steps=total_steps, units=units, runs_dir=runs_dir, name=name, mlflow=mlflow
+    )
     chosen_mode, chosen_stage = choice_of(Mode, mode, "mode"), choice_of(Stage, stage, "stage")
     sharded = None if engine is None else updates_through(engine, model, optimizer, chosen_mode, clip_norm)
     if sharded is not None:
@@ -148,7 +153,7 @@ def attach(
     adaptive = is_adaptive(batching, lr_rule, chosen_mode, batches, parallel=model is not inner)
     if mlflow and runs_dir is None:
         raise AttachError("mlflow is set and runs_dir is None", where="attach", allowed="a folder for the run's log")
-    budget, reserved = budget_of(memory_budget_bytes)
+    budget = budget_of(memory_budget_bytes)
     if is_disabled():
         device = devices.device_of(inner)
         return _inert(inner, model, optimizer, sharded or _update(device, inner, optimizer, clip_norm))
@@ -168,8 +173,7 @@ def attach(
         stage=chosen_stage,
         limits=limits,
         budget=budget,
-        reserved=reserved,
-        total_steps=total_steps,
+        total_steps=None if total_steps is None else int(total_steps),
         adaptive=adaptive,
         lr_rule=lr_rule,
         bucket_bytes=_bucket_bytes(model) if sharded is None else held_bytes(sharded, inner),
@@ -273,7 +277,7 @@ def _inert(inner: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer,
         mode=Mode.EXACT,
         stage=Stage.OBSERVE,
         limits=Limits(),
-        budget=None,
+        budget=Size(None),
         total_steps=None,
         accumulation_steps=1,
     )
@@ -314,7 +318,7 @@ def _space(
     adaptive: bool,
 ) -> tuple[PlanSpace, dict[str, str]]:
     locks: dict[str, str] = {}
-    found: tuple[Unit, ...] = units_of(model, units)
+    found = _units(model, units)
     precisions: tuple[Precision, ...] = (Precision.INHERIT,)
     if mode is not Mode.TOLERANT:
         locks["precision"] = f"mode {mode} leaves it as it is"
@@ -331,6 +335,13 @@ def _space(
         choices = (accumulation_steps,)
     space = PlanSpace(units=found, accumulation_choices=choices, precisions=precisions, k_splits=not adaptive)
     return space, locks
+
+
+def _units(model: nn.Module, names: Sequence[str] | None) -> tuple[Unit, ...]:
+    try:
+        return units_of(model, names)
+    except JobError as error:
+        raise AttachError(error.problem, where=f"attach, {error.where}", allowed=error.allowed) from error
 
 
 def _bucket_bytes(model: nn.Module) -> int:
