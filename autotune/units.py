@@ -47,10 +47,16 @@ def find_units(model: nn.Module) -> tuple[Unit, ...]:
     Every outermost run of two or more neighbouring siblings of one class, in a ``ModuleList`` or a
     ``Sequential``, gives units with precision and storage. A sibling that is itself a container with such a
     run inside (the stages of a ResNet) is opened instead. The largest remaining subtrees with parameters and
-    without units (embedding, stem, head) become units with precision alone; the model itself is never one.
+    without units (embedding, stem, head) become units with precision alone; the model itself is never one. A module
+    that has several names is one unit, under the first of them.
     """
-    recomputable = dict(_runs(model, ""))
-    names = [*recomputable, *_remainders(model, "", frozenset(recomputable))]
+    recomputable: list[str] = []
+    taken: set[nn.Module] = set()
+    for name, module in _runs(model, ""):
+        if module not in taken:
+            recomputable.append(name)
+            taken.update(module.modules())
+    names = [*recomputable, *_remainders(model, "", taken)]
     order = {name: index for index, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     return _describe(model, sorted(names, key=order.__getitem__), frozenset(recomputable))
 
@@ -68,14 +74,15 @@ def name_units(model: nn.Module, names: Sequence[str]) -> tuple[Unit, ...]:
     """Describe the units that a user named; each can be recomputed.
 
     Raises:
-        JobError: if a name is no module of the model, stands twice, or lies inside another one.
+        JobError: if a name is no module of the model, or its module is another one's, or lies inside it.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for index, name in enumerate(names):
         if not name or name not in modules:
             raise JobError(f"unit {name!r} is no module of the model", where="units", allowed=_sample(modules))
+        parts = set(modules[name].modules())
         for other in names[:index]:
-            if name == other or name.startswith(f"{other}.") or other.startswith(f"{name}."):
+            if modules[other] in parts or modules[name] in set(modules[other].modules()):
                 raise JobError(f"units {other!r} and {name!r} overlap", where="units", allowed="disjoint modules")
     return _describe(model, names, frozenset(names))
 
@@ -127,15 +134,23 @@ def _opens(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList) or (_is_sequence(module) and any(True for _ in _runs(module, "")))
 
 
-def _remainders(module: nn.Module, prefix: str, units: frozenset[str]) -> Iterator[str]:
-    """Yield the largest subtrees with parameters in which no unit lies."""
+def _remainders(module: nn.Module, prefix: str, taken: set[nn.Module]) -> Iterator[str]:
+    """Yield the largest subtrees with parameters in which no unit lies.
+
+    Args:
+        module: where they are looked for.
+        prefix: its name.
+        taken: the units so far and what lies in them; what is yielded is added.
+    """
     for key, child in module.named_children():
         name = _join(prefix, key)
-        if name in units or not _has_parameters(child):
+        if child in taken or not _has_parameters(child):
             continue
-        if any(unit.startswith(f"{name}.") for unit in units) or not _is_callable(child):
-            yield from _remainders(child, name, units)
+        parts = set(child.modules())
+        if parts & taken or not _is_callable(child):
+            yield from _remainders(child, name, taken)
         else:
+            taken |= parts
             yield name
 
 

@@ -314,3 +314,25 @@ def test_finding_units_leaves_the_model_as_it_was():
     find_units(model)
     assert list(model.state_dict()) == list(before)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Shared(nn.Module):
+    """Be an encoder and a decoder of the same layers, with one embedding under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
+        self.embedding = nn.Embedding(5, 4)
+        self.encoder = nn.ModuleList(layers)
+        self.decoder = nn.ModuleList(layers)
+        self.output = nn.ModuleDict({"embedding": self.embedding, "head": nn.Linear(4, 5)})
+
+
+def test_a_module_with_several_names_is_one_unit() -> None:
+    names = [unit.name for unit in find_units(Shared())]
+    assert names == ["embedding", "encoder.0", "encoder.1", "encoder.2", "output.head"]
+
+
+def test_two_names_of_one_module_cannot_both_be_units() -> None:
+    with pytest.raises(JobError, match=r"units 'encoder\.0' and 'decoder\.0' overlap"):
+        name_units(Shared(), ["encoder.0", "decoder.0"])

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from autotune.agents.network import linear
 from autotune.gym.levers import NEUTRAL, RUN_FEATURES, SIZES, UNIT_FEATURES, Actions, Features
 
 Weights = NDArray[np.float32]
@@ -35,8 +36,8 @@ class LeverNetwork(nn.Module):
         self.width = width
         self.actor = _Trunk(width)
         self.critic = _Trunk(width)
-        self.levers = nn.Linear(width, sum(SIZES))
-        self.value = nn.Linear(width, 1)
+        self.levers = linear(width, sum(SIZES))
+        self.value = linear(width, 1)
         nn.init.normal_(self.levers.weight, std=0.01)
         nn.init.zeros_(self.levers.bias)
         with torch.no_grad():
@@ -118,9 +119,9 @@ class _Trunk(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         half = width // 2
-        self.unit = nn.Sequential(nn.Linear(len(UNIT_FEATURES), half), nn.Tanh(), nn.Linear(half, half), nn.Tanh())
+        self.unit = nn.Sequential(linear(len(UNIT_FEATURES), half), nn.Tanh(), linear(half, half), nn.Tanh())
         self.run = nn.Sequential(
-            nn.Linear(len(RUN_FEATURES) + 2 * half, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()
+            linear(len(RUN_FEATURES) + 2 * half, width), nn.Tanh(), linear(width, width), nn.Tanh()
         )
 
     def forward(self, run: torch.Tensor, units: torch.Tensor) -> torch.Tensor:

@@ -72,12 +72,12 @@ class PolicyNetwork(nn.Module):
         self.width = width
         self.unit_encoder = _two_layers(len(UNIT_FEATURES) + 2 * _FREQUENCIES, width)
         self.context_encoder = _two_layers(len(GLOBAL_FEATURES) + 2 * width, width)
-        self.unit_decoder = nn.Sequential(nn.Linear(2 * width, width), nn.Tanh())
-        self.precision_head = nn.Linear(width, len(Precision))
-        self.storage_head = nn.Linear(width, len(Storage))
-        self.accumulation_encoder = nn.Sequential(nn.Linear(width + 2, width), nn.Tanh())
-        self.accumulation_head = nn.Linear(width, 1)
-        self.value_head = nn.Linear(width, 1)
+        self.unit_decoder = nn.Sequential(linear(2 * width, width), nn.Tanh())
+        self.precision_head = linear(width, len(Precision))
+        self.storage_head = linear(width, len(Storage))
+        self.accumulation_encoder = nn.Sequential(linear(width + 2, width), nn.Tanh())
+        self.accumulation_head = linear(width, 1)
+        self.value_head = linear(width, 1)
         for head in (self.precision_head, self.storage_head, self.accumulation_head, self.value_head):
             # A new network is nearly undecided: every plan is about as likely as every other.
             nn.init.normal_(head.weight, std=0.01)
@@ -121,7 +121,8 @@ class PolicyNetwork(nn.Module):
         return logits, self.value_head(context.detach())
 
     def _accumulation_logits(self, context: torch.Tensor, layout: Layout) -> torch.Tensor:
-        choices = torch.tensor([[math.log2(k) / 4, 1 / k] for k in layout.accumulation_choices], device=context.device)
+        described = [[math.log2(k) / 4, 1 / k] for k in layout.accumulation_choices]
+        choices = torch.tensor(described, dtype=context.dtype, device=context.device)
         rows = context.shape[0]
         pairs = torch.cat(
             [
@@ -170,8 +171,13 @@ def most_likely(network: PolicyNetwork, arrays: dict[str, np.ndarray], layout: L
     return [int(part.argmax()) for part in logits[0].split(layout.sizes)]
 
 
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    """Return a layer of a network, whose weights are fp32 whatever the default of the process is."""
+    return nn.Linear(inputs, outputs, dtype=torch.float32)
+
+
 def _two_layers(inputs: int, width: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh())
+    return nn.Sequential(linear(inputs, width), nn.Tanh(), linear(width, width), nn.Tanh())
 
 
 def _waves(position: torch.Tensor) -> torch.Tensor:
@@ -179,6 +185,6 @@ def _waves(position: torch.Tensor) -> torch.Tensor:
     angles = (
         position.clamp(-LIMIT, LIMIT).unsqueeze(-1)
         * math.pi
-        * 2.0 ** torch.arange(_FREQUENCIES, device=position.device)
+        * 2.0 ** torch.arange(_FREQUENCIES, dtype=position.dtype, device=position.device)
     )
     return torch.cat([angles.sin(), angles.cos()], dim=-1)

@@ -7,6 +7,7 @@ import functools
 import math
 import platform
 import weakref
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ import torch
 from torch import nn
 
 from autotune.agents.policy import PlanningPolicy
-from autotune.errors import AttachError
+from autotune.errors import AttachError, JobError
+from autotune.live.asked_budget import Size
 from autotune.live.attached import Attached, Budget
 from autotune.live.checks import (
     accumulated,
     budget_of,
     check,
+    check_arguments,
     choice_of,
     inner_of,
     is_adaptive,
@@ -78,7 +81,7 @@ def attach(
     engine: Any = None,
     mode: str = "exact",
     stage: str = "act",
-    memory_budget_bytes: Budget | str = None,
+    memory_budget_bytes: Budget = None,
     clip_norm: float | None = None,
     total_steps: int | None = None,
     accumulation_steps: int = 1,
@@ -98,9 +101,9 @@ def attach(
         mode: ``exact`` changes storage alone, so that training stays bit-identical; ``rounding`` also k at a fixed
             batch, if cutting one in two was seen to keep its gradient; ``tolerant`` also the precision of units.
         stage: ``observe`` changes nothing and scores its own advice; ``act`` switches.
-        memory_budget_bytes: bytes, a size (``"20GiB"``), or a function that returns bytes and is asked before every
-            step; ``None`` for what the device has. It bounds what tensors take; ``"20GiB:reserved"`` bounds what the
-            accelerator's allocator reserves for them, which ``nvidia-smi`` shows.
+        memory_budget_bytes: bytes, a size (``"20GiB"``), or a function that returns either and is asked at once and
+            before every step; ``None`` for what the device has. It bounds what tensors take; ``"20GiB:reserved"``
+            bounds what the accelerator's allocator reserves for them, which ``nvidia-smi`` shows.
         clip_norm: largest 2-norm of the gradient, if ``step()`` shall clip; ``None`` never clips.
         total_steps: length of the run in optimizer steps, if it is known.
         accumulation_steps: batches that the loop itself accumulates before each update. It stays, and memory is
@@ -114,6 +117,7 @@ def attach(
         PolicyFileError: if a policy folder is not a policy.
     """
     settings = settings_of(settings)
+    check_arguments(clip_norm=clip_norm, total_steps=total_steps, runs_dir=runs_dir)
     chosen_mode, chosen_stage = choice_of(Mode, mode, "mode"), choice_of(Stage, stage, "stage")
     sharded = None if engine is None else updates_through(engine, model, optimizer, chosen_mode, clip_norm)
     if sharded is not None:
@@ -134,7 +138,7 @@ def attach(
     adaptive = is_adaptive(settings, chosen_mode, batches, parallel=model is not inner)
     if settings.mlflow and runs_dir is None:
         raise AttachError("mlflow is set and runs_dir is None", where="attach", allowed="a folder for the run's log")
-    budget, reserved = budget_of(memory_budget_bytes)
+    budget = budget_of(memory_budget_bytes)
     if is_disabled():
         device = devices.device_of(inner)
         return _inert(inner, model, optimizer, sharded or _update(device, inner, optimizer, clip_norm))
@@ -154,8 +158,7 @@ def attach(
         stage=chosen_stage,
         limits=limits,
         budget=budget,
-        reserved=reserved,
-        total_steps=total_steps,
+        total_steps=None if total_steps is None else int(total_steps),
         adaptive=adaptive,
         lr_rule=settings.lr_rule,
         bucket_bytes=_bucket_bytes(model) if sharded is None else held_bytes(sharded, inner),
@@ -274,7 +277,7 @@ def _inert(inner: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer,
         mode=Mode.EXACT,
         stage=Stage.OBSERVE,
         limits=Limits(),
-        budget=None,
+        budget=Size(None),
         total_steps=None,
         accumulation_steps=1,
     )
@@ -314,7 +317,7 @@ def _space(
     adaptive: bool,
 ) -> tuple[PlanSpace, dict[str, str]]:
     locks: dict[str, str] = {}
-    found: tuple[Unit, ...] = units_of(model, settings.units)
+    found = _units(model, settings.units)
     choices = tuple(settings.accumulation_choices)
     precisions: tuple[Precision, ...] = (Precision.INHERIT,)
     if mode is not Mode.TOLERANT:
@@ -332,6 +335,13 @@ def _space(
         choices = (accumulation_steps,)
     space = PlanSpace(units=found, accumulation_choices=choices, precisions=precisions, k_splits=not adaptive)
     return space, locks
+
+
+def _units(model: nn.Module, names: Sequence[str] | None) -> tuple[Unit, ...]:
+    try:
+        return units_of(model, names)
+    except JobError as error:
+        raise AttachError(error.problem, where=f"attach, {error.where}", allowed=error.allowed) from error
 
 
 def _bucket_bytes(model: nn.Module) -> int:

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from autotune.job import LearningRateRule
+from autotune.live.asked_budget import BudgetFunction, Size
 from autotune.live.limits import Limits, Mode, Stage
 from autotune.live.signature import Signature
 from autotune.plan import PlanSpace
 
-Budget = int | None | Callable[[], int | None]
+Budget = float | str | None | Callable[[], float | str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +31,7 @@ class Attached:
         mode: what may change.
         stage: how far the tuner goes.
         limits: its limits.
-        budget: the memory budget, or what returns it; ``None`` for what the device has.
-        reserved: whether the budget is of what the allocator reserves, and not of what tensors take of it.
+        budget: the memory budget, or what returns it.
         total_steps: length of the run; ``None`` if it is not known.
         adaptive: whether a step consumes k batches.
         lr_rule: how the learning rate follows the samples of a step, where it does.
@@ -48,10 +48,9 @@ class Attached:
     mode: Mode
     stage: Stage
     limits: Limits
-    budget: Budget
+    budget: Size | BudgetFunction
     total_steps: int | None
     accumulation_steps: int
-    reserved: bool = False
     adaptive: bool = False
     lr_rule: LearningRateRule = "none"
     bucket_bytes: int = 0

@@ -2,22 +2,49 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import replace
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch import nn
 
-from autotune.budget import MemoryBudget
-from autotune.errors import AttachError, InputError
-from autotune.live.attached import Budget
+from autotune.errors import AttachError, BudgetError
+from autotune.live.asked_budget import BudgetFunction, Size, size_of
 from autotune.live.deepspeed_engines import is_engine, update_of
 from autotune.live.limits import Limits, Mode
 from autotune.live.ranks import is_flattened, is_spread
 from autotune.live.settings import Settings
 from autotune.mechanics import controls
 from autotune.mechanics.sharded import ShardedUpdate
+
+
+def _is_positive(kind: type[Any], value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool) and bool(value > 0)
+
+
+def _is_path(value: Any) -> bool:
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    return isinstance(path, str) and "\0" not in path
+
+
+# What an argument may be, where no function of its own reads it, besides ``None`` where that is the default.
+_ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "clip_norm": (lambda value: value is None or _is_positive(Real, value), "a number above 0, or None"),
+    "total_steps": (lambda value: value is None or _is_positive(Integral, value), "a whole number >= 1, or None"),
+    "runs_dir": (lambda value: value is None or _is_path(value), "a folder, or None to write nothing"),
+}
+
+
+def check_arguments(**given: Any) -> None:
+    """Refuse arguments of another type or range than :func:`autotune.attach` takes."""
+    for key, value in given.items():
+        fits, allowed = _ARGUMENTS[key]
+        if not fits(value):
+            raise AttachError(f"{key} is {value!r}", where="attach", allowed=allowed)
 
 
 def choice_of(kind: Any, value: object, key: str) -> Any:
@@ -57,6 +84,11 @@ def check(model: nn.Module, optimizer: Any, *, sharded: bool) -> None:
             "LBFGS calls the loss by itself", where="attach", allowed="an optimizer whose step() has no closure"
         )
     _check_accelerated(optimizer)
+    shapeless = next((name for name, one in model.named_parameters() if nn.parameter.is_lazy(one)), None)
+    if shapeless is not None:
+        raise AttachError(
+            f"{shapeless} has no shape yet", where="attach", allowed="a model of lazy modules after a forward pass"
+        )
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if not trained:
         raise AttachError("the model has no parameter that requires a gradient", where="attach", allowed="at least one")
@@ -169,26 +201,9 @@ def is_adaptive(settings: Settings, mode: Mode, accumulation_steps: int, *, para
     return adaptive
 
 
-def budget_of(value: object) -> tuple[Budget, bool]:
-    """Return bytes, or the function that is asked for them, and whether what the allocator reserves is meant."""
-    if value is None or callable(value):
-        return value, False
-    if isinstance(value, str):
-        try:
-            parsed = MemoryBudget.parse(value)
-        except InputError as error:
-            raise AttachError(error.problem, where="memory_budget_bytes", allowed=error.allowed) from error
-        if parsed.size_bytes is None:
-            raise AttachError(
-                f"memory_budget_bytes is {value!r}",
-                where="attach",
-                allowed="bytes, or a size such as 20GiB or 20GiB:reserved",
-            )
-        return parsed.size_bytes, parsed.reserved
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise AttachError(
-            f"memory_budget_bytes is {value!r}",
-            where="attach",
-            allowed="bytes, a size such as 20GiB or 20GiB:reserved, a function that returns bytes, or None",
-        )
-    return value, False
+def budget_of(value: Any) -> Size | BudgetFunction:
+    """Return a budget, or the function that is asked for it."""
+    try:
+        return BudgetFunction(value) if callable(value) else size_of(value)
+    except BudgetError as error:
+        raise AttachError(error.problem, where="attach", allowed=error.allowed) from error

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from autotune.live.asked_budget import BudgetFunction
 from autotune.live.attached import Attached, Step, StepAhead
 from autotune.live.growth import Growth
 from autotune.live.knowledge import RENEWED_AFTER, Knowledge
@@ -244,6 +245,16 @@ class LiveProfiler:
             if reason is not None:
                 self.lock(what, reason)
 
+    def lock_shadows(self, reason: str) -> None:
+        """Lock all that the passes beside a step were to be tried for.
+
+        Args:
+            reason: Why they are not run.
+        """
+        for plan in self.shadows[1:]:
+            cuts = plan.accumulation_steps > 1
+            self.lock("accumulation_steps" if cuts else str(next(iter(plan.precision.values()))), reason)
+
     def lock(self, what: str, reason: str) -> None:
         """Take a choice away: ``accumulation_steps``, or a precision by its name."""
         self.locks[what] = reason
@@ -298,6 +309,8 @@ class LiveProfiler:
             if self.autocast is not None:
                 for precision in self.space.precisions[1:]:
                     self.lock(str(precision), f"the run computes in {self.autocast} by an autocast of its own")
+            if self.space.k_splits and self.space.accumulation_choices[1:] and not self._ks[1:]:
+                self.lock("accumulation_steps", "the run's first batches have no samples at which they could be cut")
             others = self._others(self._first)
             if others:
                 yield Shadowing(self._first, others)
@@ -364,7 +377,7 @@ class LiveProfiler:
     @property
     def _lean(self) -> bool:
         """Whether steps are to need as little memory as they can."""
-        return self._acts and (self._budget is not None or callable(self._attached.budget))
+        return self._acts and (self._budget is not None or isinstance(self._attached.budget, BudgetFunction))
 
     @property
     def _first(self) -> Plan:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import logging
 
 from autotune.budget import allocated_within
+from autotune.live.asked_budget import Size
 from autotune.live.attached import Attached
 from autotune.live.decision_log import DecisionLog
 from autotune.mechanics import devices
 
-# No device has more: a budget beyond is a mistake, or infinite.
-_LARGEST_BUDGET = 2**60
+logger = logging.getLogger(__name__)
 
 
 class BudgetReader:
@@ -30,9 +30,10 @@ class BudgetReader:
 
     def __init__(self, attached: Attached, log: DecisionLog) -> None:
         self._source = attached.budget
-        self._reserved = attached.reserved
         self._device = attached.device
         self._log = log
+        # Kinds of answers that were no budget.
+        self._lies: set[str] = set()
         self._room: int | None = None
         self.latest: int | None = None
         self.announced: int | None = None
@@ -57,26 +58,32 @@ class BudgetReader:
             step: The step that begins.
             fragments_bytes: As :meth:`read_device` takes it.
         """
-        value: Any = self._source
-        if callable(value):
-            try:
-                value = value()
-            except Exception as error:  # noqa: BLE001 - somebody's function must not end somebody's run
-                value = error
-        if not (value is None or _is_size(value)):
-            self._log.write("budget refused", step, value=value)
-            return self.latest
-        if value is not None and self._reserved:
-            value = allocated_within(int(value), fragments_bytes)
-        own = _smaller(None if value is None else int(value), self.ceiling)
+        allowed = self._asked(step)
+        own = allowed.size_bytes
+        if own is not None and allowed.reserved:
+            own = allocated_within(own, fragments_bytes)
+        own = _smaller(own, self.ceiling)
         self.announced = _smaller(own, self._room)
         self.latest = _smaller(own, None if self._room is None else int(self._room * (1 - self.reserve_frac)))
         return self.latest
 
+    def _asked(self, step: int) -> Size:
+        """Return what the user allows at the moment."""
+        source = self._source
+        if isinstance(source, Size):
+            return source
+        lie = source.ask()
+        if lie is not None and lie not in self._lies:
+            if not self._lies:
+                logger.warning(
+                    "step %d: memory_budget_bytes %s, and its last answer stands; further ones like it are not told",
+                    step,
+                    lie,
+                )
+            self._lies.add(lie)
+            self._log.write("budget refused", step, value=lie)
+        return source.last
+
 
 def _smaller(one: int | None, other: int | None) -> int | None:
     return min((size for size in (one, other) if size is not None), default=None)
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _LARGEST_BUDGET

@@ -167,6 +167,10 @@ class Pilot:
 
     # Before, in and after a step.
 
+    def change(self) -> str | None:
+        """Return what has become of the model's modules that plans know nothing of; ``None`` for nothing."""
+        return self._switcher.change()
+
     def before_step(self, ahead: StepAhead) -> None:
         """Read the budget, and apply the plan that the step shall run under.
 
@@ -217,6 +221,10 @@ class Pilot:
         names = ["accumulation_steps", *map(str, self.attached.space.precisions[1:])]
         for name in self._agreement.locked_elsewhere(names, self._profiler.locks):
             self._profiler.lock(name, LOCKED_ELSEWHERE)
+
+    def lock_shadows(self, reason: str) -> None:
+        """Lock what would have to be tried with a batch that cannot be."""
+        self._profiler.lock_shadows(reason)
 
     def tell_phase(self, name: Phase) -> None:
         """Note that a pass of a micro-batch begins."""
@@ -307,7 +315,7 @@ class Pilot:
     def close(self) -> None:
         """Leave the model as it was found."""
         self.abandon_step()
-        controls.remove(self.attached.model)
+        self._switcher.remove()
         self.plan = self.phase.baseline
         self.decider.close()
 
@@ -358,7 +366,8 @@ class Pilot:
 
     def _say_unreachable(self, least: float, room: float) -> None:
         """Say once, where a user sees it, that a budget cannot be met, and which one can."""
-        if self._said_unreachable:
+        if self._said_unreachable or not math.isfinite(least):
+            # Of some batches it is only known that they need more than was measured.
             return
         self._said_unreachable = True
         budget = self._budget.latest
@@ -376,6 +385,9 @@ class Pilot:
         if plan is not self.plan and plan != self.plan:
             self._switcher.apply(plan)
             self.placed += 1
+        elif not self._switcher.stands():
+            # Somebody put forwards of their own on units.
+            self._switcher.apply(plan)
         self.plan = plan
 
     def _of_several(self, plan: Plan, size: int) -> Plan:

@@ -80,8 +80,8 @@ class Ranks:
         """
         if not self.many:
             return list(values)
-        table = torch.zeros(_WIDTH, dtype=torch.float64)
-        table[1 : len(values) + 1] = torch.tensor(list(values), dtype=torch.float64)
+        table = torch.zeros(_WIDTH, dtype=torch.float64, device="cpu")
+        table[1 : len(values) + 1] = torch.tensor(list(values), dtype=torch.float64, device="cpu")
         try:
             dist.all_reduce(table, op=dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
@@ -127,7 +127,7 @@ class Ranks:
         """
         if self.many and self._group is not None:
             with contextlib.suppress(RuntimeError):
-                left = torch.zeros(_WIDTH, dtype=torch.float64)
+                left = torch.zeros(_WIDTH, dtype=torch.float64, device="cpu")
                 left[0] = 1.0
                 self._farewell = dist.all_reduce(left, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._group = None

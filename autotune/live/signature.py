@@ -7,14 +7,17 @@ bytes tell; one that is larger in one dimension and smaller in another has to be
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from autotune.mechanics.memory_meter import content_bytes
 from autotune.mechanics.trees import tensors
 
 _T = TypeVar("_T")
@@ -92,5 +95,23 @@ def signature_of(batch: Any, trained: Trained, optimizer: torch.optim.Optimizer,
         optimizer: its optimizer.
         calls: as :attr:`Signature.calls`.
     """
-    shapes = tuple(tuple(leaf.shape) for leaf in tensors(batch))
-    return Signature(shapes, (trained.count(), len(optimizer.state)), calls)
+    return Signature(_shapes(batch), (trained.count(), len(optimizer.state)), calls)
+
+
+def bytes_of(batch: Any) -> int:
+    """Return the bytes of a batch's tensors, or, of one without any, what is most like them; at least 1."""
+    found = tensors(batch)
+    if found:
+        return max(content_bytes(found), 1)
+    return max(sum(math.prod(shape) for shape in _shapes(batch)), 1)
+
+
+def _shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of a batch's tensors, or, of one without any, of its arrays and texts."""
+    found = tensors(batch)
+    if found:
+        return tuple(tuple(leaf.shape) for leaf in found)
+    leaves = [
+        getattr(leaf, "shape", (len(leaf),) if isinstance(leaf, str | bytes) else ()) for leaf in tree_leaves(batch)
+    ]
+    return tuple(tuple(shape) for shape in leaves if isinstance(shape, Sequence))

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from autotune.errors import AttachError, JobError
 from autotune.live.attached import Attached, Step, StepAhead
@@ -25,12 +26,10 @@ from autotune.live.limits import KILL_VARIABLE, Mode, is_disabled
 from autotune.live.pilot import Pilot
 from autotune.live.scaled_loss import is_scaled
 from autotune.live.shadow import Attempt, undone
-from autotune.live.signature import Trained, signature_of
+from autotune.live.signature import Trained, bytes_of, signature_of
 from autotune.mechanics import controls, devices, stepping
-from autotune.mechanics.memory_meter import content_bytes
 from autotune.mechanics.step_trace import Phase
 from autotune.mechanics.stepping import Count, Update
-from autotune.mechanics.trees import tensors
 from autotune.physics.learning_rate import batch_factor
 from autotune.plan import Plan
 
@@ -38,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 # Losses that are looked at for a scale of the user's own: whoever scales does so from the beginning.
 _LOOKED_AT = 3
+# Batches on end whose gradients are gone before a step, after which somebody else is taken to update: a loop may skip
+# some, for a loss that is not finite say.
+_UNSTEPPED = 8
 
 
 @dataclass(slots=True)
@@ -84,8 +86,8 @@ class _Running:
 
     def add(self, batch: Any) -> None:
         """Take in a batch: for memory the largest counts."""
-        size = content_bytes(tensors(batch))
-        self.samples += _num_samples(batch)
+        size, samples = _measured(batch)
+        self.samples += samples
         self.size = max(self.size, size)
         self.all_bytes += size
         if self.batches:
@@ -163,6 +165,9 @@ class LiveTuner:
         self._beside: Attempt | None = None
         self._num_looked_at = 0
         self._trained = Trained(facts.model)
+        # Batches on end whose gradients somebody else took.
+        self._num_unstepped = 0
+        self._told_of_optimizer = False
 
     # What the caller's loop calls.
 
@@ -170,7 +175,7 @@ class LiveTuner:
         """Yield the batch in the pieces that the plan asks for; run forward and :meth:`backward` for each.
 
         Args:
-            batch: any tree of tensors with samples in dimension 0.
+            batch: any tree of tensors with samples in dimension 0; what has no samples passes whole.
             count: returns a piece's loss-bearing items; samples, if left out. Needed where k may be larger than 1 and
                 the loss is a mean over something else than samples.
 
@@ -269,6 +274,9 @@ class LiveTuner:
             running.left = time.perf_counter()
             return False
         norm = self.unscale()
+        self._num_unstepped = 0
+        if norm == 0.0:
+            self._look_at_gradients()
         scales = [weight * self._update.loss_scale for weight in running.weights]
         self._safely(lambda pilot: pilot.before_update(norm, running.micro_samples, scales))
         self._update.clip(norm)
@@ -348,12 +356,10 @@ class LiveTuner:
         """Say that a step of somebody else's begins, before its first forward pass and with no graph alive.
 
         Args:
-            batch: its first micro-batch: any tree of tensors with samples in dimension 0; one without any detaches.
+            batch: its first micro-batch: any tree of tensors with samples in dimension 0; what has none counts as one
+                sample.
         """
-        try:
-            self._begin(batch, bounded=True)
-        except AttachError as error:
-            self.detach(str(error))
+        self._begin(batch, bounded=True)
 
     def next_micro_batch(self, batch: Any) -> None:
         """Say that another micro-batch of the step begins, in which nothing may be switched.
@@ -361,11 +367,8 @@ class LiveTuner:
         Args:
             batch: the micro-batch, as :meth:`begin_step` takes it.
         """
-        try:
-            if self._running is not None:
-                self._running.add(batch)
-        except AttachError as error:
-            self.detach(str(error))
+        if self._running is not None:
+            self._running.add(batch)
 
     def passes_beside(self, batch: Any, count: Count | None = None) -> Iterator[Any]:
         """Yield a step's first batch under each plan that is to be tried; :meth:`micro_batches` does it by itself.
@@ -378,6 +381,9 @@ class LiveTuner:
         """
         pilot, running = self._pilot, self._running
         if pilot is None or running is None or not pilot.shadows:
+            return
+        if any(isinstance(leaf, Iterator) for leaf in tree_leaves(batch)):
+            self._safely(lambda pilot: pilot.lock_shadows("a batch of the run can be read only once"))
             return
         began = time.perf_counter()
         outcomes = []
@@ -514,6 +520,7 @@ class LiveTuner:
         alone = self._facts.accumulation_steps == 1 and not self._facts.adaptive
         if self._running is not None and self._running.pending and not (alone and self._running.left_early):
             # Without a full step() in between: accumulation, in which nothing may be switched.
+            self._look_for_updates()
             self._running.come_back()
             self._running.add(batch)
             return 1
@@ -528,6 +535,7 @@ class LiveTuner:
         stop = self._stop_file
         if stop is not None and self._pilot is not None and os.path.exists(stop):  # noqa: PTH110
             self.detach(f"{self._stop_file} exists")
+        self._look_at_modules()
         # Storage may be switched beside gradients, which only k and precisions add to.
         free = bounded or (ended and self._facts.mode is Mode.EXACT)
         if not free and any(parameter.grad is not None for parameter in self._update.parameters):
@@ -537,10 +545,14 @@ class LiveTuner:
         # Of micro-batches that are still to come no size is known: the largest so far stands for them.
         several = own > 1 or self._facts.adaptive
         largest = max(running.size, self._largest_bytes) if several else running.size
-        calls = 1 if self._pilot is None else self._pilot.calls
-        signature = signature_of(batch, self._trained, self._facts.optimizer, calls)
-        ahead = StepAhead(batch_bytes=running.size, largest_bytes=largest, samples=running.samples, signature=signature)
-        self._safely(lambda pilot: pilot.before_step(ahead), since=running.began)
+
+        def prepare(pilot: Pilot) -> None:
+            signature = signature_of(batch, self._trained, self._facts.optimizer, pilot.calls)
+            pilot.before_step(
+                StepAhead(batch_bytes=running.size, largest_bytes=largest, samples=running.samples, signature=signature)
+            )
+
+        self._safely(prepare, since=running.began)
         running.own_s = time.perf_counter() - running.began
         if self._pilot is not None and self._pilot.wants_time and devices.is_accelerator(self._facts.device):
             # What the device still does is of the steps before.
@@ -551,6 +563,44 @@ class LiveTuner:
         if self._facts.adaptive:
             running.wanted = plan.accumulation_steps
         return plan.accumulation_steps if own == 1 else 1
+
+    def _look_at_modules(self) -> None:
+        """Leave a model whose modules are others than those that plans are made for."""
+        change = None if self._pilot is None else self._pilot.change()
+        if change is None:
+            return
+        reason = f"{change} during the run, which the plans do not cover"
+        logger.warning(
+            "autotune detached itself: %s; the run goes on by itself, without a memory budget: detach() before such a "
+            "change, and attach() again after it",
+            reason,
+        )
+        self.detach(reason)
+
+    def _look_at_gradients(self) -> None:
+        """Warn once if what was attached to is about to update nothing, while the model has gradients."""
+        if any(parameter.grad is not None for parameter in self._update.parameters):
+            return
+        if any(parameter.grad is not None for parameter in self._facts.model.parameters()):
+            self._tell_of_optimizer("none of the attached optimizer's parameters has a gradient, and others have")
+
+    def _look_for_updates(self) -> None:
+        """Warn once if the gradients of batch after batch are gone before :meth:`step` was called."""
+        if any(parameter.grad is not None for parameter in self._update.parameters):
+            self._num_unstepped = 0
+            return
+        self._num_unstepped += 1
+        if self._num_unstepped >= _UNSTEPPED * self._facts.accumulation_steps:
+            self._tell_of_optimizer("gradients are cleared time and again without a call of the tuner's step()")
+
+    def _tell_of_optimizer(self, sign: str) -> None:
+        if not self._told_of_optimizer:
+            self._told_of_optimizer = True
+            logger.warning(
+                "another optimizer than the attached one seems to update the model: %s; detach(), attach() again with "
+                "the optimizer that is to step, and call the tuner's step() in place of its own",
+                sign,
+            )
 
     def _whole(self, batch: Any, count: Count | None, running: _Running) -> list[tuple[Any, float]]:
         """Return a batch as one micro-batch, weighed by its items against a step of batches like the first."""
@@ -611,7 +661,7 @@ def _cut(batch: Any, k: int, count: Count | None) -> list[tuple[Any, float]]:
     """Return a batch in k pieces with their shares of its items; what has none, and thereby no loss, is left out."""
     if k == 1 and count is None:
         return [(batch, 1.0)]
-    pieces = stepping.split(batch, k)
+    pieces = _pieces(batch, k)
     counts = [_counted(piece, count) for piece in pieces]
     if not sum(counts):
         raise _nothing_to_learn()
@@ -625,14 +675,33 @@ def _nothing_to_learn() -> AttachError:
     )
 
 
+def _pieces(batch: Any, k: int) -> list[Any]:
+    """Return a batch in k pieces; whole, where it has no samples to be cut at."""
+    try:
+        return stepping.split(batch, k)
+    except Exception:  # noqa: BLE001 - the loop may know what to do with a batch that nothing here can walk over
+        return [batch]
+
+
+def _measured(batch: Any) -> tuple[int, int]:
+    """Return a batch's bytes and samples; of what nothing here can walk over, one of each."""
+    try:
+        return bytes_of(batch), _num_samples(batch)
+    except Exception:  # noqa: BLE001 - the loop may know what to do with it
+        return 1, 1
+
+
 def _num_samples(batch: Any) -> int:
+    """Return a batch's samples; 1 where it has none that can be told."""
     try:
         return stepping.num_samples(batch)
-    except JobError as error:
-        raise AttachError(error.problem, where="micro_batches", allowed=error.allowed) from error
+    except Exception:  # noqa: BLE001 - the loop may know what to do with it
+        return 1
 
 
 def _counted(piece: Any, count: Count | None) -> int:
+    if count is None:
+        return _num_samples(piece)
     try:
         return stepping.count_items(piece, count)
     except JobError as error:

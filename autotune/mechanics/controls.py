@@ -89,8 +89,12 @@ class ControlledForward:
         return run
 
     def release(self) -> None:
-        """Give the module its former forward back."""
+        """Give the module its former forward back, if it still has this one; whoever holds this one runs the former."""
         forget_copies(self.module)
+        self.precision, self.storage, self.failures = Precision.INHERIT, Storage.SAVE, None
+        if self.module.__dict__.get("forward") is not self:
+            # Somebody put another one on the instance, which may call this one.
+            return
         if self._shadowed is None:
             del self.module.__dict__["forward"]
         else:
@@ -152,6 +156,8 @@ class Switcher:
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         self._modules = {name: model.get_submodule(name) for name in names}
+        self._forwards: dict[str, ControlledForward] = {}
+        self._places = _places(model, self._modules)
         self._counted: str | None = None
         self._recomputed: list[str] = []
 
@@ -169,12 +175,39 @@ class Switcher:
 
     def apply(self, plan: Plan) -> None:
         """Do what :func:`apply` does; every unit that the plan names must be one of the switcher's."""
-        self._recomputed = []
+        former, self._forwards, self._recomputed = self._forwards, {}, []
         for name, module in self._modules.items():
             counted, storage = name == self._counted, plan.storage_of(name)
             _set(module, plan.precision_of(name), storage, passes_16_bit=False, stays=counted)
             if storage is Storage.RECOMPUTE:
                 self._recomputed.append(name)
+            forward = module.__dict__.get("forward")
+            if isinstance(forward, ControlledForward):
+                self._forwards[name] = forward
+            if name in former and former[name] is not forward:
+                former[name].release()
+
+    def remove(self) -> None:
+        """Leave every module as it was found, also one that is no longer the model's."""
+        for forward in self._forwards.values():
+            forward.release()
+        self._forwards = {}
+
+    def stands(self) -> bool:
+        """Return whether the modules still have the forwards that the last plan gave them."""
+        return all(forward.module.__dict__.get("forward") is forward for forward in self._forwards.values())
+
+    def change(self) -> str | None:
+        """Return what has been replaced, removed or added among the modules since; ``None`` for nothing."""
+        for name, parent, watched, whole in self._places:
+            present = parent._modules
+            for key, module in watched.items():
+                if present.get(key) is not module:
+                    place = f"{name}.{key}" if name else key
+                    return f"the module {place} was {'replaced' if present.get(key) is not None else 'removed'}"
+            if whole and len(present) != len(watched):
+                return f"modules were added to {name or 'the model'}"
+        return None
 
     def barred(self) -> dict[str, str]:
         """Return why units are not recomputed any more though their plan says so, by unit."""
@@ -272,6 +305,27 @@ def _controlled(model: nn.Module) -> Iterator[ControlledForward]:
         forward = module.__dict__.get("forward")
         if isinstance(forward, ControlledForward):
             yield forward
+
+
+def _places(
+    model: nn.Module, names: Iterable[str]
+) -> list[tuple[str, nn.Module, Mapping[str, nn.Module | None], bool]]:
+    """Return the modules that lead to some: each one's name, itself, its children among them, whether these are all.
+
+    Of a list or sequence all children count: they may become units.
+    """
+    found: dict[str, tuple[nn.Module, dict[str, nn.Module | None]]] = {}
+    for name in names:
+        parent, path = model, ""
+        for key in name.split("."):
+            whole = isinstance(parent, nn.ModuleList | nn.Sequential)
+            children = found.setdefault(path, (parent, dict(parent._modules) if whole else {}))[1]
+            children[key] = parent._modules.get(key)
+            parent, path = parent.get_submodule(key), f"{path}.{key}" if path else key
+    return [
+        (path, parent, children, isinstance(parent, nn.ModuleList | nn.Sequential))
+        for path, (parent, children) in found.items()
+    ]
 
 
 def _check(name: str, plan: Plan, modules: dict[str, nn.Module]) -> None:

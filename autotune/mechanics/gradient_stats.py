@@ -71,7 +71,7 @@ class GradientProbe:
         gradients = [g for index in present if (g := self._parameters[index].grad) is not None]
         if not gradients:
             return ProbedStep(parameters=(), sizes=(), micro=(), whole=(), tiny=(), present=())
-        zero = torch.zeros((), device=gradients[0].device)
+        zero = torch.zeros((), dtype=torch.float32, device=gradients[0].device)
         rows = [*self._rows(present, zero), list(torch._foreach_norm(gradients)), *tiny_counts(gradients)]
         table = torch.stack([torch.stack([value.float() for value in row]) for row in rows]).tolist()
         *micro, whole, tiny, some = table
@@ -232,11 +232,11 @@ def tiny_counts(gradients: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], 
     flat = torch.cat([view.float() for view in views])
     # A cumulative sum turns all the per-parameter counts into a few kernels.
     ends = torch.tensor([view.numel() for view in views], device=flat.device).cumsum(0) - 1
-    strides = torch.tensor([g.numel() / view.numel() for g, view in zip(gradients, views, strict=True)])
+    ratios = [g.numel() / view.numel() for g, view in zip(gradients, views, strict=True)]
+    strides = torch.tensor(ratios, dtype=torch.float32, device=flat.device)
     tiny = torch.cumsum((flat > 0) & (flat < _FP16_SMALLEST), 0)
     some = torch.cumsum(flat > 0, 0)
-    scale = strides.to(flat.device)
-    return list((_differences(tiny[ends]) * scale).unbind()), list((_differences(some[ends]) * scale).unbind())
+    return list((_differences(tiny[ends]) * strides).unbind()), list((_differences(some[ends]) * strides).unbind())
 
 
 def _differences(totals: torch.Tensor) -> torch.Tensor:

@@ -90,7 +90,7 @@ def useful_precisions(device_type: str) -> tuple[Precision, ...]:
 def _ratio(probe: Callable[[torch.dtype, str], float], dtype: torch.dtype, device_type: str) -> float:
     """Return how many times as long as in fp32 a probe takes at its fastest, the two in turn."""
     own = other = float("inf")
-    with _one_thread():
+    with _one_thread(), _plain_mode(device_type):
         for look in range(1, _LOOKS + 1):
             own, other = min(own, probe(dtype, device_type)), min(other, probe(torch.float32, device_type))
             if look >= 2 and own / other < _SLOWEST_USEFUL_RATIO / 3:
@@ -107,6 +107,13 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+@contextmanager
+def _plain_mode(device_type: str) -> Iterator[None]:
+    """Run the body with gradients and without autocast, whatever the caller has switched on."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device_type, enabled=False):
+        yield
 
 
 def _matrix_s(dtype: torch.dtype, device_type: str) -> float:

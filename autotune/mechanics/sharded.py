@@ -181,7 +181,7 @@ class ShardedProbe(GradientProbe):
         """Return the squared norms of the step on all ranks; one collective for the micro-batches, one for the rest."""
         shards = self._update.shards()
         device = self._parameters[0].device
-        whole = torch.zeros(3, len(self._parameters), device=device)
+        whole = torch.zeros(3, len(self._parameters), dtype=torch.float32, device=device)
         if shards:
             where = torch.tensor([index for index, _ in shards], device=device)
             pieces = [gradient for _, gradient in shards]
@@ -190,7 +190,7 @@ class ShardedProbe(GradientProbe):
             whole.index_add_(1, where, torch.stack([squares, torch.stack(tiny), torch.stack(present)]))
         if self._update.stage:
             distributed.all_reduce(whole)
-        zero = torch.zeros((), device=device)
+        zero = torch.zeros((), dtype=torch.float32, device=device)
         own = torch.stack([torch.stack(row) for row in self._rows(range(len(self._parameters)), zero)]).square()
         gathered = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
         distributed.all_gather(gathered, own)

@@ -217,7 +217,7 @@ class Update:
             owners, gradients = zip(*pairs, strict=True)
             dtype = functools.reduce(torch.promote_types, {gradient.dtype for gradient in gradients})
             for alike in _by_mesh(owners, gradients):
-                nn.utils.clip_grads_with_norm_(alike, self.clip_norm, torch.tensor(norm, dtype=dtype))
+                nn.utils.clip_grads_with_norm_(alike, self.clip_norm, torch.tensor(norm, dtype=dtype, device="cpu"))
 
     @contextmanager
     def learning_rate_times(self, factor: float) -> Iterator[None]:

@@ -29,8 +29,7 @@ class Attaches:
         policy: as :func:`autotune.attach` takes it.
         mode: as :func:`autotune.attach` takes it, of those that the framework leaves.
         stage: ``observe`` changes nothing and scores its own advice; ``act`` switches.
-        memory_budget_bytes: bytes, a size (``"20GiB"``), or a function that returns bytes and is asked before every
-            step; ``None`` for what the device has.
+        memory_budget_bytes: as :func:`autotune.attach` takes it.
         limits: how far the tuner may go; ``statistics_every`` is not used.
         runs_dir: where a run directory with the decision log is made; ``None`` writes nothing.
         settings: as :func:`autotune.attach` takes them; batching is fixed, and so is k where the framework fixes it.
@@ -53,7 +52,7 @@ class Attaches:
         *,
         mode: str = "exact",
         stage: str = "act",
-        memory_budget_bytes: Budget | str = None,
+        memory_budget_bytes: Budget = None,
         limits: Limits | None = None,
         runs_dir: str | Path | None = "runs",
         settings: Settings | None = None,

@@ -1,0 +1,108 @@
+"""Read what a user gives as a memory budget: a number of any library, a size as text, nothing, or a function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.budget import MemoryBudget
+from autotune.errors import BudgetError, InputError, one_line
+
+_ALLOWED = "bytes, a size such as 20GiB or 20GiB:reserved, a function that returns one of them, or None"
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A budget.
+
+    Attributes:
+        size_bytes: Its bytes; ``None`` for what the device has.
+        reserved: Whether the bytes bound what the allocator reserves, and not what tensors take of it.
+    """
+
+    size_bytes: int | None
+    reserved: bool = False
+
+
+class BudgetFunction:
+    """A user's function that returns the budget, asked once when it is handed over.
+
+    Attributes:
+        last: Its last answer that was a budget.
+
+    Args:
+        function: The function.
+
+    Raises:
+        BudgetError: if it raises, or its answer is no budget.
+    """
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        try:
+            answer = function()
+        except Exception as error:
+            raise BudgetError(f"memory_budget_bytes raised {one_line(error)}", allowed=_ALLOWED) from error
+        self.last = size_of(answer, "memory_budget_bytes returned")
+
+    def ask(self) -> str | None:
+        """Ask for the budget of the moment; return the kind of the answer if it is none, and ``last`` stands."""
+        try:
+            answer = self._function()
+        except Exception as error:  # noqa: BLE001 - somebody's function must not end somebody's run
+            return f"raised {type(error).__name__}"
+        try:
+            self.last = size_of(answer, "memory_budget_bytes returned")
+        except BudgetError:
+            kind = type(answer).__name__
+            return f"returned {'an' if kind[:1] in 'aeiou' else 'a'} {kind} that is no size"
+        return None
+
+
+def size_of(value: Any, found: str = "memory_budget_bytes is") -> Size:
+    """Return what a value means as a budget.
+
+    Args:
+        value: A number of any library, a size as text, or ``None``.
+        found: The beginning of a sentence about the value.
+
+    Raises:
+        BudgetError: if the value is no size that a device can have.
+    """
+    if value is None:
+        return Size(None)
+    try:
+        if isinstance(value, str):
+            parsed = MemoryBudget.parse(value)
+            return Size(MemoryBudget(size_bytes=parsed.size_bytes).size_bytes, parsed.reserved)
+        return Size(MemoryBudget(size_bytes=math.ceil(_number_of(value))).size_bytes)
+    except (InputError, TypeError, ValueError, OverflowError) as error:
+        raise BudgetError(f"{found} {_described(value)}", allowed=_ALLOWED) from error
+
+
+def _number_of(value: Any) -> int | float:
+    """Return the number that a scalar of any library is.
+
+    Raises:
+        TypeError: if the value is none.
+    """
+    if getattr(value, "ndim", 0):
+        raise TypeError("more than one number")
+    try:
+        # Tensors and NumPy's scalars show by it that they are truth values.
+        plain = value.item() if hasattr(value, "item") else value
+        if isinstance(plain, bool):
+            raise TypeError("a truth value")
+        number: int | float = plain.__index__() if hasattr(plain, "__index__") else float(plain)
+    except Exception as error:
+        raise TypeError("not a number") from error
+    return number
+
+
+def _described(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:  # noqa: BLE001 - somebody's object may not be able to show itself
+        return f"a {type(value).__name__}"
