@@ -217,7 +217,7 @@ LOCKED: list[tuple[Callable[[], nn.Module], str]] = [
     (lambda: with_blocks(Codebook), "differ"),
     (AddsInPlace, "written to in place"),
     (hooked, "changes calls"),
-    (lambda: with_blocks(NamesEntropy), "a generator of its own"),
+    (lambda: with_blocks(NamesEntropy), "generator"),
 ]
 
 

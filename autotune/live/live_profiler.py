@@ -64,6 +64,7 @@ class LiveProfiler:
         failed: Why there will be none; ``None`` if there will.
         knowledge: What the steps have shown. Where two of its scores, or the last, are short, nobody acts.
         step_peak: Measured peak of the step that ended last in bytes; ``None`` if it was not traced.
+        hooks: How many hooks a unit's parts had when it was probed, by unit.
         probe_s: Seconds that probes took of forward passes.
         autocast: The dtype of the user's own autocast; ``None`` for none.
 
@@ -83,6 +84,7 @@ class LiveProfiler:
         self.step_peak: int | None = None
         self.autocast: torch.dtype | None = None
         self.probe_s = 0.0
+        self.hooks: dict[str, int] = {}
         self._acts = attached.stage is Stage.ACT
         self._ahead = StepAhead(batch_bytes=0, largest_bytes=0, samples=0, signature=Signature((), (0, 0)))
         self._budget: int | None = None
@@ -516,6 +518,8 @@ class LiveProfiler:
         self._uncalled = []
         for name, probe in use.probes.items():
             self.probe_s += probe.spent_s
+            if probe.calls:
+                self.hooks[name] = probe.hooks
             self.autocast = self.autocast or probe.autocast
             if probe.reason is not None:
                 self.locks[name] = probe.reason

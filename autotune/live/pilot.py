@@ -93,6 +93,7 @@ class Pilot:
         self._switcher = controls.Switcher(attached.model, [unit.name for unit in attached.space.units])
         self._calls = UnitCalls(self._switcher)
         self._profiler = LiveProfiler(attached)
+        self._switcher.hooks = self._profiler.hooks
         self._monitor = GradientMonitor(attached.model, attached.space.units)
         self._probe: GradientProbe | None = None
         # Of the steps since the last decision, and of those before it.

@@ -20,6 +20,8 @@ from autotune.plan import Plan
 
 # One world of costs, the measured one: what a live run knows is its own, and planning must not take seconds.
 _SETTINGS = PoolSettings(size=128, worlds=1, budgets=32, rounds=1, changes=1024)
+# Share by which predicted peaks differ by chance.
+_AS_GOOD_AS_EQUAL = 0.01
 # A CPU generator's state: the one part of a recomputed unit that does not shrink with the batch.
 _STATE_BYTES = 5056
 
@@ -56,6 +58,7 @@ class Placements:
         k, choices = k[order], choices[order]
         self.plans = [self._arrays.decode(0, int(one), row) for one, row in zip(k, choices, strict=True)]
         self.seconds: NDArray[np.float64] = seconds[order]
+        self._recomputed: NDArray[np.int64] = (choices % 2).sum(axis=1)
         self._peaks: NDArray[np.float64] = pool.peaks[0][there][order] + _states(choices)
         # Between decisions precisions stay; k too, where it decides how many samples a step consumes.
         self._groups: dict[tuple[int, ...], NDArray[np.int64]] = {}
@@ -126,8 +129,10 @@ class Placements:
             return float("inf")
 
     def leanest(self) -> Plan:
-        """Return the plan with the smallest predicted peak."""
-        return self.plans[int(self._at(self._peaks, 1.0).argmin())]
+        """Return the plan with the smallest predicted peak; of those that are as good as equal, the one that keeps least."""
+        peaks = self._at(self._peaks, 1.0)
+        close = peaks <= (1 + _AS_GOOD_AS_EQUAL) * peaks.min()
+        return self.plans[int(np.where(close, self._recomputed, -1).argmax())]
 
     def _at(self, peaks: NDArray[np.float64], length: float) -> NDArray[np.float64]:
         size = grown(length, self.square_share)

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten
 from autotune.live.reachable import source_of
 from autotune.live.surroundings import Surroundings
 from autotune.mechanics import randomness
-from autotune.mechanics.activations import WRITTEN, Kept, Recomputation, undone
+from autotune.mechanics.activations import WRITTEN, Kept, Recomputation, hooks_within, undone
 from autotune.mechanics.ambient import interception
 from autotune.mechanics.controls import ControlledForward
 from autotune.mechanics.copies import CopyError, Loans, TensorCopy, copied, dissolve, state_of, twin_of
@@ -50,6 +50,7 @@ class UnitProbe:
         reason: why they may not; ``None`` if they may, or while no call was seen.
         calls: calls that were probed.
         autocast: the dtype of the user's own autocast round the call; ``None`` for none.
+        hooks: how many hooks the unit's parts had in that call.
         spent_s: seconds that the probe took of the forward pass.
 
     Args:
@@ -62,6 +63,7 @@ class UnitProbe:
         self.calls = 0
         self.autocast: torch.dtype | None = None
         self.spent_s = 0.0
+        self.hooks = 0
         self._inner: Callable[..., Any] = module.forward
         self._shadowed: Callable[..., Any] | None = module.__dict__.get("forward")
         self._kept: list[Kept] = []
@@ -110,6 +112,7 @@ class UnitProbe:
 
     def _probe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Find out whether a call may be recomputed."""
+        self.hooks = hooks_within(self.module)
         device = _device_type(self.module, args, kwargs)
         self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if self.reason is None and _saves_by_hooks():

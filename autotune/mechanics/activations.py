@@ -287,6 +287,7 @@ class Recomputation:
         checks: whether a sample of the recomputations is compared with the forward passes.
         count: how many backward passes recomputed it.
         keeps: whether what it is handed is kept besides, while nobody knows whether it is written to before backward.
+        hooks: how many hooks its parts had when it was probed; ``None`` for as many as at its first call.
         barred: why it is not recomputed any more; ``None`` while it is.
         kept: what it was handed since backward began last.
         around: puts back what its code can reach besides, round a recomputation; ``None`` for nothing.
@@ -299,7 +300,7 @@ class Recomputation:
     barred: str | None = None
     kept: list[Kept] = field(default_factory=list)
     around: Reachable | None = None
-    _hooks: int | None = None
+    hooks: int | None = None
     # Whether it reads what others of the step have put into objects that it is handed; ``None`` while unknown.
     _reads: bool | None = None
     _calls: int = 0
@@ -379,10 +380,10 @@ class Recomputation:
 
     def _objects(self, leaves: Sequence[Any]) -> dict[int, Any] | None:
         """Return copies of what is no tensor, by place; ``None``, the unit being barred, if it cannot be recomputed."""
-        hooks = _hooks_within(self.module)
-        if self._hooks is None:
-            self._hooks = hooks
-        if hooks != self._hooks:
+        hooks = hooks_within(self.module)
+        if self.hooks is None:
+            self.hooks = hooks
+        if hooks != self.hooks:
             self.barred = "its parts got other hooks after it was probed"
         differs, self._differs = self._differs, None
         if differs is not None and bool(differs):
@@ -398,6 +399,6 @@ class Recomputation:
             return None
 
 
-def _hooks_within(module: nn.Module) -> int:
+def hooks_within(module: nn.Module) -> int:
     """Return how many hooks a module's parts have; its own are called round its forward, and not by it."""
     return sum(len(vars(part)[name]) for part in module.modules() if part is not module for name in _HOOKS)

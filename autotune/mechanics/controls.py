@@ -149,6 +149,9 @@ class Switcher:
 
     Units hand on fp32 whatever the plan, so that what one plan shows holds for others.
 
+    Attributes:
+        hooks: how many hooks a unit's parts had when it was probed, by unit.
+
     Args:
         model: the model.
         names: the units that plans may name.
@@ -158,6 +161,7 @@ class Switcher:
         self._modules = {name: model.get_submodule(name) for name in names}
         self._forwards: dict[str, ControlledForward] = {}
         self._places = _places(model, self._modules)
+        self.hooks: dict[str, int] = {}
         self._counted: str | None = None
         self._recomputed: list[str] = []
 
@@ -183,6 +187,7 @@ class Switcher:
                 self._recomputed.append(name)
             forward = module.__dict__.get("forward")
             if isinstance(forward, ControlledForward):
+                forward.recomputation.hooks = self.hooks.get(name, forward.recomputation.hooks)
                 self._forwards[name] = forward
             if name in former and former[name] is not forward:
                 former[name].release()

@@ -6,6 +6,8 @@ it has trained to ``run.keep``. It must come to the same bits each time. It may 
 
 ``LOCKED``
     units that cannot be recomputed exactly, and a part of the reason; without it, no unit may be locked.
+``BY_CHANCE``
+    that chance says which of them are locked.
 ``REFUSED``
     a part of the sentence with which ``attach`` refuses it.
 ``OBSERVED``
