@@ -129,7 +129,7 @@ class Placements:
             return float("inf")
 
     def leanest(self) -> Plan:
-        """Return the plan with the smallest predicted peak; of those that are as good as equal, the one that keeps least."""
+        """Return the plan with the smallest predicted peak; of several about as good, the one that keeps least."""
         peaks = self._at(self._peaks, 1.0)
         close = peaks <= (1 + _AS_GOOD_AS_EQUAL) * peaks.min()
         return self.plans[int(np.where(close, self._recomputed, -1).argmax())]
