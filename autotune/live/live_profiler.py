@@ -209,7 +209,7 @@ class LiveProfiler:
                 return True
         except Exception as error:  # noqa: BLE001 - without a profile there is nothing to act on, and the run goes on
             self._unreadable += 1
-            # A profiler that the user began within the step ends the trace: another step is traced.
+            # A profiler that the user began within the step ends the trace, as torch.func does: another step is traced.
             if isinstance(error, RuntimeError) or self._unreadable > _UNREADABLE:
                 # As text: whoever keeps a log's records would keep an error's frames, and all that the step held.
                 logger.warning("the run cannot be profiled: %s", str(error))
@@ -539,6 +539,10 @@ class LiveProfiler:
 
     def _read_trace(self, use: Tracing, step: Step) -> bool:
         known, signature, tracer = self.knowledge, self._ahead.signature, use.tracer
+        if tracer is not None and tracer.watch.spoilt is not None:
+            if self.complete:
+                return False
+            raise ValueError(tracer.watch.spoilt)
         if tracer is None or tracer.trace is None:
             raise RuntimeError("the step was not traced")
         if not tracer.trace.calls:
@@ -569,7 +573,7 @@ class LiveProfiler:
         return news
 
     def _read_times(self, use: Timing, step: Step) -> bool:
-        if use.watch is None or not step.stepped:
+        if use.watch is None or use.watch.spoilt is not None or not step.stepped:
             return False
         seconds = seconds_by_place(use.watch, self._attached.device)
         seconds["update", -1] = rest_of(step.seconds, seconds)

@@ -401,7 +401,7 @@ def _passes(
     inputs = _tensors_in((args, kwargs))
     versions = [tensor._version for tensor in inputs]
     if recomputes:
-        outputs = context.run(Recomputation(module, checks=False).run, forward, args, kwargs)
+        outputs = context.run(Recomputation(module).run, forward, args, kwargs)
     else:
         outputs = context.run(forward, *args, **kwargs)
     # What it was handed may have taken up some of what it computes.

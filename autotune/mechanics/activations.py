@@ -268,7 +268,7 @@ class _Call:
 
 def undone(module: nn.Module) -> AbstractContextManager[None]:
     """Return what runs a body after which a module has the attributes, modes, weights and buffers that it has now."""
-    return _Again(Recomputation(module, checks=False))
+    return _Again(Recomputation(module))
 
 
 class Reachable(Protocol):
@@ -294,7 +294,7 @@ class Recomputation:
     """
 
     module: nn.Module
-    checks: bool = True
+    checks: bool = False
     count: int = 0
     keeps: bool = False
     barred: str | None = None

@@ -89,8 +89,11 @@ def put(wanted: list[Any], present: list[Any]) -> None:
 
 
 def transformed() -> bool:
-    """Tell whether a transform of ``torch.func`` runs (``grad``, ``vmap``, ...)."""
-    return bool(_C._are_functorch_transforms_active())
+    """Return whether a transform of ``torch.func`` or a level of forward-mode differentiation is open on this thread.
+
+    Tensors of such a level have no storage to look at, and take no hooks.
+    """
+    return bool(_C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
 
 
 def interception(module: nn.Module) -> str | None:

@@ -187,6 +187,7 @@ class Switcher:
                 self._recomputed.append(name)
             forward = module.__dict__.get("forward")
             if isinstance(forward, ControlledForward):
+                forward.recomputation.checks = True
                 forward.recomputation.hooks = self.hooks.get(name, forward.recomputation.hooks)
                 self._forwards[name] = forward
             if name in former and former[name] is not forward:

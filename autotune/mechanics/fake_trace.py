@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from autotune.mechanics.step_trace import Place, StepTracer, saving_by
+from autotune.mechanics.step_trace import Place, StepTracer
+from autotune.mechanics.watching_hooks import yielding_saved_hooks
 
 # Seconds of an operator: from its floating-point operations, the bytes that it moves, the format it computes in, and
 # whether it is a convolution.
@@ -122,7 +123,7 @@ class FakeTracer(StepTracer):
         with (
             fused_attention(),
             self.watch,
-            saving_by(self._pack),
+            yielding_saved_hooks(self._pack, self._give_way),
             _Operators(self),
         ):
             yield

@@ -139,11 +139,22 @@ def storages(values: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def strided(value: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that a tensor is stored in: of a sparse one, its indices and values."""
+    """Return the tensors that a tensor is stored in: of a sparse one, its indices and values.
+
+    Of one without a storage that can be looked at there are none.
+    """
     if hasattr(value, "device_mesh"):
         # Of a DTensor, this rank holds a part.
         local: Any = value
         value = local.to_local()
+    if hasattr(value, "__tensor_flatten__"):
+        names, _ = value.__tensor_flatten__()
+        parts = [getattr(value, name) for name in names]
+        return [inner for part in parts if isinstance(part, torch.Tensor) for inner in strided(part)]
+    return [part for part in _parts(value) if _is_stored(part)]
+
+
+def _parts(value: torch.Tensor) -> list[torch.Tensor]:
     layout = value.layout
     if layout is torch.strided:
         return [value]
@@ -154,3 +165,12 @@ def strided(value: torch.Tensor) -> list[torch.Tensor]:
     if layout in (torch.sparse_csc, torch.sparse_bsc):
         return [value.ccol_indices(), value.row_indices(), value.values()]
     return []
+
+
+def _is_stored(value: torch.Tensor) -> bool:
+    """Tell whether a tensor's storage can be looked at: those within torch.func have none, nor have some wrappers."""
+    try:
+        value.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True

@@ -18,6 +18,8 @@ from autotune.mechanics.devices import is_accelerator
 
 # The first calls are compared, and then ever fewer, up to one in so many.
 _RAREST = 256
+# Numbers that are kept of one call on an accelerator: as many as fit into the smallest block that its allocator has.
+_KEPT = 128
 # An accelerator need not repeat itself to the last bit.
 _ROUNDING = 1e-3
 
@@ -25,6 +27,32 @@ _ROUNDING = 1e-3
 def is_due(call: int) -> bool:
     """Tell whether a unit's call, by its number from 1, is one of those that are compared."""
     return call & (call - 1) == 0 or call % _RAREST == 0
+
+
+class _Numbers:
+    """A number for each tensor that one pass saves: on the host at once, on an accelerator in one block."""
+
+    def __init__(self) -> None:
+        self.on_host: list[float] = []
+        self.on_device: torch.Tensor | None = None
+        self.count = 0
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Take in a tensor; none whose values nothing tells from others, or that nothing computed."""
+        if isinstance(tensor, nn.Parameter) or type(tensor) is not torch.Tensor:
+            return
+        if tensor.layout is not torch.strided or not tensor.is_floating_point():
+            return
+        with torch.no_grad():
+            # In the tensor's own format: another one would be computed by way of a copy, for which no room was planned.
+            found = torch.linalg.vector_norm(tensor.detach())
+            if not is_accelerator(tensor.device):
+                self.on_host.append(float(found))
+            elif self.count < _KEPT:
+                if self.on_device is None:
+                    self.on_device = torch.zeros(_KEPT, device=tensor.device)
+                self.on_device[self.count].copy_(found)
+                self.count += 1
 
 
 class Repeats:
@@ -35,8 +63,7 @@ class Repeats:
     """
 
     def __init__(self) -> None:
-        self._then: list[float | torch.Tensor] = []
-        self._now: list[float | torch.Tensor] = []
+        self._then = _Numbers()
         self.differs: bool | torch.Tensor = False
 
     @contextmanager
@@ -48,23 +75,26 @@ class Repeats:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Run a recomputation, which may end before all is computed."""
-        self._now = []
-        with _noting(self._now):
+        now = _Numbers()
+        with _noting(now):
             try:
                 yield
             finally:
-                self._compare()
+                self._compare(now)
 
-    def _compare(self) -> None:
-        for one, two in zip(self._then, self._now, strict=False):
-            if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
-                self.differs = self.differs | ~torch.isclose(one, two, _ROUNDING, 0.0, equal_nan=True)
-            elif one != two and (one == one or two == two):
-                self.differs = True
+    def _compare(self, now: _Numbers) -> None:
+        then = self._then
+        pairs = zip(then.on_host, now.on_host, strict=False)
+        if any(one != two and (one == one or two == two) for one, two in pairs):
+            self.differs = True
+        elif then.on_device is not None and now.on_device is not None:
+            count = min(then.count, now.count)
+            one, two = then.on_device[:count], now.on_device[:count]
+            self.differs = self.differs | ~torch.isclose(one, two, _ROUNDING, 0.0, equal_nan=True).all()
 
 
 @contextmanager
-def _noting(numbers: list[float | torch.Tensor]) -> Iterator[None]:
+def _noting(numbers: _Numbers) -> Iterator[None]:
     """Run the body, and note a number for each tensor that the hooks which are active take in."""
     top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
     if top is None:
@@ -73,22 +103,8 @@ def _noting(numbers: list[float | torch.Tensor]) -> Iterator[None]:
     pack, unpack = top
 
     def noting(tensor: torch.Tensor) -> Any:
-        found = _number(tensor)
-        if found is not None:
-            numbers.append(found)
+        numbers.add(tensor)
         return pack(tensor)
 
     with saved_tensors_hooks(noting, unpack):
         yield
-
-
-def _number(tensor: torch.Tensor) -> float | torch.Tensor | None:
-    """Return what tells a tensor's values from others; ``None`` where nothing does, or where nothing computed them."""
-    if isinstance(tensor, nn.Parameter) or type(tensor) is not torch.Tensor:
-        return None
-    if tensor.layout is not torch.strided or not tensor.is_floating_point():
-        return None
-    with torch.no_grad():
-        # In the tensor's own format: another one would be computed by way of a copy, for which no room was planned.
-        found: torch.Tensor = torch.linalg.vector_norm(tensor.detach())
-    return found if is_accelerator(tensor.device) else float(found)

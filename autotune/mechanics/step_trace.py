@@ -6,6 +6,7 @@ call c as 2c and the call itself as 2c + 1, so that after n calls the last segme
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch._C._profiler import _EventType
-from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+from torch.autograd.graph import register_multi_grad_hook
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
@@ -25,6 +26,7 @@ from autotune.mechanics.collectives import settled_collectives
 from autotune.mechanics.devices import quiet_profiler
 from autotune.mechanics.memory_meter import storages
 from autotune.mechanics.trees import tensors
+from autotune.mechanics.watching_hooks import WatchingHook, clear_copies, yielding_saved_hooks
 
 Phase = Literal["forward", "backward", "update"]
 
@@ -118,6 +120,7 @@ class StepWatch:
         places: where the step was, in order.
         stamps: what ``stamp`` returned on entering each place.
         calls: the units called in each micro-batch.
+        spoilt: why what was seen is not the whole step; ``None`` if it is.
 
     Args:
         model: the model.
@@ -138,22 +141,28 @@ class StepWatch:
         self._stamp = stamp
         self._on_call = on_call
         self._hooks = ExitStack()
+        self._copies: list[Any] = []
+        # The step's own; another may serve the model meanwhile.
+        self._thread = threading.get_ident()
         self.places: list[Place] = []
         self.stamps: list[Any] = []
         self.calls: list[list[str]] = []
+        self.spoilt: str | None = None
 
     def __enter__(self) -> StepWatch:
         for name in self._units:
             module = self._model.get_submodule(name)
+            entering, leaving = (WatchingHook(do, module, self._copies) for do in (self._entering(name), self._left))
             for handle in (
-                module.register_forward_pre_hook(self._entering(name), with_kwargs=True),
-                module.register_forward_hook(self._leaving(), with_kwargs=True),
+                module.register_forward_pre_hook(entering, with_kwargs=True),
+                module.register_forward_hook(leaving, with_kwargs=True),
             ):
                 self._hooks.callback(handle.remove)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._hooks.close()
+        clear_copies(self._copies)
 
     @property
     def place(self) -> Place:
@@ -163,6 +172,7 @@ class StepWatch:
     def begin(self, phase: Phase) -> None:
         """Note that a micro-batch's forward or backward pass, or the update after it, begins."""
         if phase == "forward":
+            self._thread = threading.get_ident()
             self.calls.append([])
             self._go(Place(len(self.calls) - 1, phase, 0))
         elif not self.calls:
@@ -177,30 +187,38 @@ class StepWatch:
         self.places.append(place)
         self.stamps.append(self._stamp())
 
-    def _entering(self, name: str) -> Any:
-        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _entering(self, name: str) -> Callable[..., None]:
+        def enter(_module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self._watching():
                 return
             call = len(self.calls[-1])
             self.calls[-1].append(name)
             self._go(Place(self.place.micro_batch, "forward", 2 * call + 1))
-            self._see("input", call, (args, kwargs))
+            self._look("input", call, (args, kwargs))
 
-        return hook
+        return enter
 
-    def _leaving(self) -> Any:
-        def hook(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
-            if not self._watching():
-                return
-            call = len(self.calls[-1]) - 1
-            self._see("output", call, output)
-            self._go(Place(self.place.micro_batch, "forward", 2 * call + 2))
-
-        return hook
+    def _left(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        # A call that began unwatched has no place.
+        if not self._watching() or self.place.segment % 2 == 0:
+            return
+        call = len(self.calls[-1]) - 1
+        self._look("output", call, output)
+        self._go(Place(self.place.micro_batch, "forward", 2 * call + 2))
 
     def _watching(self) -> bool:
-        # A transform of torch.func differentiates by itself, and its tensors are none of the step's.
-        return bool(self.places) and self.place.phase == "forward" and not transformed()
+        if not self.places or self.place.phase != "forward" or threading.get_ident() != self._thread:
+            return False
+        if transformed():
+            self.spoilt = "a unit was called within torch.func or forward-mode differentiation"
+            return False
+        return True
+
+    def _look(self, role: Literal["input", "output"], call: int, tree: Any) -> None:
+        try:
+            self._see(role, call, tree)
+        except Exception as error:  # noqa: BLE001 - whoever only watches stops nobody
+            self.spoilt = f"what a unit was handed or returned cannot be looked at: {error}"
 
     def _see(self, role: Literal["input", "output"], call: int, tree: Any) -> None:
         found = tensors(tree)
@@ -288,10 +306,14 @@ class StepTracer:
             # Of what an accelerator releases between operations, the profiler keeps only what has a parent.
             record_function(self._STEP),
             self.watch,
-            saving_by(self._pack),
+            yielding_saved_hooks(self._pack, self._give_way),
         ):
             yield
-        self.trace = self._read(profiled)
+        if self.watch.spoilt is None:
+            self.trace = self._read(profiled)
+
+    def _give_way(self) -> None:
+        self.watch.spoilt = "it runs something that forbids hooks on what autograd saves (torch.func does)"
 
     def _mark(self) -> Any:
         with record_function(self._MARK):
@@ -307,8 +329,12 @@ class StepTracer:
         watch = self.watch
         if watch.places and watch.place.phase == "forward" and watch.place.micro_batch == 0:
             self._seen.append(("saved", watch.place, -1, self._address(tensor)))
-        # Detached, or a saved output would keep its own graph alive.
-        return tensor.detach()
+        try:
+            # Detached, or a saved output would keep its own graph alive.
+            return tensor.detach()
+        except Exception as error:  # noqa: BLE001 - of a type of somebody else's that cannot be detached
+            watch.spoilt = f"a tensor that autograd saves cannot be looked at: {error}"
+            return tensor
 
     def _address(self, tensor: torch.Tensor) -> int:
         """Return what tells a tensor's storage from all others that are alive."""
@@ -361,41 +387,6 @@ class StepTracer:
                 for role, place, mark, address in self._seen
             ),
         )
-
-
-@contextmanager
-def saving_by(pack: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Run the body with what is saved for backward handed to a function, except where none may look: in torch.func.
-
-    Args:
-        pack: takes in what is saved, and returns it or its like.
-    """
-    graph: Any = torch.autograd.graph
-    allowing = graph.disable_saved_tensors_hooks
-
-    def unpack(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    @contextmanager
-    def disabling(message: str) -> Iterator[None]:
-        # Whoever allows no hooks refuses to begin while there are some.
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        ours = top is not None and top[1] is unpack
-        if ours:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-        try:
-            with allowing(message):
-                yield
-        finally:
-            if ours:
-                torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-    graph.disable_saved_tensors_hooks = disabling
-    try:
-        with saved_tensors_hooks(pack, unpack):
-            yield
-    finally:
-        graph.disable_saved_tensors_hooks = allowing
 
 
 def _after(marks: Sequence[float], mark: int, role: str) -> float:

@@ -1,0 +1,156 @@
+"""Whoever watches a live step disturbs nothing in it: transforms, foreign tensors, copies, other threads."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from test_live import RESTLESS, seeded
+from torch import nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.testing._internal.two_tensor import TwoTensor
+from zoo import WIDTH, Residual, points
+
+import autotune
+from autotune.live.live_profiler import LiveProfiler
+from autotune.mechanics.memory_meter import storages
+
+STEPS = 10
+Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+def stack() -> nn.Sequential:
+    seeded()
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *[Residual() for _ in range(3)], nn.Linear(WIDTH, 1))
+
+
+def trained(loss_of: Loss, *, attach: bool, before_backward: Callable[[nn.Module], object] | None = None) -> Any:
+    """Return a model after some steps, and the tuner that was attached to it."""
+    model = stack()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    with ExitStack() as left:
+        tuner = autotune.attach(model, optimizer, "exact", runs_dir=None, limits=RESTLESS) if attach else None
+        if tuner is not None:
+            left.callback(tuner.detach)
+        for batch in points(STEPS):
+            for micro in [batch] if tuner is None else tuner.micro_batches(batch):
+                loss = loss_of(model, micro)
+                if before_backward is not None:
+                    before_backward(model)
+                loss.backward() if tuner is None else tuner.backward(loss)
+            if tuner is None:
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                tuner.step()
+    return model, tuner
+
+
+def vmapped(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return torch.func.vmap(model)(batch.view(4, 4, -1)).square().mean()
+
+
+def jvp(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    out, tangent = torch.func.jvp(model, (batch,), (torch.ones_like(batch),))
+    return out.square().mean() + tangent.square().mean()
+
+
+def dual(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    with forward_ad.dual_level():
+        out = model(forward_ad.make_dual(batch, torch.ones_like(batch)))
+        return sum((part.square().mean() for part in forward_ad.unpack_dual(out)), torch.zeros(()))
+
+
+def without_hooks(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    with disable_saved_tensors_hooks("not here"):
+        return model(batch).square().mean()
+
+
+def of_a_subclass(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(TwoTensor(batch, 2 * batch)).square().mean().a
+
+
+def plain(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("loss_of", [vmapped, jvp, dual, without_hooks])
+def test_a_transform_in_a_traced_step_runs_as_it_does_alone(loss_of: Loss) -> None:
+    alone, _ = trained(loss_of, attach=False)
+    attached, tuner = trained(loss_of, attach=True)
+    assert all(map(torch.equal, alone.parameters(), attached.parameters()))
+    assert tuner.detached_because == "detach() was called"
+
+
+def test_saved_tensors_can_be_hooked_after_a_step_in_which_the_watching_hooks_gave_way() -> None:
+    trained(without_hooks, attach=True)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert torch._C._autograd._saved_tensors_hooks_is_enabled()
+    assert type(torch._C._autograd._saved_tensors_hooks_disable).__name__ == "builtin_function_or_method"
+
+
+def test_a_tensor_that_wraps_others_is_stored_in_them() -> None:
+    one, two = torch.zeros(4), torch.zeros(8)
+    assert sum(storages([TwoTensor(one, two[:4])]).values()) == 48
+
+
+def test_a_tensor_within_a_transform_has_no_storage_to_look_at() -> None:
+    found = []
+    torch.func.vmap(lambda row: found.append(storages([row])) or row)(torch.zeros(2, 3))
+    assert found == [{}]
+
+
+def test_copies_of_a_model_that_are_made_in_a_watched_step_have_no_hooks_afterwards() -> None:
+    copies: list[nn.Module] = []
+    model, _ = trained(plain, attach=True, before_backward=lambda one: copies.append(copy.deepcopy(one)))
+    assert len(copies) == STEPS
+    for module in (part for copied in [model, *copies] for part in copied.modules()):
+        for kind in ("_forward_hooks", "_forward_pre_hooks"):
+            assert not getattr(module, kind)
+            assert not getattr(module, f"{kind}_with_kwargs")
+
+
+def test_a_model_that_is_pickled_in_a_watched_step_needs_nothing_of_ours_to_load() -> None:
+    pickled: list[bytes] = []
+    trained(plain, attach=True, before_backward=lambda one: pickled.append(pickle.dumps(one)))
+    assert not any(b"autotune" in one for one in pickled)
+    loaded = pickle.loads(pickled[2])
+    assert loaded(torch.zeros(2, WIDTH)).shape == (2, 1)
+
+
+def test_a_thread_that_serves_the_model_meanwhile_is_no_part_of_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[str] = []
+    end = LiveProfiler.end
+
+    def ends(self: LiveProfiler, step: Any) -> bool:
+        news = end(self, step)
+        failed.extend([] if self.failed is None else [self.failed])
+        return news
+
+    monkeypatch.setattr(LiveProfiler, "end", ends)
+
+    def serve(model: nn.Module) -> None:
+        with torch.no_grad():
+            model(torch.zeros(2, WIDTH))
+
+    def served(model: nn.Module) -> None:
+        thread = threading.Thread(target=serve, args=(model,))
+        thread.start()
+        thread.join()
+
+    def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        hidden = model[:2](batch)
+        served(model)
+        return model[2:](hidden).square().mean()
+
+    _, tuner = trained(loss_of, attach=True, before_backward=served)
+    assert failed == []
+    assert "profile" not in tuner.locks
