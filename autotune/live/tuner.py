@@ -183,6 +183,8 @@ class LiveTuner:
             if len(self._facts.space.accumulation_choices) > 1:
                 self._whole_tensors.note(batch)
             yield from self.passes_beside(batch, count)
+            # They may have shown that the batch must not be cut.
+            k = self.plan.accumulation_steps if k > 1 else k
             running = self._running
             if running is None:
                 return
