@@ -75,7 +75,8 @@ class LiveProfiler:
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
         self.space: PlanSpace = attached.space
-        self.locks: dict[str, str] = {}
+        self.locks: dict[str, str] = _scripted(attached)
+        self._leave_out(self.locks)
         self.profile: Profile | None = None
         self.complete = False
         lacking = devices.unusable(attached.device)
@@ -578,6 +579,13 @@ class LiveProfiler:
         seconds = seconds_by_place(use.watch, self._attached.device)
         seconds["update", -1] = rest_of(step.seconds, seconds)
         return self.knowledge.note_times(use.plan, tuple(use.watch.calls[0]), seconds, step.batch_bytes)
+
+
+def _scripted(attached: Attached) -> dict[str, str]:
+    """Return why units that are ScriptModules are locked, by unit."""
+    modules = {unit.name: attached.model.get_submodule(unit.name) for unit in attached.space.units}
+    reason = "it is a ScriptModule, which runs outside of Python"
+    return {name: reason for name, module in modules.items() if isinstance(module, torch.jit.ScriptModule)}
 
 
 def _profiler_runs() -> bool:

@@ -113,7 +113,7 @@ class Pilot:
         self._pressure: float | None = None
         # Steps of cut batches so far, and the one whose batch is tried again: a loss between samples may come late, or
         # in some steps only. All ranks draw the same, and nothing from the run's generators.
-        self._random = random.Random(0)
+        self._random = random.Random(0)  # noqa: S311 - chooses steps
         self._cut_steps, self._next_try = 0, self._random.randint(1, _TRIED_WITHIN)
         self._budget.read_device(self._fragments)
 
