@@ -7,6 +7,7 @@ import hashlib
 import json
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def main() -> None:
     inner = TinyGPT(width=16, blocks=4, dropout=0.0).double() if way.endswith("rounding") else deep_gpt()
     model = nn.parallel.DistributedDataParallel(inner)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    tuner = None
+    tuner, joins = None, way.endswith("joining")
     if not way.startswith("plain"):
         policies = {"troubled": Troubled(rank), "wandering": Wanders(), "following": "exact", "rounding": Roams()}
         policy: Any = policies.get(way, Wanders())
@@ -66,7 +67,7 @@ def main() -> None:
             budget = Moves(int(lowest * (1.02 + rank / 20)) + buckets, int(highest * (1.1 + rank / 20)) + buckets)
         torch.manual_seed(100 + rank)
         limits = autotune.Limits(**{**{name: getattr(RESTLESS, name) for name in RESTLESS.__slots__}, "pause_steps": 1})
-        if way.startswith("leaving"):
+        if way.startswith("leaving") or joins:
             # A rank that waited for another would wait beyond the test's patience.
             limits = dataclasses.replace(limits, rank_timeout_s=10_000.0)
         tuner = autotune.attach(
@@ -83,27 +84,29 @@ def main() -> None:
         torch.manual_seed(100 + rank)
     losses, plans, ks = [], [], []
     left_at = None
-    for number, batch in enumerate(token_batches(steps * world)):
-        if number % world != rank:
-            continue
-        if tuner is None:
-            loss = gpt_loss(model, batch)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            for micro in tuner.micro_batches(batch):
-                loss = gpt_loss(model, micro)
-                tuner.backward(loss)
-            tuner.step()
-            if way == f"leaving-{len(losses)}" and rank == 0:
-                tuner.detach("its loop wants to")
-            if left_at is None and not tuner.attached:
-                left_at = len(losses)
-            ks.append(tuner.plan.accumulation_steps)
-            plans.append(hashlib.sha256(json.dumps(tuner.plan.to_json()).encode()).hexdigest())
-        losses.append(float(loss.detach()))
+    with model.join() if joins else nullcontext():
+        for number, batch in enumerate(token_batches(steps * world)):
+            # In join(), one rank has fewer batches.
+            if number % world != rank or (joins and rank == 0 and number >= (steps - 6) * world):
+                continue
+            if tuner is None:
+                loss = gpt_loss(model, batch)
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                for micro in tuner.micro_batches(batch):
+                    loss = gpt_loss(model, micro)
+                    tuner.backward(loss)
+                tuner.step()
+                if way == f"leaving-{len(losses)}" and rank == 0:
+                    tuner.detach("its loop wants to")
+                if left_at is None and not tuner.attached:
+                    left_at = len(losses)
+                ks.append(tuner.plan.accumulation_steps)
+                plans.append(hashlib.sha256(json.dumps(tuner.plan.to_json()).encode()).hexdigest())
+            losses.append(float(loss.detach()))
     status = {} if tuner is None else tuner.status
     weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in inner.parameters())).hexdigest()
     document = {

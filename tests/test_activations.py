@@ -314,6 +314,7 @@ def test_a_recomputation_that_does_not_repeat_its_forward_pass_is_reported_and_i
     unit, heat = ReadsSetting(), "0.5"
     controls.apply(nn.ModuleDict({"unit": unit}), Plan(storage={"unit": Storage.RECOMPUTE}))
     recomputation = unit.__dict__["forward"].recomputation
+    recomputation.checks = True
     try:
         step()
         assert recomputation.barred is None

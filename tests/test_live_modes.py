@@ -238,9 +238,9 @@ def test_the_loops_body_is_told_which_passes_do_not_count() -> None:
             passes[-1][tuner.probing] += len(micro)
             tuner.backward(gpt_loss(model, micro))
         tuner.step()
-    # The whole batch, then the same in two; and on every step each sample once.
+    # The whole batch, then the same in two, in three steps; and on every step each sample once.
     assert [real for real, _ in passes] == [8] * 6
-    assert [tried for _, tried in passes] == [0, 16, 0, 0, 0, 0]
+    assert [tried for _, tried in passes] == [0, 16, 16, 16, 0, 0]
 
 
 def test_16_bit_units_follow_the_policy_and_the_run_still_learns() -> None:

@@ -49,6 +49,13 @@ def test_ranks_with_budgets_of_their_own_follow_the_tightest_together(tmp_path: 
     assert_same_run(plain, tuned)
 
 
+def test_in_join_the_tuner_leaves_and_no_rank_waits_for_another(tmp_path: Path) -> None:
+    plain = run_ranks(tmp_path, "plain-joining", 16, 2)
+    joining = run_ranks(tmp_path, "joining", 16, 2)
+    assert all("join()" in rank["why"] for rank in joining)
+    assert_same_run(plain, joining)
+
+
 @pytest.mark.parametrize("step", [0, 15])
 def test_a_rank_that_leaves_takes_the_others_along_and_lets_none_wait(step: int, tmp_path: Path) -> None:
     plain = run_ranks(tmp_path, "plain", 24, 2)

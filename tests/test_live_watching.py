@@ -154,3 +154,20 @@ def test_a_thread_that_serves_the_model_meanwhile_is_no_part_of_a_trace(monkeypa
     _, tuner = trained(loss_of, attach=True, before_backward=served)
     assert failed == []
     assert "profile" not in tuner.locks
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_unit_is_locked_with_the_reason_and_the_tuner_stays() -> None:
+    model = stack()
+    model[2] = torch.jit.script(Residual())
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    tuner = autotune.attach(model, optimizer, "exact", runs_dir=None, limits=RESTLESS, memory_budget_bytes=10**9)
+    for batch in points(STEPS):
+        for micro in tuner.micro_batches(batch):
+            tuner.backward(model(micro).square().mean())
+        tuner.step()
+    assert tuner.attached, tuner.detached_because
+    assert {name for name in tuner.locks if name.isdecimal()} == {"2"}
+    assert "ScriptModule" in tuner.locks["2"]
+    assert "profile" not in tuner.locks
+    tuner.detach()

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from autotune import JobError
-from autotune.mechanics.stepping import Update, count_items, num_samples, split, weights
+from autotune.mechanics.stepping import Update, WholeTensors, count_items, num_samples, split, weights
 from autotune.physics.cost import clipped
 
 Pair = namedtuple("Pair", "inputs targets")
@@ -393,3 +393,19 @@ def test_a_batch_of_a_mapping_type_of_its_own_is_cut_and_keeps_its_type():
     assert second["extra"]["mask"].shape == (1,)
     assert first["name"] == second["name"] == "text"
     assert batch["ids"].shape == (3, 2)
+
+
+def test_a_tensor_that_did_not_follow_the_batch_once_is_not_cut_where_its_length_is_the_batchs_by_chance():
+    whole = WholeTensors()
+    scales = torch.arange(6)
+    whole.note({"rows": torch.zeros(8, 2), "scales": scales})
+    pieces = whole.split({"rows": torch.zeros(6, 2), "scales": scales}, 2)
+    assert [len(piece["rows"]) for piece in pieces] == [3, 3]
+    assert all(torch.equal(piece["scales"], scales) for piece in pieces)
+
+
+def test_tensors_that_always_had_their_batchs_length_are_cut():
+    whole = WholeTensors()
+    for rows in (8, 6):
+        whole.note([torch.zeros(rows, 2), torch.zeros(rows)])
+    assert [len(piece[1]) for piece in whole.split([torch.zeros(6, 2), torch.zeros(6)], 3)] == [2, 2, 2]

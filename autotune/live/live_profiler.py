@@ -49,6 +49,8 @@ _TRACED_AGAIN, _TRACED_AGAIN_AT_MOST = 4, 1024
 _UNREADABLE = 4
 # Steps that are looked at until each unit was called: chance may leave one out.
 _PROBED_STEPS = 4
+# Steps after the first whose batches are cut beside them as well.
+_MORE_CUTS = 2
 # Steps that pass while one like those that are planned with is awaited.
 _WAITS = 32
 
@@ -75,7 +77,8 @@ class LiveProfiler:
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
         self.space: PlanSpace = attached.space
-        self.locks: dict[str, str] = {}
+        self.locks: dict[str, str] = _scripted(attached)
+        self._leave_out(self.locks)
         self.profile: Profile | None = None
         self.complete = False
         lacking = devices.unusable(attached.device)
@@ -159,6 +162,14 @@ class LiveProfiler:
             self._looks += 1
             self._use = self._tracing(plan)
 
+    def try_again(self, plan: Plan) -> None:
+        """Try the next step's batch beside it in pieces half as large.
+
+        Args:
+            plan: The plan that the step runs under.
+        """
+        self._use = Shadowing(plan, [plan.changed(accumulation_steps=2 * plan.accumulation_steps)])
+
     def also_watch(self, plan: Plan, ahead: StepAhead) -> None:
         """Trace the next step if its batch is larger than any that was traced, or if none was traced for long.
 
@@ -239,6 +250,7 @@ class LiveProfiler:
         for plan, outcome in others:
             if plan.accumulation_steps > 1:
                 rounds = self.autocast is not None or has_16_bit_parameters(self._attached.model)
+                rounds = rounds or plan.precision != self._first.precision
                 reason = k_lock(reference, outcome, AUTOCAST_TOLERANCE if rounds else FP32_TOLERANCE)
                 what = "accumulation_steps"
             else:
@@ -262,6 +274,8 @@ class LiveProfiler:
         self.locks[what] = reason
         if what == "accumulation_steps":
             self.space = replace(self.space, accumulation_choices=self.space.accumulation_choices[:1])
+            if self.complete:
+                self.rebuild()
         else:
             kept = tuple(one for one in self.space.precisions if one != what)
             self.space = replace(self.space, precisions=kept)
@@ -316,6 +330,10 @@ class LiveProfiler:
             others = self._others(self._first)
             if others:
                 yield Shadowing(self._first, others)
+            for _ in range(_MORE_CUTS):
+                # A loss between samples may come in some steps only.
+                if self.space.k_splits and self._ks[1:]:
+                    yield Shadowing(self._first, self._others(self._first)[:1])
         yield from self._costs()
 
     def _once_more(self, use: Use, upcoming: Iterator[Use | None]) -> Iterator[Use | None]:
@@ -578,6 +596,13 @@ class LiveProfiler:
         seconds = seconds_by_place(use.watch, self._attached.device)
         seconds["update", -1] = rest_of(step.seconds, seconds)
         return self.knowledge.note_times(use.plan, tuple(use.watch.calls[0]), seconds, step.batch_bytes)
+
+
+def _scripted(attached: Attached) -> dict[str, str]:
+    """Return why units that are ScriptModules are locked, by unit."""
+    modules = {unit.name: attached.model.get_submodule(unit.name) for unit in attached.space.units}
+    reason = "it is a ScriptModule, which runs outside of Python"
+    return {name: reason for name, module in modules.items() if isinstance(module, torch.jit.ScriptModule)}
 
 
 def _profiler_runs() -> bool:

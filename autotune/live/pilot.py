@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -45,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 # A policy plans from a new profile once batches have grown by this factor; the rules always do.
 _BEGIN_AGAIN = 1.5
+# One of so many first cut steps is tried again in smaller pieces; after it ever fewer are.
+_TRIED_WITHIN = 8
 # Where memory ran out, plans are held to this share of what was predicted to fit.
 _LESS = 0.9
 # Seconds that a policy may take to plan from a profile.
@@ -109,6 +112,10 @@ class Pilot:
         self._budget = BudgetReader(attached, log)
         self._peaks = StepPeaks(attached.device)
         self._pressure: float | None = None
+        # Steps of cut batches so far, and the one whose batch is tried again: a loss between samples may come late, or
+        # in some steps only. All ranks draw the same, and nothing from the run's generators.
+        self._random = random.Random(0)  # noqa: S311 - chooses steps
+        self._cut_steps, self._next_try = 0, self._random.randint(1, _TRIED_WITHIN)
         self._budget.read_device(self._fragments)
 
     @property
@@ -222,6 +229,12 @@ class Pilot:
         names = ["accumulation_steps", *map(str, self.attached.space.precisions[1:])]
         for name in self._agreement.locked_elsewhere(names, self._profiler.locks):
             self._profiler.lock(name, LOCKED_ELSEWHERE)
+        k, reason = self.phase.space.accumulation_choices[0], self._profiler.locks.get("accumulation_steps")
+        if reason is not None and isinstance(self.phase, Profiled):
+            logger.warning("step %d: batches are not cut any more: %s", self.step, reason)
+            self.log.write("locked", self.step, what="accumulation_steps", reason=reason)
+            self._narrow(self.phase, self.phase.decided.changed(accumulation_steps=k))
+            self._apply(self._profiler.leanest)
 
     def lock_shadows(self, reason: str) -> None:
         """Lock what would have to be tried with a batch that cannot be."""
@@ -298,9 +311,13 @@ class Pilot:
         predicted = phase.placements.peak_bytes(self.plan, phase.share(self._size))
         if predicted < math.inf:
             self._budget.ceiling = int(min(predicted, self._budget.ceiling or math.inf) * _LESS)
-        # A policy plans anew from what is left.
+        k = max(k, phase.decided.accumulation_steps)
+        self._narrow(phase, phase.decided.changed(accumulation_steps=k))
+
+    def _narrow(self, phase: Profiled, decided: Plan) -> None:
+        """Go on from one of the choices of k that are left; a policy plans anew from them."""
         self._begun, self._news = 0, True
-        phase.decide_on(phase.decided.changed(accumulation_steps=max(k, phase.decided.accumulation_steps)))
+        phase.decide_on(decided)
         if self._agreement.many:
             profile = replace(phase.placements.profile, accumulation_choices=self.ks)
             self._adopt(profile, phase.placements.square_share)
@@ -339,9 +356,24 @@ class Pilot:
             profiler.look_at(plan, ahead)
         elif self._check.runs_baseline and self._fits(self.phase.baseline, size):
             plan = self.phase.baseline
+        elif self._is_tried_again(plan):
+            profiler.try_again(plan)
         else:
             profiler.also_watch(plan, ahead)
         return plan
+
+    def _is_tried_again(self, plan: Plan) -> bool:
+        """Whether the next step's batch, which is cut, is tried beside it in smaller pieces."""
+        space = self.phase.space
+        # Where fp16 overflows, other steps are skipped, and nothing can be compared.
+        if not space.k_splits or plan.accumulation_steps == space.accumulation_choices[0] or plan.uses_fp16:
+            return False
+        self._cut_steps += 1
+        now = self._cut_steps
+        if now < self._next_try:
+            return False
+        self._next_try = now + self._random.randint(now, 3 * now)
+        return True
 
     def _is_news(self, signature: Signature) -> bool:
         """Whether, under a budget, a step is like none that was traced."""

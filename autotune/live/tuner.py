@@ -29,7 +29,7 @@ from autotune.live.shadow import Attempt, undone
 from autotune.live.signature import Trained, bytes_of, signature_of
 from autotune.mechanics import controls, devices, stepping
 from autotune.mechanics.step_trace import Phase
-from autotune.mechanics.stepping import Count, Update
+from autotune.mechanics.stepping import Count, Update, WholeTensors
 from autotune.physics.learning_rate import batch_factor
 from autotune.plan import Plan
 
@@ -168,6 +168,7 @@ class LiveTuner:
         # Batches on end whose gradients somebody else took.
         self._num_unstepped = 0
         self._told_of_optimizer = False
+        self._whole_tensors = WholeTensors()
 
     # What the caller's loop calls.
 
@@ -184,11 +185,16 @@ class LiveTuner:
         """
         try:
             k = self._begin(batch)
+            if len(self._facts.space.accumulation_choices) > 1:
+                self._whole_tensors.note(batch)
             yield from self.passes_beside(batch, count)
+            # They may have shown that the batch must not be cut.
+            k = self.plan.accumulation_steps if k > 1 else k
             running = self._running
             if running is None:
                 return
-            pieces = self._whole(batch, count, running) if self._facts.adaptive else _cut(batch, k, count)
+            whole = self._whole_tensors
+            pieces = self._whole(batch, count, running) if self._facts.adaptive else _cut(batch, k, count, whole)
             if not self._facts.adaptive:
                 # A loop that accumulates by itself weighs as it likes: only one call's micro-batches can be compared.
                 running.weights, running.micro_samples = [], []
@@ -396,7 +402,7 @@ class LiveTuner:
             for plan in pilot.shadows:
                 with pilot.trying(plan) as failures, undone(self._facts.model):
                     self._beside = Attempt([], failures)
-                    for piece, weight in _cut(batch, plan.accumulation_steps, count):
+                    for piece, weight in _cut(batch, plan.accumulation_steps, count, self._whole_tensors):
                         self._weight = weight
                         with self._synchronised(last=False):
                             yield piece
@@ -531,6 +537,8 @@ class LiveTuner:
         running.add(batch)
         if self._pilot is not None and is_disabled():
             self.detach(f"{KILL_VARIABLE} is set")
+        if self._pilot is not None and self._parallel and _joins(self._model):
+            self._leave_join()
         # Path.exists() raises where a folder may not be looked into, or its disk is gone.
         stop = self._stop_file
         if stop is not None and self._pilot is not None and os.path.exists(stop):  # noqa: PTH110
@@ -648,6 +656,12 @@ class LiveTuner:
             self.detach(f"{type(error).__name__}: {error}")
         pilot.spend(time.perf_counter() - began)
 
+    def _leave_join(self) -> None:
+        """Detach, without waiting for the other ranks, which leave by themselves."""
+        reason = "in join() ranks run different numbers of steps, and cannot agree on any"
+        logger.warning("autotune detached itself: %s", reason)
+        self.detach(reason)
+
     def _watch_over(self, pilot: Pilot) -> None:
         if pilot.breaker.open:
             trips = pilot.breaker.trips
@@ -657,11 +671,11 @@ class LiveTuner:
             self.detach(f"its own share of the run's time is {pilot.overhead_frac():.1%}")
 
 
-def _cut(batch: Any, k: int, count: Count | None) -> list[tuple[Any, float]]:
+def _cut(batch: Any, k: int, count: Count | None, whole: WholeTensors) -> list[tuple[Any, float]]:
     """Return a batch in k pieces with their shares of its items; what has none, and thereby no loss, is left out."""
     if k == 1 and count is None:
         return [(batch, 1.0)]
-    pieces = _pieces(batch, k)
+    pieces = _pieces(batch, k, whole)
     counts = [_counted(piece, count) for piece in pieces]
     if not sum(counts):
         raise _nothing_to_learn()
@@ -675,10 +689,10 @@ def _nothing_to_learn() -> AttachError:
     )
 
 
-def _pieces(batch: Any, k: int) -> list[Any]:
+def _pieces(batch: Any, k: int, whole: WholeTensors) -> list[Any]:
     """Return a batch in k pieces; whole, where it has no samples to be cut at."""
     try:
-        return stepping.split(batch, k)
+        return whole.split(batch, k)
     except Exception:  # noqa: BLE001 - the loop may know what to do with a batch that nothing here can walk over
         return [batch]
 
@@ -689,6 +703,11 @@ def _measured(batch: Any) -> tuple[int, int]:
         return bytes_of(batch), _num_samples(batch)
     except Exception:  # noqa: BLE001 - the loop may know what to do with it
         return 1, 1
+
+
+def _joins(model: nn.Module) -> bool:
+    """Tell whether a model runs within ``join()``, for ranks with uneven numbers of batches."""
+    return bool(getattr(getattr(model, "_join_config", None), "enable", False))
 
 
 def _num_samples(batch: Any) -> int:

@@ -152,6 +152,9 @@ class StepWatch:
     def __enter__(self) -> StepWatch:
         for name in self._units:
             module = self._model.get_submodule(name)
+            if isinstance(module, torch.jit.ScriptModule):
+                # It takes no hooks: its calls are part of what surrounds them.
+                continue
             entering, leaving = (WatchingHook(do, module, self._copies) for do in (self._entering(name), self._left))
             for handle in (
                 module.register_forward_pre_hook(entering, with_kwargs=True),

@@ -8,8 +8,9 @@ or measurements.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -38,7 +39,7 @@ def num_samples(batch: Any) -> int:
     return int(samples)
 
 
-def split(batch: Any, pieces: int) -> list[Any]:
+def split(batch: Any, pieces: int, whole: Collection[int] = ()) -> list[Any]:
     """Cut a batch into micro-batches whose sizes differ by at most one sample.
 
     Tensors whose first dimension is the batch's sample count are cut; everything else passes whole to each piece. A
@@ -47,6 +48,7 @@ def split(batch: Any, pieces: int) -> list[Any]:
     Args:
         batch: any tree of tensors with samples in dimension 0.
         pieces: how many micro-batches, at least 1.
+        whole: numbers of the tensors that pass whole in any case.
 
     Returns:
         The micro-batches, in order; views, not copies.
@@ -60,13 +62,42 @@ def split(batch: Any, pieces: int) -> list[Any]:
         return [batch]
 
     def piece(index: int) -> Any:
+        numbers = itertools.count()
+
         def cut(leaf: torch.Tensor) -> torch.Tensor:
-            whole = leaf.dim() == 0 or leaf.shape[0] != samples
-            return leaf if whole else leaf.tensor_split(pieces)[index]
+            has_samples = next(numbers) not in whole and leaf.dim() > 0 and leaf.shape[0] == samples
+            return leaf.tensor_split(pieces)[index] if has_samples else leaf
 
         return map_tensors(cut, batch)
 
     return [piece(index) for index in range(pieces)]
+
+
+class WholeTensors:
+    """Notes which of a run's tensors were seen to have another first dimension than their batch has samples.
+
+    Such a tensor (the weights of classes, say) passes whole even to a batch that has as many samples by chance.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, ...], set[int]] = {}
+
+    def note(self, batch: Any) -> None:
+        """Take in a batch.
+
+        Raises:
+            JobError: if the batch has no samples.
+        """
+        samples, found = num_samples(batch), self._of(batch)
+        found.update(n for n, leaf in enumerate(tensors(batch)) if leaf.dim() == 0 or leaf.shape[0] != samples)
+
+    def split(self, batch: Any, pieces: int) -> list[Any]:
+        """Cut a batch as :func:`split` does; what was seen to have no samples passes whole."""
+        return split(batch, pieces, self._of(batch))
+
+    def _of(self, batch: Any) -> set[int]:
+        """Return the numbers of the tensors without samples, of all batches with tensors like these."""
+        return self._found.setdefault(tuple((leaf.dtype, leaf.dim()) for leaf in tensors(batch)), set())
 
 
 def count_items(batch: Any, count: Count | None) -> int:

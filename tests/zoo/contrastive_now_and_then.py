@@ -1,0 +1,25 @@
+"""Every third step adds a loss between the samples of its batch; the step that is tried in halves first has none."""
+
+import torch
+from torch import nn
+
+from zoo import WIDTH, Residual, Run, points
+
+MODES = ("rounding",)
+
+
+def train(run: Run) -> None:
+    model = nn.Sequential(*[Residual() for _ in range(4)], nn.Linear(WIDTH, 8))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    tuner = run.attach(model, optimizer)
+    for number, batch in enumerate(points(run.steps, rows=32)):
+        for micro in tuner.micro_batches(batch):
+            out, target = model(micro), micro[:, :8]
+            loss = (out - target).square().mean()
+            if number % 3 == 2:
+                similar = nn.functional.normalize(out) @ nn.functional.normalize(target).T
+                loss = loss + nn.functional.cross_entropy(10 * similar, torch.arange(len(out)))
+            tuner.backward(loss)
+        tuner.step()
+        run.log(loss)
+    run.keep(model, optimizer)
