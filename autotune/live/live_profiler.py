@@ -380,7 +380,7 @@ class LiveProfiler:
             return
         there = {unit.name for unit in profile.space.units}
         for unit in self.space.units:
-            if unit.name not in there:
+            if unit.recomputable and unit.name not in there:
                 self.locks.setdefault(unit.name, "it was not called as a module: its forward() was, or a part of it")
 
     def _begin_again(self) -> None:

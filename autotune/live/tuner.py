@@ -207,8 +207,8 @@ class LiveTuner:
                 with self._synchronised(last=number == len(pieces) and self._is_full(running)):
                     self._tell_phase("forward")
                     yield piece
-        except GeneratorExit:
-            # The caller's body raised, or left early: nothing that watches the step may stay on.
+        except BaseException:
+            # The caller's body raised or left early, or the batch is none: nothing that watches the step may stay on.
             self._safely(lambda pilot: pilot.abandon_step())
             if self._running is not None:
                 self._running.left_early = True

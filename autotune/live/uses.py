@@ -5,6 +5,7 @@ Only watching is done here. What a use has found is read by :mod:`autotune.live.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from contextlib import ExitStack
 
@@ -14,7 +15,7 @@ from autotune.live.attached import Attached
 from autotune.live.probe import UnitProbe
 from autotune.live.scores import Expected
 from autotune.mechanics import devices
-from autotune.mechanics.memory_meter import collection_paused, resident_tensors, storages, tensor_bytes
+from autotune.mechanics.memory_meter import resident_tensors, storages, tensor_bytes
 from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch
 from autotune.plan import Plan
 
@@ -153,9 +154,10 @@ class Tracing(Timing):
     def begin(self) -> None:
         """Note what is alive, and begin to trace."""
         run = self._attached
-        # Garbage that is collected in the step would count as the step's. To collect all beforehand takes longer than
-        # many a step.
-        self._hooks.enter_context(collection_paused())
+        if self.expected is not None:
+            # Garbage that is collected in the step would count as the step's. Automatic collection is not switched off:
+            # a step that never ends would leave it so.
+            gc.collect()
         # Gradients that are alive when a step begins (some frameworks clear them in it) are no static bytes.
         gradients = (parameter.grad for parameter in run.model.parameters())
         self.gradient_bytes = tensor_bytes(gradient for gradient in gradients if gradient is not None)

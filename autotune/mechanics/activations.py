@@ -80,6 +80,7 @@ class Kept:
 
     def drop(self) -> None:
         """Forget the tensors that other units compute."""
+        self._leaves = ()
         self._tensors = [tensor for tensor in self._tensors if not tensor.requires_grad]
         self._versions = [version_of(tensor) for tensor in self._tensors]
 

@@ -83,13 +83,13 @@ class WholeTensors:
         self._found: dict[tuple[Any, ...], set[int]] = {}
 
     def note(self, batch: Any) -> None:
-        """Take in a batch.
-
-        Raises:
-            JobError: if the batch has no samples.
-        """
-        samples, found = num_samples(batch), self._of(batch)
-        found.update(n for n, leaf in enumerate(tensors(batch)) if leaf.dim() == 0 or leaf.shape[0] != samples)
+        """Take in a batch; one without samples tells nothing."""
+        try:
+            samples = num_samples(batch)
+        except Exception:  # noqa: BLE001 - the loop may know what to do with a batch that nothing here can walk over
+            return
+        leaves = enumerate(tensors(batch))
+        self._of(batch).update(n for n, leaf in leaves if leaf.dim() == 0 or leaf.shape[0] != samples)
 
     def split(self, batch: Any, pieces: int) -> list[Any]:
         """Cut a batch as :func:`split` does; what was seen to have no samples passes whole."""
