@@ -316,14 +316,16 @@ def test_a_recomputation_that_does_not_repeat_its_forward_pass_is_reported_and_i
     recomputation = unit.__dict__["forward"].recomputation
     recomputation.checks = True
     try:
-        step()
+        # A sample of the calls is compared, the 16th the first of them.
+        for _ in range(15):
+            step()
         assert recomputation.barred is None
         heat = "2.0"
         step()
         assert recomputation.barred == "recomputed, it did not repeat its forward pass"
         assert "may differ" in caplog.text
         step()
-        assert recomputation.count == 2
+        assert recomputation.count == 16
     finally:
         del os.environ["HEAT"]
 

@@ -16,8 +16,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autotune.mechanics.devices import is_accelerator
 
-# The first calls are compared, and then ever fewer, up to one in so many.
-_RAREST = 256
+# The probe looks at a unit's first call, and traces, whose memory is planned with, follow: comparing begins after them,
+# and becomes ever rarer, up to one call in so many.
+_FIRST, _RAREST = 16, 256
 # Numbers that are kept of one call on an accelerator: as many as fit into the smallest block that its allocator has.
 _KEPT = 128
 # An accelerator need not repeat itself to the last bit.
@@ -26,7 +27,7 @@ _ROUNDING = 1e-3
 
 def is_due(call: int) -> bool:
     """Tell whether a unit's call, by its number from 1, is one of those that are compared."""
-    return call & (call - 1) == 0 or call % _RAREST == 0
+    return call >= _FIRST and (call & (call - 1) == 0 or call % _RAREST == 0)
 
 
 class _Numbers:
