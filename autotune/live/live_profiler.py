@@ -379,9 +379,11 @@ class LiveProfiler:
             self.failed = "no step of the run could be traced"
             return
         there = {unit.name for unit in profile.space.units}
-        for unit in self.space.units:
-            if unit.recomputable and unit.name not in there:
-                self.locks.setdefault(unit.name, "it was not called as a module: its forward() was, or a part of it")
+        missing = [unit.name for unit in self.space.units if unit.recomputable and unit.name not in there]
+        # Chance may leave some out, but not all.
+        if not any(unit.recomputable for unit in profile.space.units):
+            reason = "it was not called as a module: its forward() was, or a part of it"
+            self.locks.update({name: reason for name in missing if name not in self.locks})
 
     def _begin_again(self) -> None:
         """Learn the costs anew; whoever plans already goes on from the former profile until enough was traced."""

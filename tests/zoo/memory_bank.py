@@ -5,6 +5,10 @@ from torch import nn
 
 from zoo import WIDTH, Run, Stack, next_token_loss, texts
 
+# To recompute takes copies of the bank, which are larger than what the blocks save: its budget is not judged.
+SURPRISES = range(24)
+STAYS_LEAN = "recomputing needs more than keeping"
+
 
 class Remembers(nn.Module):
     def __init__(self) -> None:
