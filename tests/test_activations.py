@@ -282,6 +282,8 @@ def test_less_is_kept_between_forward_and_backward():
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
+        # Under a caller's own hooks nothing is recomputed; under those of torch's modules it is.
+        note.__module__ = "torch"
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             loss = token_loss(model)
         assert loss.requires_grad

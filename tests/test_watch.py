@@ -129,6 +129,9 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 def start(folder: Path, *options: str, **streams: Any) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm-256color"}
+    # Where tests run in several processes these have a size of their own, which goes before the terminal's.
+    for name in ("COLUMNS", "LINES"):
+        environment.pop(name, None)
     command = [sys.executable, "-m", "autotune.cli.main", "watch", str(folder), *options]
     return subprocess.Popen(command, env=environment, **streams)
 

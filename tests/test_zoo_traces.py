@@ -58,6 +58,7 @@ class Watched(Run):
         self.way, self.patch = way, patch
         self.happened = False
         self._before: list[tuple[nn.Module, torch.optim.Optimizer, traces.Facts]] = []
+        self._others: list[threading.Thread] = []
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
         """Note what model and optimizer are like, and attach."""
@@ -78,6 +79,7 @@ class Watched(Run):
         """Train, and note what that changed."""
         self.patch.setenv(KILL_VARIABLE, "1" if self.way == "disabled" else "0")
         process = traces.of_process()
+        self._others = threading.enumerate()
         with traces.only_new_objects():
             self._until_its_end(loop)
             self.patch.setenv(KILL_VARIABLE, "1" if self.way == "disabled" else "0")
@@ -100,7 +102,7 @@ class Watched(Run):
         except OwnError:
             self.finish()
         for thread in threading.enumerate():
-            if thread.name == "autotune-policy":
+            if thread.name == "autotune-policy" and thread not in self._others:
                 thread.join(10.0)
                 task = Path(f"/proc/self/task/{thread.native_id}")
                 wait_until(lambda task=task: not task.exists(), "a policy's thread goes on")

@@ -9,6 +9,7 @@ from typing import Any
 
 from autotune.budget import MemoryBudget
 from autotune.errors import BudgetError, InputError, one_line
+from autotune.live.signals import any_error
 
 _ALLOWED = "bytes, a size such as 20GiB or 20GiB:reserved, a function that returns one of them, or None"
 
@@ -43,7 +44,7 @@ class BudgetFunction:
         self._function = function
         try:
             answer = function()
-        except Exception as error:
+        except any_error() as error:
             raise BudgetError(f"memory_budget_bytes raised {one_line(error)}", allowed=_ALLOWED) from error
         self.last = size_of(answer, "memory_budget_bytes returned")
 
@@ -51,7 +52,7 @@ class BudgetFunction:
         """Ask for the budget of the moment; return the kind of the answer if it is none, and ``last`` stands."""
         try:
             answer = self._function()
-        except Exception as error:  # noqa: BLE001 - somebody's function must not end somebody's run
+        except any_error() as error:  # somebody's function must not end somebody's run
             return f"raised {type(error).__name__}"
         try:
             self.last = size_of(answer, "memory_budget_bytes returned")

@@ -21,6 +21,7 @@ from autotune.live.limits import Stage
 from autotune.live.placement import Placements, usable
 from autotune.live.scores import Expected
 from autotune.live.shadow import AUTOCAST_TOLERANCE, FP32_TOLERANCE, Outcome, k_lock, precision_lock
+from autotune.live.signals import any_error
 from autotune.live.signature import Signature
 from autotune.live.uses import Probing, Shadowing, Timing, Tracing, Use
 from autotune.mechanics import devices
@@ -218,7 +219,7 @@ class LiveProfiler:
             if news and self.complete:
                 self.rebuild()
                 return True
-        except Exception as error:  # noqa: BLE001 - without a profile there is nothing to act on, and the run goes on
+        except any_error() as error:  # without a profile there is nothing to act on, and the run goes on
             self._unreadable += 1
             # A profiler that the user began within the step ends the trace, as torch.func does: another step is traced.
             if isinstance(error, RuntimeError) or self._unreadable > _UNREADABLE:

@@ -47,7 +47,7 @@ class Unprofiled:
     def decide_on(self, plan: Plan) -> None:
         """Stay with the baseline: no plan can be predicted to fit."""
 
-    def fallback(self, budget_bytes: int | None, length: float) -> Plan:
+    def fallback(self, room: float, length: float) -> Plan:
         """Return the plan to run when nobody is trusted."""
         return self.baseline
 
@@ -63,7 +63,7 @@ class Unprofiled:
         """Return ``None``: no time can be predicted."""
         return None
 
-    def fits(self, plan: Plan, size: float, budget_bytes: int | None) -> bool:
+    def fits(self, plan: Plan, size: float, room: float) -> bool:
         """Return ``False``: no plan is known to fit."""
         return False
 
@@ -113,9 +113,9 @@ class Profiled:
         self.decided = plan
         self._rows = self.placements.group(plan)
 
-    def fallback(self, budget_bytes: int | None, length: float) -> Plan:
-        """Return the plan to run when nobody is trusted: the baseline, or what fits where it is known not to."""
-        return fallback(self.baseline, self.placements, usable(budget_bytes), length)
+    def fallback(self, room: float, length: float) -> Plan:
+        """Return the plan to run when nobody is trusted: the baseline, or what fits the room where it does not."""
+        return fallback(self.baseline, self.placements, room, length)
 
     def share(self, size: float) -> float:
         """Return a batch's size over the profiled one's."""
@@ -131,9 +131,9 @@ class Profiled:
             self._told[plan] = self.placements.seconds_of(plan)
         return self._told[plan]
 
-    def fits(self, plan: Plan, size: float, budget_bytes: int | None) -> bool:
-        """Whether a plan is predicted to fit with a batch of a size."""
-        return self.placements.peak_bytes(plan, self.share(size)) <= usable(budget_bytes)
+    def fits(self, plan: Plan, size: float, room: float) -> bool:
+        """Whether a plan is predicted to need at most ``room`` bytes with a batch of a size."""
+        return self.placements.peak_bytes(plan, self.share(size)) <= room
 
     def place(self, length: float, room: float, *, follows: bool) -> Placed:
         """Return the plan for a batch: the decided one, or the fastest that may stand in for it.

@@ -30,6 +30,7 @@ from autotune.live.phases import Profiled, Unprofiled
 from autotune.live.placement import Placements, usable
 from autotune.live.ranks import Ranks
 from autotune.live.shadow import Outcome
+from autotune.live.signals import any_error
 from autotune.live.signature import Signature
 from autotune.live.step_peaks import StepPeaks
 from autotune.live.unit_calls import UnitCalls
@@ -150,6 +151,7 @@ class Pilot:
         latest, budget = self._latest, self._budget.latest
         # A plan is chosen for the batch that it runs with, which others of the window may be larger than.
         peak = self.phase.peak_bytes(self.plan, self._size) if self._size else None
+        peak = None if peak is None else peak + self._peaks.unforeseen
         gradient = None if latest is None else latest.gradient
         return {
             "steps": self.step,
@@ -202,7 +204,8 @@ class Pilot:
         self._profiler.begin()
         # What was known to fit no plan, or stands beside the step, speaks against none.
         counts = not self._unfitting and not self._profiler.watching
-        self._peaks.begin(self.plan, ahead.largest_bytes, budget, counts=counts)
+        predicted = self.phase.peak_bytes(self.plan, ahead.largest_bytes) if self._peaks.reads else None
+        self._peaks.begin(self.plan, ahead.largest_bytes, budget, predicted_bytes=predicted, counts=counts)
         if sampled:
             trained = [p for group in self.attached.optimizer.param_groups for p in group["params"]]
             alone = max(self.plan.accumulation_steps, self.attached.accumulation_steps) == 1
@@ -343,7 +346,7 @@ class Pilot:
         """Go back to the baseline for a while, and for good if it was once too often."""
         self.breaker.trip(self.step, reason)
         self.log.write("tripped", self.step, reason=reason, trips=len(self.breaker.trips), open=self.breaker.open)
-        self.phase.decide_on(self.phase.fallback(self._budget.latest, self._length()))
+        self.phase.decide_on(self.phase.fallback(self._room, self._length()))
 
     def _plan_ahead(self, ahead: StepAhead) -> Plan:
         """Return the plan of a step from which nothing has to be learnt; it may be watched nevertheless."""
@@ -389,7 +392,7 @@ class Pilot:
         if isinstance(self.phase, Unprofiled):
             # Nothing can be predicted yet: the user's own profiler runs, or other ranks are not as far.
             return self._profiler.leanest if budget is not None and self._profiler.probed else self.phase.baseline
-        length, room = self._agreement.most_demanding(self.phase.share(size), usable(budget))
+        length, room = self._agreement.most_demanding(self.phase.share(size), self._room)
         trusted = self._agreement.trusted(self.breaker.allows(self.step))
         found = self.phase.place(length, room, follows=self._follows and trusted)
         if found.least_bytes is not None:
@@ -432,7 +435,12 @@ class Pilot:
         return several if self._fits(several, size) else plan
 
     def _fits(self, plan: Plan, size: float) -> bool:
-        return self.phase.fits(plan, size, self._budget.latest)
+        return self.phase.fits(plan, size, self._room)
+
+    @property
+    def _room(self) -> float:
+        """Bytes that a plan may be predicted to need: of the budget, what is left beside what nothing predicted."""
+        return usable(self._budget.latest) - self._peaks.unforeseen
 
     # What was seen.
 
@@ -511,7 +519,7 @@ class Pilot:
             planner, budget = policy, self._budget.latest
             try:
                 begun = self.decider.ask(lambda: planner.begin(profile, budget), _BEGIN_TIMEOUT_S)
-            except Exception as error:  # noqa: BLE001 - a policy that fails costs a trip, not the run
+            except any_error() as error:  # a policy that fails costs a trip, not the run
                 self.trip(f"policy: {type(error).__name__}: {error}")
                 return
             self._consider(begun, None)
@@ -615,7 +623,7 @@ class Pilot:
         except TimeoutError as error:
             self.log.write("late", self.step, reason=str(error))
             return None
-        except Exception as error:  # noqa: BLE001 - whatever a policy raises, the run goes on
+        except any_error() as error:  # whatever a policy raises, the run goes on
             self.trip(f"policy: {type(error).__name__}: {error}")
             return None
         self._budget.reserve_frac = reserve_of(policy)
@@ -630,7 +638,7 @@ class Pilot:
             space=phase.space,
             locks=self._profiler.locks,
             placements=phase.placements,
-            usable_bytes=usable(budget),
+            usable_bytes=self._room,
             length=self._length(),
             current=phase.decided,
             since_switch=self._since_switch,

@@ -26,10 +26,11 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from autotune.live.reachable import source_of
+from autotune.live.signals import any_error
 from autotune.live.surroundings import Surroundings
 from autotune.mechanics import randomness
 from autotune.mechanics.activations import WRITTEN, Kept, Recomputation, hooks_within, undone
-from autotune.mechanics.ambient import interception
+from autotune.mechanics.ambient import interception, saving_hook
 from autotune.mechanics.controls import ControlledForward
 from autotune.mechanics.copies import CopyError, Loans, TensorCopy, copied, dissolve, state_of, twin_of
 from autotune.mechanics.devices import is_out_of_memory
@@ -99,7 +100,7 @@ class UnitProbe:
                 self._probe(args, kwargs)
             if self.reason is None:
                 self._watch(args, kwargs)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the unit is left alone
+        except any_error() as error:  # whatever it is, the unit is left alone
             self.reason = _told(error)
         if self.reason is not None:
             # The plan of the step was made before anybody knew.
@@ -115,7 +116,7 @@ class UnitProbe:
         self.hooks = hooks_within(self.module)
         device = _device_type(self.module, args, kwargs)
         self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        if self.reason is None and _saves_by_hooks():
+        if self.reason is None and saving_hook() is not None:
             self.reason = "a checkpoint of the loop's own, or hooks on what is saved, decide already what it keeps"
         if self.reason is None:
             began = time.perf_counter()
@@ -134,7 +135,7 @@ class UnitProbe:
         """Note what the unit's code can reach, and what it reads there."""
         try:
             self._around = Surroundings(self.module)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the unit is left alone
+        except any_error() as error:  # whatever it is, the unit is left alone
             self.reason = _told(error)
         if isinstance(self._inner, ControlledForward):
             self._inner.recomputation.around = self._around
@@ -154,7 +155,7 @@ class UnitProbe:
         self._kept = []
         try:
             changed = None if self._around is None else self._around.changed(grown=True)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the unit is left alone
+        except any_error() as error:  # whatever it is, the unit is left alone
             self.reason = self.reason or _told(error)
         else:
             if changed is not None:
@@ -209,7 +210,7 @@ def storage_lock(
         if around.too_large is not None:
             return f"its code can reach {around.too_large}, which is too large to be copied and which it may change"
         before = randomness.capture()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the unit is left alone
+    except any_error() as error:  # whatever it is, the unit is left alone
         return _told(error)
     unit = _Unit(module, forward if itself else None, args, kwargs, before, copy_context())
     restore = randomness.restore
@@ -217,7 +218,7 @@ def storage_lock(
         with _casts_left_alone(_device_type(module, args, kwargs)):
             reason = Context().run(_compared, unit)
         reason = reason or _named_source(module)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the unit is left alone
+    except any_error() as error:  # whatever it is, the unit is left alone
         return _told(error)
     else:
         if reason != _DRAWS:
@@ -432,12 +433,6 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
     copied(value, met)
     return found
-
-
-def _saves_by_hooks() -> bool:
-    """Tell whether somebody's hooks take in what is saved for backward; where this torch does not tell, nobody's."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is not None and top(False) is not None
 
 
 def _weights(leaf: torch.Tensor) -> torch.Tensor:

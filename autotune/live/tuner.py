@@ -26,6 +26,7 @@ from autotune.live.limits import KILL_VARIABLE, Mode, is_disabled
 from autotune.live.pilot import Pilot
 from autotune.live.scaled_loss import is_scaled
 from autotune.live.shadow import Attempt, undone
+from autotune.live.signals import any_error
 from autotune.live.signature import Trained, bytes_of, signature_of
 from autotune.mechanics import controls, devices, stepping
 from autotune.mechanics.step_trace import Phase
@@ -651,7 +652,7 @@ class LiveTuner:
         began = time.perf_counter() if since is None else since
         try:
             call(pilot)
-        except Exception as error:  # noqa: BLE001 - whatever goes wrong in the tuner, the run goes on
+        except any_error() as error:  # whatever goes wrong in the tuner, the run goes on
             logger.warning("autotune detached itself: %s: %s", type(error).__name__, str(error))
             self.detach(f"{type(error).__name__}: {error}")
         pilot.spend(time.perf_counter() - began)

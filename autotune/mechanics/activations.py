@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -128,6 +128,8 @@ class _Again(AbstractContextManager[None]):
         self.recomputation = recomputation
         # Each dictionary of the module's parts, and what it held.
         self._then: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        # Each weight, and whether it was trained.
+        self._weights: list[tuple[nn.Parameter, bool]] = []
         for part in module.modules():
             if not isinstance(part, torch.jit.ScriptModule):
                 own = part.__dict__
@@ -136,6 +138,7 @@ class _Again(AbstractContextManager[None]):
                 # class (DeepSpeed's ZeRO-3) gathers a weight when it is read.
                 if part._parameters and type(part._parameters) is dict:
                     self._then.append((part._parameters, part._parameters.copy()))
+                    self._weights += [(one, one.requires_grad) for one in part._parameters.values() if one is not None]
         self.buffers, self.constants = copy_buffers(module), constants_of(module)
         self._flags = ambient.flags()
         self._entered: list[ExitStack] = []
@@ -150,11 +153,16 @@ class _Again(AbstractContextManager[None]):
         flags = ambient.flags()
         if flags != self._flags:
             ambient.put(self._flags, flags)
-            stack.callback(ambient.put, flags, self._flags)
+        # Checkpoint leaves a recomputation once it has what was saved: what the unit sets back later is left to do.
+        stack.callback(_put_flags, flags)
         if self.recomputation.around is not None:
             stack.enter_context(self.recomputation.around.as_they_were())
         stack.callback(_restore, [(own, own.copy()) for own, _ in self._then])
         _restore(self._then)
+        others = [(weight, trained) for weight, trained in self._weights if weight.requires_grad != trained]
+        for weight, trained in others:
+            stack.callback(weight.requires_grad_, not trained)
+            weight.requires_grad_(trained)
         module = self.recomputation.module
         lost = lost_buffer(module, self.constants)
         if lost is not None:
@@ -169,6 +177,13 @@ class _Again(AbstractContextManager[None]):
         self._entered.pop().close()
 
 
+def _put_flags(wanted: list[Any]) -> None:
+    """Set flags that are others than wanted."""
+    present = ambient.flags()
+    if present != wanted:
+        ambient.put(wanted, present)
+
+
 def _restore(former: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     """Put back what dictionaries held, where they hold something else."""
     for own, then in former:
@@ -181,33 +196,33 @@ class _Reads(TorchFunctionMode):
     """Find out whether any tensor with a gradient that objects hold is used while this is active.
 
     Attributes:
-        tensors: those tensors.
+        tensors: those tensors, by identity.
         happened: whether one was used.
     """
 
-    def __init__(self, objects: Iterable[Any]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.tensors: dict[int, torch.Tensor] = {}
         self.happened = False
-        copied(list(objects), self._met)
 
-    def _met(self, tensor: torch.Tensor) -> torch.Tensor:
+    def met(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Take in a tensor that an object holds, and return it."""
         if tensor.requires_grad:
             self.tensors[id(tensor)] = tensor
         return tensor
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.tensors and not self.happened:
+        if not self.happened:
             self.happened = any(id(leaf) in self.tensors for leaf in tree_leaves((args, kwargs)))
         return function(*args, **(kwargs or {}))
 
 
 class _Absent(torch.Tensor):
-    """Stand for a tensor that a unit was not seen to use: to keep it would keep other units' activations alive."""
+    """Stand for a tensor that a unit did not use: to keep it would keep other units' activations alive."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise RuntimeError("a recomputed unit uses a tensor of another one, which it did not when it was first run")
+        raise RuntimeError("a recomputed unit uses a tensor of another one, which its forward pass did not")
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
@@ -302,8 +317,6 @@ class Recomputation:
     kept: list[Kept] = field(default_factory=list)
     around: Reachable | None = None
     hooks: int | None = None
-    # Whether it reads what others of the step have put into objects that it is handed; ``None`` while unknown.
-    _reads: bool | None = None
     _calls: int = 0
     # Whether a recomputation differed, where only the device knows.
     _differs: torch.Tensor | None = None
@@ -315,7 +328,8 @@ class Recomputation:
         must keep by looking at its positional arguments.
         """
         leaves, shape = tree_flatten((args, dict(kwargs)))
-        objects = self._objects(leaves)
+        reads = _Reads()
+        objects = self._objects(leaves, reads)
         if objects is None:
             return forward(*args, **kwargs)
         kept = Kept(leaves) if self.keeps else None
@@ -326,17 +340,16 @@ class Recomputation:
         self._calls += 1
         again = _Again(self, Repeats() if self.checks and is_due(self._calls) else None)
         call = _Call(forward, args, kwargs, shape, objects, kept, held, again)
-        reads = _Reads(objects.values()) if self._reads is None else None
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[None]]:
-            watch: AbstractContextManager[Any] = nullcontext() if reads is None or not reads.tensors else reads
+            watch: AbstractContextManager[Any] = reads if reads.tensors else nullcontext()
             return watch if again.repeats is None else again.repeats.first(watch), again
 
         # Whatever checkpoint is handed, it refuses to use once somebody has written to it.
         tensors = [leaf if kept is None and isinstance(leaf, torch.Tensor) else None for leaf in leaves]
         tensors += self._elsewhere(tensors, leaves)
         result = checkpoint(call.run, *tensors, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
-        call.has_run(drops=self._drops(reads))
+        call.has_run(drops=bool(reads.tensors) and not reads.happened)
         if drop_constants(self.module, again.buffers):
             again.constants = {**constants_of(self.module), **again.constants}
         return result
@@ -365,12 +378,6 @@ class Recomputation:
         found = {tensor.device for tensor in tensors if tensor is not None}
         return [torch.empty(0, device=device) for device in devices - found]
 
-    def _drops(self, reads: _Reads | None) -> bool:
-        """Tell whether tensors of other units need not be kept for a recomputation, by what the first call used."""
-        if reads is not None and reads.tensors:
-            self._reads = reads.happened
-        return reads is not None and self._reads is False
-
     def settle(self) -> None:
         """Be told that backward begins: whose inputs were written to is barred from the next step on."""
         for kept in self.kept:
@@ -379,8 +386,13 @@ class Recomputation:
                 self.barred = WRITTEN
         self.kept = []
 
-    def _objects(self, leaves: Sequence[Any]) -> dict[int, Any] | None:
-        """Return copies of what is no tensor, by place; ``None``, the unit being barred, if it cannot be recomputed."""
+    def _objects(self, leaves: Sequence[Any], reads: _Reads) -> dict[int, Any] | None:
+        """Return copies of what is no tensor, by place; ``None``, the unit being barred, if it cannot be recomputed.
+
+        Args:
+            leaves: what the unit is handed.
+            reads: is told the tensors that the objects hold.
+        """
         hooks = hooks_within(self.module)
         if self.hooks is None:
             self.hooks = hooks
@@ -392,9 +404,8 @@ class Recomputation:
         if self.barred is not None:
             return None
         try:
-            tensor = _absent if self._reads is False else _itself
             objects = enumerate(leaves)
-            return {place: copied(leaf, tensor) for place, leaf in objects if not isinstance(leaf, torch.Tensor)}
+            return {place: copied(leaf, reads.met) for place, leaf in objects if not isinstance(leaf, torch.Tensor)}
         except CopyError as error:
             self.barred = f"it is handed a {error}, which cannot be copied and which it may change"
             return None

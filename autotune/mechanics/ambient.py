@@ -42,6 +42,7 @@ _CACHED = "it was called within parametrize.cached(), whose cache its recomputat
 _TRANSFORMED = "it was called within a transform of torch.func, which allows no recomputation"
 _FORWARD_AD = "it was called within forward-mode differentiation, which recomputation does not repeat"
 _MODE = "it was called within a mode that intercepts operations of torch, which recomputation would not run under"
+_SAVING = "it runs under hooks of its caller's that take in what is saved for backward"
 
 
 def _flags() -> tuple[tuple[Callable[[], Any], Callable[..., Any]], ...]:
@@ -113,9 +114,21 @@ def interception(module: nn.Module) -> str | None:
         return _MODE
     if parametrize._cache_enabled and any(map(parametrize.is_parametrized, module.modules())):
         return _CACHED
-    return None
+    pack = saving_hook()
+    return _SAVING if pack is not None and _is_foreign(pack) else None
 
 
-def _is_foreign(mode: Any) -> bool:
-    """Tell whether a mode is neither torch's, which keeps to what torch does, nor ours."""
-    return type(mode).__module__.partition(".")[0] not in ("torch", "autotune")
+def saving_hook() -> Callable[[torch.Tensor], Any] | None:
+    """Return the hook that takes in what is saved for backward here and now; ``None`` for none.
+
+    Where this torch does not tell, there is none.
+    """
+    top = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = None if top is None else top(False)
+    return None if hooks is None else hooks[0]
+
+
+def _is_foreign(one: Any) -> bool:
+    """Tell whether a mode or a hook is neither torch's, which keeps to what torch does, nor ours."""
+    named = one if hasattr(one, "__qualname__") else type(one)
+    return str(named.__module__).partition(".")[0] not in ("torch", "autotune")

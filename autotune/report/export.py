@@ -5,7 +5,7 @@ from __future__ import annotations
 from autotune.errors import InputError
 from autotune.job import Job
 from autotune.plan import Plan
-from autotune.report.exported import Export, launched, require_fit
+from autotune.report.exported import Export, launched, model_of, require_fit
 from autotune.report.launchers import PLAN_FILE, to_accelerate, to_deepspeed, to_transformers
 from autotune.report.snippet import to_python
 
@@ -25,13 +25,15 @@ def export(plan: Plan, job: Job, target: str, *, ranks: int = 1, reference: str 
 
     Raises:
         InputError: if the target is unknown, or cannot launch the plan.
+        JobError: if the job's model cannot be built.
         PlanError: if the plan is not one of the job's, naming the unit or the k.
     """
     if target not in TARGETS:
         raise InputError(f"target is {target!r}", where="--to", allowed=TARGETS)
-    plan = require_fit(plan, job)
+    model = model_of(job)
+    plan = require_fit(plan, job, model)
     if target in _LAUNCHERS:
-        return _LAUNCHERS[target](launched(plan, job, ranks))
+        return _LAUNCHERS[target](launched(plan, job, ranks, model))
     if ranks > 1:
         raise InputError(f"{target} says nothing of {ranks} ranks", where="--ranks", allowed=[*_LAUNCHERS, "1"])
     if target == "python":

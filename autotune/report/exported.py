@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from autotune.engines.inspection import accumulation_choices, build_model
 from autotune.errors import PlanError
 from autotune.job import Job
@@ -46,6 +48,7 @@ class Launched:
         micro_samples: of one micro-batch on one rank.
         ranks: how many ranks train.
         clip_norm: largest 2-norm of the gradient; 0 never clips.
+        layers: the layers that transformers recomputes where it is told to recompute all, in the model's order.
     """
 
     plan: Plan
@@ -53,6 +56,7 @@ class Launched:
     micro_samples: int
     ranks: int
     clip_norm: float
+    layers: tuple[str, ...] = ()
 
     @property
     def k(self) -> int:
@@ -83,16 +87,37 @@ class Launched:
         own = {name: Precision.FP32 if it is Precision.INHERIT else it for name, it in plan.precision.items()}
         return plan.changed(precision=own)
 
+    @property
+    def every_n_layers(self) -> int | None:
+        """Return n where transformers itself can recompute what the plan does, every n-th layer from the first on.
 
-def require_fit(plan: Plan, job: Job) -> Plan:
+        ``None`` where other layers are recomputed than that, none at all, or a plan file is needed for precisions.
+        """
+        plan = self.plan
+        recomputed = tuple(name for name in self.layers if plan.storage_of(name) is Storage.RECOMPUTE)
+        if len(recomputed) != list(plan.storage.values()).count(Storage.RECOMPUTE):
+            return None
+        if plan.uniform_16_bit is None and any(choice.is_16_bit for choice in plan.precision.values()):
+            return None
+        return next((n for n in range(1, len(self.layers) + 1) if recomputed and self.layers[::n] == recomputed), None)
+
+
+def model_of(job: Job) -> nn.Module:
+    """Return a job's model, and leave the random generators as they were.
+
+    Raises:
+        JobError: if it cannot be built.
+    """
+    with randomness.isolated():
+        return build_model(job)
+
+
+def require_fit(plan: Plan, job: Job, model: nn.Module) -> Plan:
     """Return the plan with every unit of the job named, in the plan's own order.
 
     Raises:
         PlanError: if the job has no such unit or k, naming it.
-        JobError: if the job's model cannot be built.
     """
-    with randomness.isolated():
-        model = build_model(job)
     units = units_of(model, job.units)
     # Precisions are the target machine's affair, not this one's.
     space = PlanSpace(
@@ -103,12 +128,13 @@ def require_fit(plan: Plan, job: Job) -> Plan:
     return plan.changed(precision={**plan.precision, **inherited})
 
 
-def launched(plan: Plan, job: Job, ranks: int) -> Launched:
+def launched(plan: Plan, job: Job, ranks: int, model: nn.Module) -> Launched:
     """Return a plan as launchers see it.
 
     Args:
         plan: a plan of the job, every unit named.
         job: the job.
+        model: the job's model.
         ranks: how many ranks will train it.
 
     Raises:
@@ -129,7 +155,13 @@ def launched(plan: Plan, job: Job, ranks: int) -> Launched:
         ranks=ranks,
         # Launchers clip at 1 where nothing is said.
         clip_norm=clip_norm(job),
+        layers=tuple(name for name, part in model.named_modules() if _is_layer(part)),
     )
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Tell whether a module is one of those layers that transformers counts; it need not be installed for that."""
+    return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
 
 
 def clip_norm(job: Job) -> float:

@@ -88,16 +88,25 @@ def to_accelerate(launched: Launched) -> Export:
 
 
 def to_transformers(launched: Launched) -> Export:
-    """Return the ``TrainingArguments`` with the plan's micro-batch, k, precision and clipping, as a JSON file."""
-    arguments = {
+    """Return the ``TrainingArguments`` with the plan's micro-batch, k, precision and clipping, as a JSON file.
+
+    They hold what is recomputed as well where that is every n-th of the layers that transformers counts.
+    """
+    every = launched.every_n_layers
+    arguments: dict[str, Any] = {
         "per_device_train_batch_size": launched.micro_samples,
         "gradient_accumulation_steps": launched.k,
         "bf16": launched.autocast is Precision.BF16,
         "fp16": launched.autocast is Precision.FP16,
         "max_grad_norm": launched.clip_norm,
     }
+    if every is not None:
+        arguments["activation_checkpointing"] = True
+        arguments["activation_checkpointing_kwargs"] = {"use_reentrant": False, "every_n_layers": every}
+        launched = replace(launched, plan=launched.plan.changed(storage={}))
     notes = [
         'TrainingArguments: (args,) = HfArgumentParser(TrainingArguments).parse_json_file("training_args.json")',
+        *([] if every is None else ["activation_checkpointing with every_n_layers needs transformers 5.24 or later"]),
         *_not_held(launched, "before Trainer(model, args, ...)"),
     ]
     command = f"torchrun --nproc-per-node {launched.ranks} train.py training_args.json"

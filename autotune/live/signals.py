@@ -1,0 +1,37 @@
+"""Catch what goes wrong in the tuner, and let through what a signal's handler raises: that is meant for the loop."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from types import CodeType
+from typing import Any
+
+
+def any_error() -> tuple[type[Exception], ...]:
+    """Return the classes that an ``except`` clause catches where a run goes on whatever happens in the tuner.
+
+    Returns:
+        Every exception's; none, if the one that is being handled came out of a handler of a signal's (of a notice that
+        the machine will be taken away, say), which may arrive at any line.
+    """
+    error = sys.exception()
+    if error is None or error.__traceback__ is None:
+        return (Exception,)
+    handlers = _handlers()
+    raised_by = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    return () if handlers and any(code in handlers for code in raised_by) else (Exception,)
+
+
+def _handlers() -> set[CodeType]:
+    """Return the code of all handlers of signals that are written in Python."""
+    found = set()
+    for number in signal.valid_signals():
+        handler: Any = signal.getsignal(number)
+        if callable(handler) and handler is not signal.default_int_handler:
+            function = handler if hasattr(handler, "__code__") else getattr(handler, "__func__", type(handler).__call__)
+            code = getattr(function, "__code__", None)
+            if code is not None:
+                found.add(code)
+    return found
