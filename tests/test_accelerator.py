@@ -250,6 +250,30 @@ def test_a_plan_within_its_budget_does_not_trip(accelerator: ModuleType, share: 
     tuner.detach()
 
 
+def test_predictions_are_corrected_by_the_peaks_that_are_read(accelerator: ModuleType) -> None:
+    """A library takes a workspace in the middle of the run, which neither a tensor nor a profile tells of."""
+    peak = plain_peak(accelerator)
+    loop = Loop()
+    loop.step()
+    torch.fake.reset_peak_memory_stats()  # type: ignore[attr-defined]
+    least = accelerator.stats()["allocated_bytes.all.current"]
+    budget = int(least + 0.9 * (peak - least))
+    tuner = autotune.attach(
+        loop.model, loop.optimizer, policy="planner", memory_budget_bytes=budget, runs_dir=None, limits=LIVELY
+    )
+    assert max(loop.attached(tuner, 37, accelerator)) <= budget
+    workspace = torch.empty((peak - least) // 4, dtype=torch.uint8, device=DEVICE)
+    first, *later = loop.attached(tuner, 20, accelerator)
+    assert first > budget
+    # What a step needs shows where it raises the peak.
+    torch.fake.reset_peak_memory_stats()  # type: ignore[attr-defined]
+    later += loop.attached(tuner, 20, accelerator)
+    assert max(later) <= budget
+    assert tuner.attached
+    tuner.detach()
+    del workspace
+
+
 def test_a_plan_that_fills_its_budget_does_not_trip(accelerator: ModuleType) -> None:
     # As much of it as a plan may use, and what predictions are off by.
     budget = int(1.005 * plain_peak(accelerator) / (1 - SAFETY_MARGIN))

@@ -204,8 +204,7 @@ class Pilot:
         self._profiler.begin()
         # What was known to fit no plan, or stands beside the step, speaks against none.
         counts = not self._unfitting and not self._profiler.watching
-        predicted = self.phase.peak_bytes(self.plan, ahead.largest_bytes) if self._peaks.reads else None
-        self._peaks.begin(self.plan, ahead.largest_bytes, budget, predicted_bytes=predicted, counts=counts)
+        self._peaks.begin(self.plan, ahead.largest_bytes, budget, counts=counts)
         if sampled:
             trained = [p for group in self.attached.optimizer.param_groups for p in group["params"]]
             alone = max(self.plan.accumulation_steps, self.attached.accumulation_steps) == 1
@@ -266,6 +265,8 @@ class Pilot:
         self._end_probe()
         self._calls.end_step()
         peak, watched = self._peaks.end(), self._profiler.watching
+        if self._peaks.news:
+            self._peaks.correct(self.phase.peak_bytes)
         self._take_news(self._profiler.end(step))
         peak = self._profiler.step_peak or peak or 0
         self.over_budget += self._unfitting or peak > (self._budget.latest or math.inf)
@@ -533,6 +534,7 @@ class Pilot:
             square_share=square_share,
             largest_bytes=self._past.largest_bytes,
         )
+        self._peaks.correct(phase.peak_bytes)
         self._begin_to_count()
         autocast = self._profiler.autocast
         self.log.write(
