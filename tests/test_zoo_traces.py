@@ -21,7 +21,7 @@ from autotune.mechanics.devices import quiet_profiler
 
 # What a tuner still is once it is detached: it runs the loop, and has the step that an exception ended.
 HELD = {"LiveTuner", "Attached", "Limits", "Size", "BudgetFunction", "Trained", "Update", "WholeTensors", "_Running"}
-LEAKS = {"mixture_with_capacity": "the probe's copies keep a loss that they list, whose graph keeps them"}
+LEAKS: dict[str, str] = {}
 WAYS = ("its end", "an exception", "the variable", "disabled")
 
 

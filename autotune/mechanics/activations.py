@@ -31,13 +31,15 @@ from autotune.mechanics.buffers import (
     replaced_buffers,
     version_of,
 )
-from autotune.mechanics.copies import CopyError, copied
+from autotune.mechanics.copies import CopyError, TensorCopy, copied
 from autotune.mechanics.repeats import Repeats, is_due
 
 logger = logging.getLogger(__name__)
 
 WRITTEN = "what it is handed is written to in place before its backward pass"
 _DIFFERS = "recomputed, it did not repeat its forward pass"
+_HARMLESS = {"__get__", "size", "numel", "nelement", "element_size", "untyped_storage", "data_ptr"}
+_OF_MODULES = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -78,10 +80,10 @@ class Kept:
         if not self.written:
             self._copies = {}
 
-    def drop(self) -> None:
-        """Forget the tensors that other units compute."""
+    def drop(self, unused: TensorCopy) -> None:
+        """Forget tensors for which another one stands from now on."""
         self._leaves = ()
-        self._tensors = [tensor for tensor in self._tensors if not tensor.requires_grad]
+        self._tensors = [tensor for tensor in self._tensors if unused(tensor) is tensor]
         self._versions = [version_of(tensor) for tensor in self._tensors]
 
     def leaves(self) -> list[Any]:
@@ -119,10 +121,13 @@ class _Again(AbstractContextManager[None]):
 
     Args:
         recomputation: of the module.
+        reads: is told the tensors of other passes that the module's attributes hold; ``None`` for nobody.
         repeats: compares what the bodies save; ``None`` for nothing.
     """
 
-    def __init__(self, recomputation: Recomputation, repeats: Repeats | None = None) -> None:
+    def __init__(
+        self, recomputation: Recomputation, reads: _Reads | None = None, repeats: Repeats | None = None
+    ) -> None:
         module = recomputation.module
         self.repeats = repeats
         self.recomputation = recomputation
@@ -130,15 +135,23 @@ class _Again(AbstractContextManager[None]):
         self._then: list[tuple[dict[str, Any], dict[str, Any]]] = []
         # Each weight, and whether it was trained.
         self._weights: list[tuple[nn.Parameter, bool]] = []
-        for part in module.modules():
+        # What attributes hold of passes, in copies: to keep that would keep those passes' graphs alive.
+        self._copies: list[tuple[dict[str, Any], str]] = []
+        carriers = recomputation.carriers if reads is not None else {}
+        for place, part in enumerate(module.modules()):
             if not isinstance(part, torch.jit.ScriptModule):
                 own = part.__dict__
-                self._then.append((own, own.copy()))
+                then = own.copy()
+                self._then.append((own, then))
+                self._copies += [(then, name) for name in carriers.get(place, ()) if name in then]
                 # torch.func.functional_call runs a module with other weights than it has. A dictionary of another
                 # class (DeepSpeed's ZeRO-3) gathers a weight when it is read.
                 if part._parameters and type(part._parameters) is dict:
                     self._then.append((part._parameters, part._parameters.copy()))
                     self._weights += [(one, one.requires_grad) for one in part._parameters.values() if one is not None]
+        for then, name in self._copies:
+            assert reads is not None
+            then[name] = copied(then[name], reads.met)
         self.buffers, self.constants = copy_buffers(module), constants_of(module)
         self._flags = ambient.flags()
         self._entered: list[ExitStack] = []
@@ -146,6 +159,15 @@ class _Again(AbstractContextManager[None]):
     @property
     def runs(self) -> bool:
         return bool(self._entered)
+
+    def drop(self, unused: TensorCopy) -> None:
+        """Forget tensors that attributes hold, once the module has run.
+
+        Args:
+            unused: returns what stands for a tensor from now on.
+        """
+        for then, name in self._copies:
+            then[name] = copied(then[name], unused)
 
     def __enter__(self) -> None:
         self.recomputation.count += 1
@@ -193,44 +215,52 @@ def _restore(former: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
 
 
 class _Reads(TorchFunctionMode):
-    """Find out whether any tensor with a gradient that objects hold is used while this is active.
+    """Find out which tensors with a gradient, of those that objects hold, are used while this is active.
 
     Attributes:
         tensors: those tensors, by identity.
-        happened: whether one was used.
+        used: the identities of those that were used.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.tensors: dict[int, torch.Tensor] = {}
-        self.happened = False
+        self.used: set[int] = set()
 
     def met(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take in a tensor that an object holds, and return it."""
-        if tensor.requires_grad:
+        if tensor.requires_grad and not isinstance(tensor, _Absent | nn.Parameter):
             self.tensors[id(tensor)] = tensor
         return tensor
 
+    def left(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what is kept of a tensor: itself, if it was used."""
+        if id(tensor) not in self.tensors or id(tensor) in self.used:
+            return tensor
+        return torch.Tensor._make_subclass(_Absent, torch.empty(0))
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.happened:
-            self.happened = any(id(leaf) in self.tensors for leaf in tree_leaves((args, kwargs)))
+        if len(self.used) < len(self.tensors):
+            self.used.update(id(leaf) for leaf in tree_leaves((args, kwargs)) if id(leaf) in self.tensors)
         return function(*args, **(kwargs or {}))
 
 
 class _Absent(torch.Tensor):
-    """Stand for a tensor that a unit did not use: to keep it would keep other units' activations alive."""
+    """Stand for a tensor that a unit did not use: to keep it would keep other units' activations alive.
+
+    Whoever looks through all tensors of a process may ask for its attributes and its size.
+    """
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__ in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
         raise RuntimeError("a recomputed unit uses a tensor of another one, which its forward pass did not")
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _absent(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.Tensor._make_subclass(_Absent, torch.empty(0)) if tensor.requires_grad else tensor
 
 
 @dataclass(slots=True)
@@ -269,17 +299,18 @@ class _Call:
         args, kwargs = tree_unflatten(found, self.shape)
         return self.forward(*args, **kwargs)
 
-    def has_run(self, *, drops: bool) -> None:
-        """Forget what only its first run needs.
+    def has_run(self, reads: _Reads) -> None:
+        """Forget what only its first run needs, and of other units' tensors what it did not use.
 
         Args:
-            drops: whether what objects hold of other units is forgotten as well.
+            reads: has seen what it used.
         """
         self.args, self.kwargs = (), {}
-        if drops:
+        if len(reads.used) < len(reads.tensors):
             if self.held is not None:
-                self.held.drop()
-            self.objects = {place: copied(value, _absent) for place, value in self.objects.items()}
+                self.held.drop(reads.left)
+            self.objects = {place: copied(value, reads.left) for place, value in self.objects.items()}
+            self.again.drop(reads.left)
 
 
 def undone(module: nn.Module) -> AbstractContextManager[None]:
@@ -307,6 +338,7 @@ class Recomputation:
         barred: why it is not recomputed any more; ``None`` while it is.
         kept: what it was handed since backward began last.
         around: puts back what its code can reach besides, round a recomputation; ``None`` for nothing.
+        carriers: the attributes that hold what passes compute, by the place of the part that has them.
     """
 
     module: nn.Module
@@ -317,6 +349,7 @@ class Recomputation:
     kept: list[Kept] = field(default_factory=list)
     around: Reachable | None = None
     hooks: int | None = None
+    carriers: dict[int, list[str]] = field(default_factory=dict)
     _calls: int = 0
     # Whether a recomputation differed, where only the device knows.
     _differs: torch.Tensor | None = None
@@ -338,7 +371,7 @@ class Recomputation:
         copies = [copy for place, copy in objects.items() if copy is not leaves[place]]
         held = Kept(copies, copies=False) if kept is None and copies else None
         self._calls += 1
-        again = _Again(self, Repeats() if self.checks and is_due(self._calls) else None)
+        again = _Again(self, reads, Repeats() if self.checks and is_due(self._calls) else None)
         call = _Call(forward, args, kwargs, shape, objects, kept, held, again)
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[None]]:
@@ -349,7 +382,9 @@ class Recomputation:
         tensors = [leaf if kept is None and isinstance(leaf, torch.Tensor) else None for leaf in leaves]
         tensors += self._elsewhere(tensors, leaves)
         result = checkpoint(call.run, *tensors, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
-        call.has_run(drops=bool(reads.tensors) and not reads.happened)
+        call.has_run(reads)
+        if self._calls & (self._calls - 1) == 0:
+            self.carriers = _carriers(self.module)
         if drop_constants(self.module, again.buffers):
             again.constants = {**constants_of(self.module), **again.constants}
         return result
@@ -409,6 +444,24 @@ class Recomputation:
         except CopyError as error:
             self.barred = f"it is handed a {error}, which cannot be copied and which it may change"
             return None
+
+
+def _carriers(module: nn.Module) -> dict[int, list[str]]:
+    """Return the names of attributes that hold, or lead to, what a pass has computed, by the place of their part."""
+    found: dict[int, list[str]] = {}
+    for place, part in enumerate(module.modules()):
+        names = [name for name, value in vars(part).items() if name not in _OF_MODULES and _is_computed(value)]
+        if names:
+            found[place] = names
+    return found
+
+
+def _is_computed(value: Any) -> bool:
+    """Tell whether a value is, or leads to, a tensor with a graph behind it."""
+    try:
+        return any(tensor.grad_fn is not None for tensor in _tensors_within([value]))
+    except CopyError:
+        return False
 
 
 def hooks_within(module: nn.Module) -> int:
