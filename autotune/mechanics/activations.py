@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 WRITTEN = "what it is handed is written to in place before its backward pass"
 _DIFFERS = "recomputed, it did not repeat its forward pass"
 _HARMLESS = {"__get__", "size", "numel", "nelement", "element_size", "untyped_storage", "data_ptr"}
+# What a first call may put something into.
+_MUTABLE = (list, dict, set, deque)
 _OF_MODULES = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -371,6 +374,8 @@ class Recomputation:
         copies = [copy for place, copy in objects.items() if copy is not leaves[place]]
         held = Kept(copies, copies=False) if kept is None and copies else None
         self._calls += 1
+        if self._calls == 1:
+            self.carriers = _attributes(self.module, lambda value: isinstance(value, _MUTABLE))
         again = _Again(self, reads, Repeats() if self.checks and is_due(self._calls) else None)
         call = _Call(forward, args, kwargs, shape, objects, kept, held, again)
 
@@ -384,7 +389,7 @@ class Recomputation:
         result = checkpoint(call.run, *tensors, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
         call.has_run(reads)
         if self._calls & (self._calls - 1) == 0:
-            self.carriers = _carriers(self.module)
+            self.carriers = _attributes(self.module, _is_computed)
         if drop_constants(self.module, again.buffers):
             again.constants = {**constants_of(self.module), **again.constants}
         return result
@@ -446,11 +451,11 @@ class Recomputation:
             return None
 
 
-def _carriers(module: nn.Module) -> dict[int, list[str]]:
-    """Return the names of attributes that hold, or lead to, what a pass has computed, by the place of their part."""
+def _attributes(module: nn.Module, chosen: Callable[[Any], bool]) -> dict[int, list[str]]:
+    """Return the names of some attributes of a module's parts, by the place of the part."""
     found: dict[int, list[str]] = {}
     for place, part in enumerate(module.modules()):
-        names = [name for name, value in vars(part).items() if name not in _OF_MODULES and _is_computed(value)]
+        names = [name for name, value in vars(part).items() if name not in _OF_MODULES and chosen(value)]
         if names:
             found[place] = names
     return found

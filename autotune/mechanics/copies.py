@@ -231,14 +231,8 @@ def own_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dissolve(twin: nn.Module) -> None:
-    """Empty a copy that is not needed any more: parts that refer to each other would wait for the collector.
-
-    What a list of it holds of a pass keeps the pass's graph, which keeps the list, where no collector sees it.
-    """
+    """Empty a copy that is not needed any more: parts that refer to each other would wait for the collector."""
     for part in list(twin.modules()):
-        for value in vars(part).values():
-            if isinstance(value, list):
-                value.clear()
         vars(part).clear()
 
 
