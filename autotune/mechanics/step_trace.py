@@ -155,7 +155,9 @@ class StepWatch:
             if isinstance(module, torch.jit.ScriptModule):
                 # It takes no hooks: its calls are part of what surrounds them.
                 continue
-            entering, leaving = (WatchingHook(do, module, self._copies) for do in (self._entering(name), self._left))
+            entering, leaving = (
+                WatchingHook(do, watched=module, copies=self._copies) for do in (self._entering(name), self._left)
+            )
             for handle in (
                 module.register_forward_pre_hook(entering, with_kwargs=True),
                 module.register_forward_hook(leaving, with_kwargs=True),

@@ -21,12 +21,16 @@ class WatchingHook:
 
     Args:
         watch: Is called as the hook.
-        copies: Takes in the copies that are made of the module, for :func:`clear_copies`.
+        watched: The module.
+        copies: Takes in the copies that are made of the module, for :func:`clear_copies`; ``None`` leaves what does
+            nothing in them.
     """
 
-    def __init__(self, watch: Callable[..., None], module: nn.Module, copies: list[Any]) -> None:
+    def __init__(
+        self, watch: Callable[..., None], watched: nn.Module | None = None, copies: list[Any] | None = None
+    ) -> None:
         self._watch = watch
-        self._module = module
+        self._module = watched
         self._copies = copies
 
     def __call__(self, *args: Any) -> None:
@@ -34,9 +38,9 @@ class WatchingHook:
         self._watch(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        """Return what does nothing; it is taken off the copied module once the step has ended."""
+        """Return what does nothing."""
         copied = memo.get(id(self._module))
-        if copied is not None:
+        if copied is not None and self._copies is not None:
             self._copies.append(weakref.ref(copied))
         return _INERT
 

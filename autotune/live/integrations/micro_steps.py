@@ -5,7 +5,6 @@ What the loop does not say, the model's root sees: its inputs are the batch, and
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 
 from autotune.errors import AttachError
 from autotune.live.tuner import LiveTuner
+from autotune.mechanics.watching_hooks import WatchingHook
 
 
 class MicroSteps:
@@ -30,8 +30,8 @@ class MicroSteps:
         self._micro_batches = 0
         self._forwards = 0
         self._handles = [
-            model.register_forward_pre_hook(Hook(self._before), with_kwargs=True),
-            model.register_forward_hook(Hook(self._after), with_kwargs=True),
+            model.register_forward_pre_hook(WatchingHook(self._before), with_kwargs=True),
+            model.register_forward_hook(WatchingHook(self._after), with_kwargs=True),
         ]
 
     def begin(self) -> None:
@@ -99,25 +99,3 @@ def _loss_of(output: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
         raise AttachError("the model returns no loss of its own", where="live tuner", allowed="labels among its inputs")
     return loss
-
-
-class Hook:
-    """Be a hook that stays behind when the model is copied or pickled: the copy has one that does nothing.
-
-    Args:
-        call: what the hook does.
-    """
-
-    def __init__(self, call: Any) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        """Do it."""
-        self._call(*args)
-
-    def __deepcopy__(self, _memo: dict[int, Any]) -> Any:
-        return contextlib.nullcontext().__exit__
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a function of the standard library that takes anything, so that no package of ours is needed."""
-        return getattr, (contextlib.nullcontext(), "__exit__")

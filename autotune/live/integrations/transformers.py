@@ -15,11 +15,12 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from autotune.errors import AttachError
 from autotune.live.integrations.attaches import WHERE, Attaches
-from autotune.live.integrations.micro_steps import Hook, MicroSteps
+from autotune.live.integrations.micro_steps import MicroSteps
 from autotune.live.integrations.retry import Retry, alone
 from autotune.live.limits import Mode, Stage
 from autotune.live.tuner import LiveTuner
 from autotune.mechanics import devices, randomness, stepping
+from autotune.mechanics.watching_hooks import WatchingHook
 
 logger = logging.getLogger(__name__)
 
@@ -323,7 +324,7 @@ class _Tuning(_Callback):
         return wrapped
 
     def _watch(self, model: nn.Module, tuner: LiveTuner) -> None:
-        self._handle = model.register_forward_hook(Hook(self._forward_ended))
+        self._handle = model.register_forward_hook(WatchingHook(self._forward_ended))
         optimizer: Any = self._trainer.optimizer
         self.retry = Retry(
             tuner,
