@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 from autotune.mechanics.memory_meter import content_bytes
 from autotune.mechanics.trees import tensors
 
-_T = TypeVar("_T")
+# Steps after which a model's parameters are listed anew.
+_WALK_EVERY = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,8 @@ class Signature:
 class Trained:
     """Count the parameters of a model that require a gradient, without walking over its modules at each step.
 
-    It notices modules and parameters that were added, replaced or taken away since.
+    Parameters that were added, replaced or taken away are noticed at once where the optimizer got others, and at the
+    latest after so many steps as ``_WALK_EVERY`` says.
 
     Args:
         model: the model.
@@ -66,24 +68,20 @@ class Trained:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._modules: list[Mapping[str, nn.Module | None]] = [model._modules]
-        self._parameters: list[Mapping[str, nn.Parameter | None]] = [model._parameters]
-        self._children: list[nn.Module | None] = []
+        self._parameters: list[nn.Parameter] = []
+        self._owned = self._steps = 0
 
-    def count(self) -> int:
-        """Return how many there are; one that several modules share counts for each."""
-        children = _entries(self._modules)
-        if len(children) != len(self._children) or not all(map(operator.is_, children, self._children)):
-            modules = list(self._model.modules())
-            self._modules = [module._modules for module in modules]
-            self._parameters = [module._parameters for module in modules]
-            self._children = _entries(self._modules)
-        parameters = _entries(self._parameters)
-        return [parameter.requires_grad for parameter in parameters if parameter is not None].count(True)
+    def count(self, owned: int) -> int:
+        """Return how many there are; one that several modules share counts for each.
 
-
-def _entries(held: Iterable[Mapping[str, _T]]) -> list[_T]:
-    return [entry for one in held for entry in one.values()]
+        Args:
+            owned: how many parameters the optimizer has.
+        """
+        if self._steps % _WALK_EVERY == 0 or owned != self._owned:
+            held = (one for module in self._model.modules() for one in module._parameters.values())
+            self._parameters = [parameter for parameter in held if parameter is not None]
+        self._owned, self._steps = owned, self._steps + 1
+        return [parameter.requires_grad for parameter in self._parameters].count(True)
 
 
 def signature_of(batch: Any, trained: Trained, optimizer: torch.optim.Optimizer, calls: int) -> Signature:
@@ -95,7 +93,8 @@ def signature_of(batch: Any, trained: Trained, optimizer: torch.optim.Optimizer,
         optimizer: its optimizer.
         calls: as :attr:`Signature.calls`.
     """
-    return Signature(_shapes(batch), (trained.count(), len(optimizer.state)), calls)
+    owned = sum(len(group["params"]) for group in optimizer.param_groups)
+    return Signature(_shapes(batch), (trained.count(owned), len(optimizer.state)), calls)
 
 
 def bytes_of(batch: Any) -> int:
