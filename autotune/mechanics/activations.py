@@ -43,7 +43,6 @@ _HARMLESS = {"__get__", "size", "numel", "nelement", "element_size", "untyped_st
 # What a first call may put something into.
 _MUTABLE = (list, dict, set, deque)
 _OF_MODULES = frozenset(vars(nn.Module()))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def uncopyable_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
@@ -124,12 +123,17 @@ class _Again(AbstractContextManager[None]):
 
     Args:
         recomputation: of the module.
+        parts: the module's parts.
         reads: is told the tensors of other passes that the module's attributes hold; ``None`` for nobody.
         repeats: compares what the bodies save; ``None`` for nothing.
     """
 
     def __init__(
-        self, recomputation: Recomputation, reads: _Reads | None = None, repeats: Repeats | None = None
+        self,
+        recomputation: Recomputation,
+        parts: Sequence[nn.Module],
+        reads: _Reads | None = None,
+        repeats: Repeats | None = None,
     ) -> None:
         module = recomputation.module
         self.repeats = repeats
@@ -141,7 +145,7 @@ class _Again(AbstractContextManager[None]):
         # What attributes hold of passes, in copies: to keep that would keep those passes' graphs alive.
         self._copies: list[tuple[dict[str, Any], str]] = []
         carriers = recomputation.carriers if reads is not None else {}
-        for place, part in enumerate(module.modules()):
+        for place, part in enumerate(parts):
             if not isinstance(part, torch.jit.ScriptModule):
                 own = part.__dict__
                 then = own.copy()
@@ -155,7 +159,9 @@ class _Again(AbstractContextManager[None]):
         for then, name in self._copies:
             assert reads is not None
             then[name] = copied(then[name], reads.met)
-        self.buffers, self.constants = copy_buffers(module), constants_of(module)
+        self.buffers, self.constants = {}, {}
+        if any(part._buffers for part in parts):
+            self.buffers, self.constants = copy_buffers(module), constants_of(module)
         self._flags = ambient.flags()
         self._entered: list[ExitStack] = []
 
@@ -182,17 +188,14 @@ class _Again(AbstractContextManager[None]):
         stack.callback(_put_flags, flags)
         if self.recomputation.around is not None:
             stack.enter_context(self.recomputation.around.as_they_were())
-        stack.callback(_restore, [(own, own.copy()) for own, _ in self._then])
+        stack.callback(_restore, [(own, then if _holds(own, then) else own.copy()) for own, then in self._then])
         _restore(self._then)
         others = [(weight, trained) for weight, trained in self._weights if weight.requires_grad != trained]
         for weight, trained in others:
             stack.callback(weight.requires_grad_, not trained)
             weight.requires_grad_(trained)
-        module = self.recomputation.module
-        lost = lost_buffer(module, self.constants)
-        if lost is not None:
-            self.recomputation.bar_late(f"its buffer {lost!r} was written to, of which it keeps no copy")
-        stack.enter_context(replaced_buffers(module, fresh_buffers(module, self.buffers, self.constants)))
+        if self.buffers or self.constants:
+            stack.enter_context(self._buffers_as_they_were())
         if self.repeats is not None:
             stack.callback(self.recomputation.take, self.repeats)
             stack.enter_context(self.repeats.again())
@@ -200,6 +203,14 @@ class _Again(AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         self._entered.pop().close()
+
+    def _buffers_as_they_were(self) -> AbstractContextManager[None]:
+        """Return what runs a body on copies of the buffers."""
+        module = self.recomputation.module
+        lost = lost_buffer(module, self.constants)
+        if lost is not None:
+            self.recomputation.bar_late(f"its buffer {lost!r} was written to, of which it keeps no copy")
+        return replaced_buffers(module, fresh_buffers(module, self.buffers, self.constants))
 
 
 def _put_flags(wanted: list[Any]) -> None:
@@ -212,9 +223,14 @@ def _put_flags(wanted: list[Any]) -> None:
 def _restore(former: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     """Put back what dictionaries held, where they hold something else."""
     for own, then in former:
-        if len(own) != len(then) or not all(map(operator.is_, own.values(), then.values())):
+        if not _holds(own, then):
             own.clear()
             own.update(then)
+
+
+def _holds(own: dict[str, Any], then: dict[str, Any]) -> bool:
+    """Tell whether a dictionary holds the same objects as another."""
+    return len(own) == len(then) and all(map(operator.is_, own.values(), then.values()))
 
 
 class _Reads(TorchFunctionMode):
@@ -318,7 +334,7 @@ class _Call:
 
 def undone(module: nn.Module) -> AbstractContextManager[None]:
     """Return what runs a body after which a module has the attributes, modes, weights and buffers that it has now."""
-    return _Again(Recomputation(module))
+    return _Again(Recomputation(module), list(module.modules()))
 
 
 class Reachable(Protocol):
@@ -364,8 +380,8 @@ class Recomputation:
         must keep by looking at its positional arguments.
         """
         leaves, shape = tree_flatten((args, dict(kwargs)))
-        reads = _Reads()
-        objects = self._objects(leaves, reads)
+        parts, reads = list(self.module.modules()), _Reads()
+        objects = self._objects(leaves, parts, reads)
         if objects is None:
             return forward(*args, **kwargs)
         kept = Kept(leaves) if self.keeps else None
@@ -376,7 +392,7 @@ class Recomputation:
         self._calls += 1
         if self._calls == 1:
             self.carriers = _attributes(self.module, lambda value: isinstance(value, _MUTABLE))
-        again = _Again(self, reads, Repeats() if self.checks and is_due(self._calls) else None)
+        again = _Again(self, parts, reads, Repeats() if self.checks and is_due(self._calls) else None)
         call = _Call(forward, args, kwargs, shape, objects, kept, held, again)
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[None]]:
@@ -385,7 +401,7 @@ class Recomputation:
 
         # Whatever checkpoint is handed, it refuses to use once somebody has written to it.
         tensors = [leaf if kept is None and isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-        tensors += self._elsewhere(tensors, leaves)
+        tensors += _elsewhere(tensors, leaves, parts)
         result = checkpoint(call.run, *tensors, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
         call.has_run(reads)
         if self._calls & (self._calls - 1) == 0:
@@ -412,12 +428,6 @@ class Recomputation:
             )
         self.barred = self.barred or reason
 
-    def _elsewhere(self, tensors: Sequence[torch.Tensor | None], leaves: Sequence[Any]) -> list[torch.Tensor]:
-        """Return empty tensors on the devices that a unit computes on and none of the tensors is on."""
-        devices = {leaf.device for leaf in (*leaves, *self.module.parameters()) if isinstance(leaf, torch.Tensor)}
-        found = {tensor.device for tensor in tensors if tensor is not None}
-        return [torch.empty(0, device=device) for device in devices - found]
-
     def settle(self) -> None:
         """Be told that backward begins: whose inputs were written to is barred from the next step on."""
         for kept in self.kept:
@@ -426,14 +436,15 @@ class Recomputation:
                 self.barred = WRITTEN
         self.kept = []
 
-    def _objects(self, leaves: Sequence[Any], reads: _Reads) -> dict[int, Any] | None:
+    def _objects(self, leaves: Sequence[Any], parts: Sequence[nn.Module], reads: _Reads) -> dict[int, Any] | None:
         """Return copies of what is no tensor, by place; ``None``, the unit being barred, if it cannot be recomputed.
 
         Args:
             leaves: what the unit is handed.
+            parts: the unit's parts.
             reads: is told the tensors that the objects hold.
         """
-        hooks = hooks_within(self.module)
+        hooks = _hooks_of(parts[1:])
         if self.hooks is None:
             self.hooks = hooks
         if hooks != self.hooks:
@@ -449,6 +460,16 @@ class Recomputation:
         except CopyError as error:
             self.barred = f"it is handed a {error}, which cannot be copied and which it may change"
             return None
+
+
+def _elsewhere(
+    tensors: Sequence[torch.Tensor | None], leaves: Sequence[Any], parts: Sequence[nn.Module]
+) -> list[torch.Tensor]:
+    """Return empty tensors on the devices that a unit computes on and none of the tensors is on."""
+    weights = (weight for part in parts if part._parameters for weight in part._parameters.values())
+    devices = {leaf.device for leaf in (*leaves, *weights) if isinstance(leaf, torch.Tensor)}
+    found = {tensor.device for tensor in tensors if tensor is not None}
+    return [torch.empty(0, device=device) for device in devices - found]
 
 
 def _attributes(module: nn.Module, chosen: Callable[[Any], bool]) -> dict[int, list[str]]:
@@ -471,4 +492,14 @@ def _is_computed(value: Any) -> bool:
 
 def hooks_within(module: nn.Module) -> int:
     """Return how many hooks a module's parts have; its own are called round its forward, and not by it."""
-    return sum(len(vars(part)[name]) for part in module.modules() if part is not module for name in _HOOKS)
+    return _hooks_of(list(module.modules())[1:])
+
+
+def _hooks_of(parts: Sequence[nn.Module]) -> int:
+    return sum(
+        len(part._forward_hooks)
+        + len(part._forward_pre_hooks)
+        + len(part._backward_hooks)
+        + len(part._backward_pre_hooks)
+        for part in parts
+    )
