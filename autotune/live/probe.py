@@ -321,6 +321,8 @@ def _compared(unit: _Unit) -> str | None:
     # What is only made once, such as a table that is kept, is there by now.
     around = Surroundings(unit.module, itself=unit.forward is not None)
     recomputed = unit.passes(recomputes=True)
+    if recomputed.barred is not None:
+        return recomputed.barred
     changed = around.changed()
     if changed is not None:
         return f"it changes {changed}, which recomputation would change once more"
@@ -350,12 +352,14 @@ class _Outcome:
         state: all that the unit and what it was handed hold afterwards, by path.
         generators: their states.
         writes: whether it wrote to tensors that it was handed.
+        barred: why it could not be recomputed at all; ``None`` if it could.
     """
 
     tensors: Sequence[torch.Tensor | None]
     state: Mapping[str, Any]
     generators: Sequence[torch.Tensor]
     writes: bool
+    barred: str | None
 
     def same(self, other: _Outcome) -> bool:
         return self._like(other) and all(
@@ -401,8 +405,9 @@ def _passes(
     """Run a unit forward and backward on what it may write to; forward in a context of its own."""
     inputs = _tensors_in((args, kwargs))
     versions = [tensor._version for tensor in inputs]
+    recomputation = Recomputation(module)
     if recomputes:
-        outputs = context.run(Recomputation(module).run, forward, args, kwargs)
+        outputs = context.run(recomputation.run, forward, args, kwargs)
     else:
         outputs = context.run(forward, *args, **kwargs)
     # What it was handed may have taken up some of what it computes.
@@ -420,7 +425,8 @@ def _passes(
         *(leaf.detach().cpu() for leaf in found),
     ]
     writes = versions != [tensor._version for tensor in inputs]
-    return _Outcome(values, state_of((module, args, kwargs)), randomness.drawn_states(), writes)
+    state, generators = state_of((module, args, kwargs)), randomness.drawn_states()
+    return _Outcome(values, state, generators, writes, recomputation.barred)
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:

@@ -40,8 +40,9 @@ logger = logging.getLogger(__name__)
 WRITTEN = "what it is handed is written to in place before its backward pass"
 _DIFFERS = "recomputed, it did not repeat its forward pass"
 _HARMLESS = {"__get__", "size", "numel", "nelement", "element_size", "untyped_storage", "data_ptr"}
-# What a first call may put something into.
+# What a call may put something into, and how many items of it are copied at each call.
 _MUTABLE = (list, dict, set, deque)
+_MOST_ITEMS = 256
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
@@ -124,7 +125,7 @@ class _Again(AbstractContextManager[None]):
     Args:
         recomputation: of the module.
         parts: the module's parts.
-        reads: is told the tensors of other passes that the module's attributes hold; ``None`` for nobody.
+        copies: what some attributes hold now, in copies, by the place of the part and by name.
         repeats: compares what the bodies save; ``None`` for nothing.
     """
 
@@ -132,7 +133,7 @@ class _Again(AbstractContextManager[None]):
         self,
         recomputation: Recomputation,
         parts: Sequence[nn.Module],
-        reads: _Reads | None = None,
+        copies: Mapping[int, Mapping[str, Any]] | None = None,
         repeats: Repeats | None = None,
     ) -> None:
         module = recomputation.module
@@ -142,23 +143,21 @@ class _Again(AbstractContextManager[None]):
         self._then: list[tuple[dict[str, Any], dict[str, Any]]] = []
         # Each weight, and whether it was trained.
         self._weights: list[tuple[nn.Parameter, bool]] = []
-        # What attributes hold of passes, in copies: to keep that would keep those passes' graphs alive.
-        self._copies: list[tuple[dict[str, Any], str]] = []
-        carriers = recomputation.carriers if reads is not None else {}
+        # What held copies instead of what it held: to keep that would keep other passes' graphs alive.
+        self._copies: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
         for place, part in enumerate(parts):
             if not isinstance(part, torch.jit.ScriptModule):
                 own = part.__dict__
                 then = own.copy()
                 self._then.append((own, then))
-                self._copies += [(then, name) for name in carriers.get(place, ()) if name in then]
+                if copies and place in copies:
+                    then.update(copies[place])
+                    self._copies.append((then, copies[place]))
                 # torch.func.functional_call runs a module with other weights than it has. A dictionary of another
                 # class (DeepSpeed's ZeRO-3) gathers a weight when it is read.
                 if part._parameters and type(part._parameters) is dict:
                     self._then.append((part._parameters, part._parameters.copy()))
                     self._weights += [(one, one.requires_grad) for one in part._parameters.values() if one is not None]
-        for then, name in self._copies:
-            assert reads is not None
-            then[name] = copied(then[name], reads.met)
         self.buffers, self.constants = {}, {}
         if any(part._buffers for part in parts):
             self.buffers, self.constants = copy_buffers(module), constants_of(module)
@@ -175,8 +174,9 @@ class _Again(AbstractContextManager[None]):
         Args:
             unused: returns what stands for a tensor from now on.
         """
-        for then, name in self._copies:
-            then[name] = copied(then[name], unused)
+        for then, copies in self._copies:
+            then.update({name: copied(value, unused) for name, value in copies.items()})
+        self._copies = []
 
     def __enter__(self) -> None:
         self.recomputation.count += 1
@@ -357,7 +357,8 @@ class Recomputation:
         barred: why it is not recomputed any more; ``None`` while it is.
         kept: what it was handed since backward began last.
         around: puts back what its code can reach besides, round a recomputation; ``None`` for nothing.
-        carriers: the attributes that hold what passes compute, by the place of the part that has them.
+        carriers: the attributes that a pass may put something into, or that hold what one has computed, by the place of
+            the part that has them.
     """
 
     module: nn.Module
@@ -368,7 +369,7 @@ class Recomputation:
     kept: list[Kept] = field(default_factory=list)
     around: Reachable | None = None
     hooks: int | None = None
-    carriers: dict[int, list[str]] = field(default_factory=dict)
+    carriers: dict[int, set[str]] = field(default_factory=dict)
     _calls: int = 0
     # Whether a recomputation differed, where only the device knows.
     _differs: torch.Tensor | None = None
@@ -381,18 +382,19 @@ class Recomputation:
         """
         leaves, shape = tree_flatten((args, dict(kwargs)))
         parts, reads = list(self.module.modules()), _Reads()
-        objects = self._objects(leaves, parts, reads)
-        if objects is None:
+        if self._calls & (self._calls + 1) == 0:
+            self.carriers = _carriers(parts)
+        found = None if self._is_barred(parts) else self._copied(leaves, parts, reads)
+        if found is None:
             return forward(*args, **kwargs)
+        objects, attributes = found
         kept = Kept(leaves) if self.keeps else None
         if kept is not None:
             self.kept.append(kept)
         copies = [copy for place, copy in objects.items() if copy is not leaves[place]]
         held = Kept(copies, copies=False) if kept is None and copies else None
         self._calls += 1
-        if self._calls == 1:
-            self.carriers = _attributes(self.module, lambda value: isinstance(value, _MUTABLE))
-        again = _Again(self, parts, reads, Repeats() if self.checks and is_due(self._calls) else None)
+        again = _Again(self, parts, attributes, Repeats() if self.checks and is_due(self._calls) else None)
         call = _Call(forward, args, kwargs, shape, objects, kept, held, again)
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[None]]:
@@ -404,8 +406,6 @@ class Recomputation:
         tensors += _elsewhere(tensors, leaves, parts)
         result = checkpoint(call.run, *tensors, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
         call.has_run(reads)
-        if self._calls & (self._calls - 1) == 0:
-            self.carriers = _attributes(self.module, _is_computed)
         if drop_constants(self.module, again.buffers):
             again.constants = {**constants_of(self.module), **again.constants}
         return result
@@ -436,14 +436,8 @@ class Recomputation:
                 self.barred = WRITTEN
         self.kept = []
 
-    def _objects(self, leaves: Sequence[Any], parts: Sequence[nn.Module], reads: _Reads) -> dict[int, Any] | None:
-        """Return copies of what is no tensor, by place; ``None``, the unit being barred, if it cannot be recomputed.
-
-        Args:
-            leaves: what the unit is handed.
-            parts: the unit's parts.
-            reads: is told the tensors that the objects hold.
-        """
+    def _is_barred(self, parts: Sequence[nn.Module]) -> bool:
+        """Look whether the unit may be recomputed still."""
         hooks = _hooks_of(parts[1:])
         if self.hooks is None:
             self.hooks = hooks
@@ -452,13 +446,35 @@ class Recomputation:
         differs, self._differs = self._differs, None
         if differs is not None and bool(differs):
             self.bar_late(_DIFFERS)
-        if self.barred is not None:
-            return None
+        return self.barred is not None
+
+    def _copied(
+        self, leaves: Sequence[Any], parts: Sequence[nn.Module], reads: _Reads
+    ) -> tuple[dict[int, Any], dict[int, dict[str, Any]]] | None:
+        """Return copies of the arguments that are no tensors, by place, and of attributes, by part and name.
+
+        Args:
+            leaves: the arguments.
+            parts: the unit's parts.
+            reads: is told the tensors that the objects hold.
+
+        Returns:
+            ``None``, the unit being barred, if something cannot be copied.
+        """
         try:
             objects = enumerate(leaves)
-            return {place: copied(leaf, reads.met) for place, leaf in objects if not isinstance(leaf, torch.Tensor)}
+            handed = {place: copied(leaf, reads.met) for place, leaf in objects if not isinstance(leaf, torch.Tensor)}
         except CopyError as error:
             self.barred = f"it is handed a {error}, which cannot be copied and which it may change"
+            return None
+        try:
+            return handed, {
+                place: {name: _few(value, reads) for name, value in vars(parts[place]).items() if name in names}
+                for place, names in self.carriers.items()
+                if place < len(parts)
+            }
+        except CopyError as error:
+            self.barred = f"it has a {error}, which cannot be copied and which it may change"
             return None
 
 
@@ -472,22 +488,41 @@ def _elsewhere(
     return [torch.empty(0, device=device) for device in devices - found]
 
 
-def _attributes(module: nn.Module, chosen: Callable[[Any], bool]) -> dict[int, list[str]]:
-    """Return the names of some attributes of a module's parts, by the place of the part."""
-    found: dict[int, list[str]] = {}
-    for place, part in enumerate(module.modules()):
-        names = [name for name, value in vars(part).items() if name not in _OF_MODULES and chosen(value)]
+def _few(value: Any, reads: _Reads) -> Any:
+    """Return a copy of an attribute; of one that is too large for a copy at each call, refuse it."""
+    if isinstance(value, _MUTABLE) and len(value) > _MOST_ITEMS:
+        raise CopyError(f"{type(value).__name__} of over {_MOST_ITEMS} items")
+    return copied(value, reads.met)
+
+
+def _carriers(parts: Sequence[nn.Module]) -> dict[int, set[str]]:
+    """Return the names of attributes as :attr:`Recomputation.carriers` has them."""
+    found: dict[int, set[str]] = {}
+    for place, part in enumerate(parts):
+        names = {name for name, value in vars(part).items() if name not in _OF_MODULES and _is_carrier(value)}
         if names:
             found[place] = names
     return found
 
 
-def _is_computed(value: Any) -> bool:
-    """Tell whether a value is, or leads to, a tensor with a graph behind it."""
-    try:
-        return any(tensor.grad_fn is not None for tensor in _tensors_within([value]))
-    except CopyError:
-        return False
+def _is_carrier(value: Any) -> bool:
+    """Tell whether a value can take up something, or leads to a tensor with a graph behind it.
+
+    What leads to a module does not count: it leads to all that the module has.
+    """
+    carries, waiting = isinstance(value, _MUTABLE), [value]
+    met: set[int] = set()
+    while waiting and len(met) <= _MOST_ITEMS:
+        one = waiting.pop()
+        if isinstance(one, nn.Module):
+            return False
+        if isinstance(one, torch.Tensor):
+            carries = carries or one.grad_fn is not None
+        elif id(one) not in met and not isinstance(one, str | bytes | type):
+            met.add(id(one))
+            waiting += one if isinstance(one, list | tuple | set | frozenset | deque) else ()
+            waiting += one.values() if isinstance(one, dict) else getattr(one, "__dict__", {}).values()
+    return carries
 
 
 def hooks_within(module: nn.Module) -> int:
