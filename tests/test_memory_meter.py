@@ -249,14 +249,15 @@ def peaks_of(job: str, plan: Plan) -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["charlm", "digits"])
-def test_the_metered_peak_is_the_kernels_within_3_percent_on_20_random_plans(name):
+def test_the_metered_peak_is_the_kernels_within_3_percent_on_8_random_plans(name):
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("/proc/self/clear_refs cannot be written on this system")
     job = load_job(name)
     space = TorchEngine(job, options=EngineOptions(meter_memory=False)).space
     generator = np.random.default_rng(0)
     differences = []
-    for _ in range(20):
+    # Each is trained in a process of its own, which takes its time.
+    for _ in range(8):
         plan = space.sample(generator)
         peaks = peaks_of(name, plan)
         assert peaks["by_kernel_bytes"] > peaks["static_bytes"] > 0

@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from autotune.live.reachable import source_of
 from autotune.live.signals import any_error
 from autotune.live.surroundings import Surroundings
 from autotune.mechanics import randomness
-from autotune.mechanics.activations import WRITTEN, Kept, Recomputation, hooks_within, undone
+from autotune.mechanics.activations import WRITTEN, Kept, Recomputation, hooks_within, is_carrier, undone
 from autotune.mechanics.ambient import interception, saving_hook
 from autotune.mechanics.controls import ControlledForward
 from autotune.mechanics.copies import CopyError, Loans, TensorCopy, copied, dissolve, state_of, twin_of
@@ -71,6 +71,8 @@ class UnitProbe:
         # Why calls were not probed, and what the unit's code could reach after the one that was.
         self._intercepted: str | None = None
         self._around: Surroundings | None = None
+        # What a pass over copies returned, until the call itself has.
+        self._copied: list[torch.Tensor] | None = None
         module.__dict__["forward"] = self
 
     def remove(self) -> None:
@@ -99,6 +101,9 @@ class UnitProbe:
                 self.calls = 1
                 self._probe(args, kwargs)
             if self.reason is None:
+                # What another call of the step finds otherwise would be put back to what the first one found.
+                self.reason = self._read_otherwise()
+            if self.reason is None:
                 self._watch(args, kwargs)
         except any_error() as error:  # whatever it is, the unit is left alone
             self.reason = _told(error)
@@ -107,8 +112,10 @@ class UnitProbe:
             with self._uncontrolled():
                 return self._inner(*args, **kwargs)
         found = self._inner(*args, **kwargs)
+        if self._copied is not None:
+            self._compare(found, tree_leaves((args, kwargs)))
         if trains and self._around is None:
-            self._look_round()
+            self._look_round(tree_leaves((args, kwargs)))
         return found
 
     def _probe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -121,8 +128,21 @@ class UnitProbe:
         if self.reason is None:
             began = time.perf_counter()
             with self._uncontrolled():
-                self.reason = storage_lock(self.module, self._inner, args, kwargs)
+                # The probe is one of the unit's own attributes, which passes compare: it does not change meanwhile.
+                outputs: list[torch.Tensor] = []
+                self.reason = storage_lock(self.module, self._inner, args, kwargs, outputs)
+                self._copied = outputs
             self.spent_s = time.perf_counter() - began
+
+    def _compare(self, found: Any, handed: Sequence[Any]) -> None:
+        """Compare what a call returned with what it returned for copies, which code may tell from the originals."""
+        copies, self._copied = self._copied or [], None
+        own = [leaf.detach().cpu() for leaf in _tensors_in(found)]
+        if len(own) == len(copies) and all(_apart(*pair) <= 1 for pair in zip(own, copies, strict=True)):
+            return
+        self.reason = self.reason or "it returns something else for copies of what it is handed"
+        if isinstance(self._inner, ControlledForward):
+            self._inner.recomputation.hand_originals(handed)
 
     def _watch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Look out for writes to what a call is handed."""
@@ -131,10 +151,17 @@ class UnitProbe:
         else:
             self._kept.append(Kept(tree_flatten((args, kwargs))[0], copies=False))
 
-    def _look_round(self) -> None:
-        """Note what the unit's code can reach, and what it reads there."""
+    def _look_round(self, handed: Sequence[Any]) -> None:
+        """Note what the unit's code can reach, and what it reads there.
+
+        Args:
+            handed: what it is handed.
+        """
         try:
-            self._around = Surroundings(self.module)
+            # Copies of the others are made at each call.
+            self._around = Surroundings(
+                self.module, itself=lambda value: not is_carrier(value), handed=handed, named=True
+            )
         except any_error() as error:  # whatever it is, the unit is left alone
             self.reason = _told(error)
         if isinstance(self._inner, ControlledForward):
@@ -154,14 +181,14 @@ class UnitProbe:
             self.reason = self.reason or WRITTEN
         self._kept = []
         try:
-            changed = None if self._around is None else self._around.changed(grown=True)
+            self.reason = self.reason or self._read_otherwise()
         except any_error() as error:  # whatever it is, the unit is left alone
-            self.reason = self.reason or _told(error)
-        else:
-            if changed is not None:
-                self.reason = (
-                    self.reason or f"it reads {changed}, which is another one by the time of its backward pass"
-                )
+            self.reason = _told(error)
+
+    def _read_otherwise(self) -> str | None:
+        """Return what speaks against recomputing: that its code reads something else now than in its first call."""
+        changed = None if self._around is None else self._around.changed(grown=True)
+        return None if changed is None else f"it reads {changed}, which is another one by the time of its backward pass"
 
     @contextmanager
     def _uncontrolled(self) -> Iterator[None]:
@@ -193,7 +220,11 @@ def structural_lock(module: nn.Module) -> str | None:
 
 
 def storage_lock(
-    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    outputs: list[torch.Tensor] | None = None,
 ) -> str | None:
     """Return why a unit's activations may not be recomputed; ``None`` if they may.
 
@@ -202,17 +233,19 @@ def storage_lock(
         forward: its forward; one that is not its class's (compiled, or put there by somebody) has no copy.
         args: what it was called with.
         kwargs: the same, by keyword.
+        outputs: takes in what a pass that saves returned, on the host.
     """
     own = forward.original if isinstance(forward, ControlledForward) else forward
     itself = getattr(own, "__self__", None) is not module
     try:
-        around = Surroundings(module, itself=itself)
-        if around.too_large is not None:
-            return f"its code can reach {around.too_large}, which is too large to be copied and which it may change"
+        around = Surroundings(module, itself=_all if itself else None)
+        if around.refusal is not None:
+            return around.refusal
         before = randomness.capture()
     except any_error() as error:  # whatever it is, the unit is left alone
         return _told(error)
-    unit = _Unit(module, forward if itself else None, args, kwargs, before, copy_context())
+    made = [] if outputs is None else outputs
+    unit = _Unit(module, forward if itself else None, args, kwargs, before, copy_context(), made)
     restore = randomness.restore
     try:
         with _casts_left_alone(_device_type(module, args, kwargs)):
@@ -228,6 +261,10 @@ def storage_lock(
     finally:
         around.restore()
         restore(before)
+
+
+def _all(_value: Any) -> bool:
+    return True
 
 
 def _named_source(module: nn.Module) -> str | None:
@@ -271,6 +308,7 @@ class _Unit:
         kwargs: the same, by keyword.
         before: the generators' states.
         context: the context variables that it was called with.
+        outputs: what its first pass returned, on the host.
     """
 
     module: nn.Module
@@ -279,6 +317,7 @@ class _Unit:
     kwargs: Mapping[str, Any]
     before: randomness.RandomState
     context: Context
+    outputs: list[torch.Tensor]
 
     def passes(self, *, recomputes: bool) -> _Outcome:
         """Return what the unit's passes come to; of itself nothing is changed."""
@@ -316,10 +355,11 @@ def _compared(unit: _Unit) -> str | None:
     if randomness.draws_on_host(lambda: found.append(unit.passes(recomputes=False))):
         return _DRAWS
     saved = found[0]
+    unit.outputs.extend(saved.outputs)
     if saved.writes:
         return WRITTEN
     # What is only made once, such as a table that is kept, is there by now.
-    around = Surroundings(unit.module, itself=unit.forward is not None)
+    around = Surroundings(unit.module, itself=None if unit.forward is None else _all)
     recomputed = unit.passes(recomputes=True)
     if recomputed.barred is not None:
         return recomputed.barred
@@ -349,6 +389,7 @@ class _Outcome:
 
     Attributes:
         tensors: gradients and outputs.
+        outputs: the latter alone.
         state: all that the unit and what it was handed hold afterwards, by path.
         generators: their states.
         writes: whether it wrote to tensors that it was handed.
@@ -356,6 +397,7 @@ class _Outcome:
     """
 
     tensors: Sequence[torch.Tensor | None]
+    outputs: Sequence[torch.Tensor]
     state: Mapping[str, Any]
     generators: Sequence[torch.Tensor]
     writes: bool
@@ -424,9 +466,10 @@ def _passes(
         *(None if gradient is None else gradient.cpu() for gradient in gradients),
         *(leaf.detach().cpu() for leaf in found),
     ]
+    made = [leaf.detach().cpu() for leaf in _tensors_in(outputs)]
     writes = versions != [tensor._version for tensor in inputs]
     state, generators = state_of((module, args, kwargs)), randomness.drawn_states()
-    return _Outcome(values, state, generators, writes, recomputation.barred)
+    return _Outcome(values, made, state, generators, writes, recomputation.barred)
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:

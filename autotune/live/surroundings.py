@@ -12,7 +12,7 @@ import logging
 import operator
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from autotune.live.reachable import HOOKS, bound_in, is_trusted, names_in, plain_function
-from autotune.mechanics.copies import same_bits
+from autotune.mechanics.copies import attributes_of, same_bits, slots_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,27 +73,42 @@ class Surroundings:
     """Hold what a unit's code can reach.
 
     Attributes:
-        too_large: the name of a tensor that is too large to be copied; ``None`` if all were.
+        refusal: what speaks against running its code, since something could not be put back; ``None`` if all could.
 
     Args:
         module: the unit.
-        itself: whether what the unit's own attributes hold is watched as well, for passes that do not run on a copy.
+        itself: tells which values of the unit's own attributes are watched as well; ``None`` for none.
+        handed: objects whose functions are watched as well.
+        named: whether, of objects that the unit's own attributes lead to, only what the unit's code names is watched.
     """
 
-    def __init__(self, module: nn.Module, *, itself: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        itself: Callable[[Any], bool] | None = None,
+        handed: Sequence[Any] = (),
+        named: bool = False,
+    ) -> None:
         self._seen: list[_Seen] = []
         # The unit's own parts are copied, or watched by their attributes.
         self._met: set[int] = set(map(id, module.modules()))
-        self.too_large: str | None = None
+        self.refusal: str | None = None
+        # The attributes that are watched; ``None`` for all.
+        self._named = _names_in(module) if named else None
         for part in module.modules() if itself else ():
             for name, value in vars(part).items():
-                if name not in _OF_MODULES:
+                if name not in _OF_MODULES and itself is not None and itself(value):
                     self._take(name, value)
+        self._named = None
         for kind in dict.fromkeys(base for part in module.modules() for base in type(part).__mro__):
             if not is_trusted(kind.__module__):
                 self._take_class(kind)
         for name, function in _functions(module):
             self._look_into(name, function, _DEPTH)
+        for one in handed:
+            if isinstance(one, FunctionType | MethodType):
+                self._look_into("a function that it is handed", one, _DEPTH)
 
     def changed(self, *, grown: bool = False) -> str | None:
         """Return the name of the first object that is not what it was; ``None`` if all are.
@@ -135,6 +150,8 @@ class Surroundings:
         self._met.add(id(function))
         if is_trusted(function.__module__):
             return
+        for held in (function.__dict__, function.__kwdefaults__ or {}, function.__defaults__ or ()):
+            self._take(f"what {function.__name__} holds", held, depth - 1)
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             try:
                 self._take(key, cell.cell_contents, depth - 1)
@@ -169,15 +186,22 @@ class Surroundings:
         if isinstance(value, FunctionType | MethodType):
             self._look_into(name, value, depth)
             return
+        if isinstance(value, tuple):
+            for key, item in _items(value):
+                self._take(f"{name}{key}", item, depth)
+            return
+        if isinstance(value, Iterator) and not hasattr(value, "write"):
+            self.refusal = f"its code can reach {name}, an iterator, which cannot be set back"
+            return
         try:
-            found = _snapshot(name, value)
+            found = _snapshot(name, value, self._named)
         except Exception:  # noqa: BLE001 - whatever it is (a generator of the system's, say), it does not let itself be read
             return
         if found is None:
             return
         self._met.add(id(value))
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and found.then.copy is None:
-            self.too_large = name
+            self.refusal = f"its code can reach {name}, which is too large to be copied and which it may change"
         self._seen.append(found)
         for key, item in _items(value):
             self._take(f"{name}{key}", item, depth)
@@ -195,8 +219,20 @@ def _functions(module: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield from (("a hook", hook) for hook in vars(part)[kind].values())
 
 
-def _snapshot(name: str, value: Any) -> _Seen | None:
-    """Return an object as it is; ``None`` for one that nothing can change, or that nobody can look into."""
+def _names_in(module: nn.Module) -> frozenset[str]:
+    """Return the names that the code of a unit uses."""
+    functions = (function for _, function in _functions(module) if isinstance(function, FunctionType))
+    return frozenset().union(*(names_in(function.__code__) for function in functions))
+
+
+def _snapshot(name: str, value: Any, named: frozenset[str] | None) -> _Seen | None:
+    """Return an object as it is; ``None`` for one that nothing can change, or that nobody can look into.
+
+    Args:
+        name: how the code calls it.
+        value: the object.
+        named: the attributes that count; ``None`` for all.
+    """
     if isinstance(value, torch.Tensor) and (value.is_inference() or _is_trained(value)):
         return None
     for kinds, seen in _KINDS:
@@ -204,11 +240,11 @@ def _snapshot(name: str, value: Any) -> _Seen | None:
             return seen(name, value)
     if isinstance(value, nn.Module):
         return _mapping(name, vars(value))
-    if isinstance(value, type) or not hasattr(value, "__dict__") or callable(value):
+    if isinstance(value, type | FunctionType | BuiltinFunctionType | MethodType | ModuleType):
         return None
     if is_trusted(type(value).__module__) or type(value).__module__.partition(".")[0] in ("logging", "contextvars"):
         return None
-    return _mapping(name, vars(value))
+    return _object(name, value, named) if hasattr(value, "__dict__") or slots_of(type(value)) else None
 
 
 def _sequence(name: str, value: Any) -> _Seen:
@@ -217,6 +253,29 @@ def _sequence(name: str, value: Any) -> _Seen:
 
 def _mapping(name: str, value: Any) -> _Seen:
     return _Seen(name, lambda: list(value.items()), list(value.items()), lambda t: _refill(value, t), _same_pairs)
+
+
+def _object(name: str, value: Any, named: frozenset[str] | None) -> _Seen:
+    """Return an object with its attributes as they are, also those in slots."""
+
+    def put(then: Sequence[tuple[str, Any]]) -> None:
+        for key in dict(now()).keys() - dict(then).keys():
+            delattr(value, key)
+        for key, held in then:
+            object.__setattr__(value, key, held)
+
+    def now() -> list[tuple[str, Any]]:
+        return [(key, held) for key, held in attributes_of(value).items() if named is None or key in named]
+
+    return _Seen(name, now, now(), put, _same_pairs)
+
+
+def _array(name: str, value: Any) -> _Seen:
+    return _Seen(name, value.copy, value.copy(), functools.partial(np.copyto, value), _same_arrays)
+
+
+def _same_arrays(one: Any, two: Any) -> bool:
+    return bool(np.array_equal(one, two, equal_nan=one.dtype.kind in "fc"))
 
 
 def _set(name: str, value: Any) -> _Seen:
@@ -286,8 +345,9 @@ def _items(value: Any) -> list[tuple[str, Any]]:
         # Its weights are trained, or are none of the unit's.
         own = {key: item for key, item in vars(value).items() if key not in _OF_MODULES}
         return [(f".{key}", item) for key, item in {**own, **value._buffers, **value._modules}.items()]
-    held = getattr(value, "__dict__", None)
-    return [(f".{key}", item) for key, item in held.items()] if isinstance(held, dict) else []
+    if isinstance(value, tuple):
+        return [(f"[{place}]", item) for place, item in enumerate(value)]
+    return [(f".{key}", item) for key, item in attributes_of(value).items()]
 
 
 def _refill(value: Any, then: Any) -> None:
@@ -325,5 +385,6 @@ _KINDS: tuple[tuple[Any, Callable[[str, Any], _Seen]], ...] = (
     (torch.Generator, _torch_generator),
     (random.Random, _python_generator),
     (np.random.Generator, _numpy_generator),
+    (np.ndarray, _array),
     (torch.Tensor, _tensor),
 )

@@ -2,8 +2,9 @@
 
 A recomputation runs as the forward pass did: with the generators' states, the attributes, modes, weights and buffers
 that the unit had when it was called, under the flags of torch that were set then, and with copies of what it was handed
-besides tensors (a cache of keys and values, say), as they were then. What it changes of all that is forgotten. Whether
-it repeats the forward pass is found out on a sample of calls.
+besides tensors (a cache of keys and values, say) and of the lists and dictionaries among its attributes, as they were
+then. What it changes of all that is forgotten. Of tensors that other passes have computed the values are kept, and not
+the graphs. Whether a recomputation repeats the forward pass is found out on a sample of calls.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class Kept:
     def drop(self, unused: TensorCopy) -> None:
         """Forget tensors for which another one stands from now on."""
         self._leaves = ()
-        self._tensors = [tensor for tensor in self._tensors if unused(tensor) is tensor]
+        kept = ((tensor, unused(tensor)) for tensor in self._tensors)
+        self._tensors = [left for _, left in kept if not isinstance(left, _Absent)]
         self._versions = [version_of(tensor) for tensor in self._tensors]
 
     def leaves(self) -> list[Any]:
@@ -153,6 +155,8 @@ class _Again(AbstractContextManager[None]):
                 if copies and place in copies:
                     then.update(copies[place])
                     self._copies.append((then, copies[place]))
+                if part._modules:
+                    self._then.append((part._modules, part._modules.copy()))
                 # torch.func.functional_call runs a module with other weights than it has. A dictionary of another
                 # class (DeepSpeed's ZeRO-3) gathers a weight when it is read.
                 if part._parameters and type(part._parameters) is dict:
@@ -253,10 +257,12 @@ class _Reads(TorchFunctionMode):
         return tensor
 
     def left(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what is kept of a tensor: itself, if it was used."""
-        if id(tensor) not in self.tensors or id(tensor) in self.used:
+        """Return what is kept of a tensor: its values, if it was used."""
+        if id(tensor) not in self.tensors:
             return tensor
-        return torch.Tensor._make_subclass(_Absent, torch.empty(0))
+        return (
+            without_graph(tensor) if id(tensor) in self.used else torch.Tensor._make_subclass(_Absent, torch.empty(0))
+        )
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if len(self.used) < len(self.tensors):
@@ -282,6 +288,11 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a leaf that shares a tensor's values and its count of writes: to keep it keeps no other pass's graph."""
+    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
+
+
 @dataclass(slots=True)
 class _Call:
     """Run one call of a unit, and run it again as it was.
@@ -292,6 +303,7 @@ class _Call:
         kwargs: the same, by keyword.
         shape: of both.
         objects: copies of what is no tensor, by place.
+        originals: objects that are handed over themselves, by place.
         kept: what it was handed, where that is kept besides.
         held: what objects hold, otherwise.
         again: puts the unit back to what it was.
@@ -305,6 +317,7 @@ class _Call:
     kept: Kept | None
     held: Kept | None
     again: _Again
+    originals: dict[int, Any] = field(default_factory=dict)
 
     def run(self, *leaves: Any) -> Any:
         """Run it; with the leaves that checkpoint kept, where it is run again."""
@@ -313,6 +326,8 @@ class _Call:
         found = list(leaves[: self.shape.num_leaves]) if self.kept is None else self.kept.leaves()
         for place, value in self.objects.items():
             found[place] = copied(value, _itself if self.kept is None else self.kept.then)
+        for place, value in self.originals.items():
+            found[place] = value
         if self.held is not None and self.held.written:
             self.again.recomputation.bar_late(WRITTEN)
         args, kwargs = tree_unflatten(found, self.shape)
@@ -325,7 +340,8 @@ class _Call:
             reads: has seen what it used.
         """
         self.args, self.kwargs = (), {}
-        if len(reads.used) < len(reads.tensors):
+        # What is kept besides is found by the tensors themselves.
+        if reads.tensors and self.kept is None:
             if self.held is not None:
                 self.held.drop(reads.left)
             self.objects = {place: copied(value, reads.left) for place, value in self.objects.items()}
@@ -371,6 +387,9 @@ class Recomputation:
     hooks: int | None = None
     carriers: dict[int, set[str]] = field(default_factory=dict)
     _calls: int = 0
+    _last: _Call | None = None
+    # The identities of what each part's attributes held at the call before.
+    _held: list[list[int]] = field(default_factory=list)
     # Whether a recomputation differed, where only the device knows.
     _differs: torch.Tensor | None = None
 
@@ -382,8 +401,7 @@ class Recomputation:
         """
         leaves, shape = tree_flatten((args, dict(kwargs)))
         parts, reads = list(self.module.modules()), _Reads()
-        if self._calls & (self._calls + 1) == 0:
-            self.carriers = _carriers(parts)
+        self._look_for_carriers(parts)
         found = None if self._is_barred(parts) else self._copied(leaves, parts, reads)
         if found is None:
             return forward(*args, **kwargs)
@@ -396,13 +414,14 @@ class Recomputation:
         self._calls += 1
         again = _Again(self, parts, attributes, Repeats() if self.checks and is_due(self._calls) else None)
         call = _Call(forward, args, kwargs, shape, objects, kept, held, again)
+        self._last = call if self.keeps else None
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[None]]:
             watch: AbstractContextManager[Any] = reads if reads.tensors else nullcontext()
             return watch if again.repeats is None else again.repeats.first(watch), again
 
         # Whatever checkpoint is handed, it refuses to use once somebody has written to it.
-        tensors = [leaf if kept is None and isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+        tensors = [without_graph(leaf) if kept is None and isinstance(leaf, torch.Tensor) else None for leaf in leaves]
         tensors += _elsewhere(tensors, leaves, parts)
         result = checkpoint(call.run, *tensors, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
         call.has_run(reads)
@@ -428,13 +447,36 @@ class Recomputation:
             )
         self.barred = self.barred or reason
 
+    def hand_originals(self, leaves: Sequence[Any]) -> None:
+        """Recompute the last call with the objects that it was handed themselves: it tells copies from them.
+
+        Args:
+            leaves: what it was handed.
+        """
+        if self._last is not None:
+            self._last.originals = {place: leaves[place] for place in self._last.objects}
+
     def settle(self) -> None:
         """Be told that backward begins: whose inputs were written to is barred from the next step on."""
         for kept in self.kept:
             kept.settle()
             if kept.written:
                 self.barred = WRITTEN
-        self.kept = []
+        self.kept, self._last = [], None
+
+    def _look_for_carriers(self, parts: Sequence[nn.Module]) -> None:
+        """Find the carriers among the attributes of parts that hold other objects than at the call before."""
+        # Now and then those that hold the same objects are looked at as well: an object may hold others.
+        anew = self._calls & (self._calls + 1) == 0 or len(parts) != len(self._held)
+        held = [list(map(id, part.__dict__.values())) for part in parts]
+        for place, part in enumerate(parts):
+            if anew or held[place] != self._held[place]:
+                names = {name for name, value in vars(part).items() if name not in _OF_MODULES and is_carrier(value)}
+                if names:
+                    self.carriers[place] = names
+                else:
+                    self.carriers.pop(place, None)
+        self._held = held
 
     def _is_barred(self, parts: Sequence[nn.Module]) -> bool:
         """Look whether the unit may be recomputed still."""
@@ -495,17 +537,7 @@ def _few(value: Any, reads: _Reads) -> Any:
     return copied(value, reads.met)
 
 
-def _carriers(parts: Sequence[nn.Module]) -> dict[int, set[str]]:
-    """Return the names of attributes as :attr:`Recomputation.carriers` has them."""
-    found: dict[int, set[str]] = {}
-    for place, part in enumerate(parts):
-        names = {name for name, value in vars(part).items() if name not in _OF_MODULES and _is_carrier(value)}
-        if names:
-            found[place] = names
-    return found
-
-
-def _is_carrier(value: Any) -> bool:
+def is_carrier(value: Any) -> bool:
     """Tell whether a value can take up something, or leads to a tensor with a graph behind it.
 
     What leads to a module does not count: it leads to all that the module has.

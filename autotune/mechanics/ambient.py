@@ -42,6 +42,7 @@ _CACHED = "it was called within parametrize.cached(), whose cache its recomputat
 _TRANSFORMED = "it was called within a transform of torch.func, which allows no recomputation"
 _FORWARD_AD = "it was called within forward-mode differentiation, which recomputation does not repeat"
 _MODE = "it was called within a mode that intercepts operations of torch, which recomputation would not run under"
+_ON_ALL = "a hook on the calls of all modules is registered, which recomputation would call once more"
 _SAVING = "it runs under hooks of its caller's that take in what is saved for backward"
 
 
@@ -114,8 +115,16 @@ def interception(module: nn.Module) -> str | None:
         return _MODE
     if parametrize._cache_enabled and any(map(parametrize.is_parametrized, module.modules())):
         return _CACHED
+    if _global_hooks():
+        return _ON_ALL
     pack = saving_hook()
     return _SAVING if pack is not None and _is_foreign(pack) else None
+
+
+def _global_hooks() -> bool:
+    """Return whether somebody has registered hooks on the forward passes of all modules."""
+    every = nn.modules.module
+    return bool(every._global_forward_pre_hooks or every._global_forward_hooks)
 
 
 def saving_hook() -> Callable[[torch.Tensor], Any] | None:

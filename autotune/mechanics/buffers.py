@@ -82,6 +82,11 @@ def constants_of(module: nn.Module) -> dict[str, Constant]:
     return {name: one for name, one in found.items() if one.holds(current[name])}
 
 
+def forget_constants(module: nn.Module) -> None:
+    """Let go of all that is known of a module's large buffers."""
+    _constants.pop(module, None)
+
+
 def forget_copies(module: nn.Module) -> None:
     """Let go of the copies of large buffers that :func:`constants_of` has made."""
     known = _constants.get(module, {})

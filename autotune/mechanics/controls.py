@@ -19,7 +19,7 @@ from torch import nn
 from autotune.errors import PlanError
 from autotune.mechanics.activations import Recomputation
 from autotune.mechanics.ambient import interception, transformed
-from autotune.mechanics.buffers import forget_copies
+from autotune.mechanics.buffers import forget_constants, forget_copies
 from autotune.mechanics.precision import canonical, computing_in
 from autotune.mechanics.trees import tensors
 from autotune.plan import Plan, Precision, Storage
@@ -197,6 +197,8 @@ class Switcher:
         """Leave every module as it was found, also one that is no longer the model's."""
         for forward in self._forwards.values():
             forward.release()
+        for module in self._modules.values():
+            forget_constants(module)
         self._forwards = {}
 
     def stands(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import sys
 import threading
 import weakref
 from collections import OrderedDict, defaultdict, deque
@@ -39,6 +40,8 @@ _SHARED = (
     BuiltinFunctionType,
     ModuleType,
     weakref.ReferenceType,
+    weakref.ProxyType,
+    weakref.CallableProxyType,
     type(threading.Lock()),
     type(threading.RLock()),
     np.generic,
@@ -78,7 +81,7 @@ class _Copier:
         self._originals: list[Any] = []
 
     def copied(self, value: Any) -> Any:
-        if isinstance(value, _SHARED) or _belongs_to_process(value):
+        if _is_shared(value) or _belongs_to_process(value):
             return value
         if id(value) in self._known:
             return self._known[id(value)]
@@ -98,6 +101,11 @@ class _Copier:
             return self.know(value, functools.partial(value.func, *self.copied(value.args), **keywords))
         if isinstance(value, _CONTAINERS):
             return self._container(value)
+        return self._object(value)
+
+    def _object(self, value: Any) -> Any:
+        if _is_named(value):
+            return value
         return self._plain_object(value) if _is_plain(value) else self._otherwise(value)
 
     def know(self, value: Any, made: Any) -> Any:
@@ -109,8 +117,9 @@ class _Copier:
     def _container(self, value: Any) -> Any:
         if isinstance(value, tuple | frozenset):
             items = [self.copied(item) for item in value]
-            named = hasattr(value, "_fields")
-            return self.know(value, type(value)(*items) if named else type(value)(items))
+            kind: Any = tuple if isinstance(value, tuple) else frozenset
+            # A subclass may take other arguments.
+            return self.know(value, kind.__new__(type(value), items))
         # A shallow copy keeps what a subclass has besides its items.
         made = self.know(value, copy.copy(value))
         if isinstance(value, dict):
@@ -153,9 +162,21 @@ def copied(value: Any, tensor: TensorCopy = lambda tensor: tensor) -> Any:
     Raises:
         CopyError: naming the type that cannot be copied.
     """
-    if isinstance(value, _SHARED):
+    if _is_shared(value):
         return value
-    return _Copier(tensor).copied(value)
+    try:
+        return _Copier(tensor).copied(value)
+    except CopyError:
+        raise
+    except Exception as error:
+        # Of somebody else's class, or too deep.
+        raise CopyError(type(value).__name__) from error
+
+
+def _is_shared(value: Any) -> bool:
+    """Tell whether a copy shares an object; by its class proper, since a proxy says that it is what it stands for."""
+    kind = type(value)
+    return kind is object or issubclass(kind, _SHARED)
 
 
 class Loans:
@@ -248,7 +269,7 @@ def _state(path: str, value: Any, met: set[int]) -> Iterator[tuple[str, Any]]:
     if isinstance(value, bool | int | float | complex | str | bytes | np.generic):
         yield path, value
         return
-    if isinstance(value, _SHARED) or _belongs_to_process(value) or id(value) in met or len(met) > _MOST_OBJECTS:
+    if _is_shared(value) or _belongs_to_process(value) or id(value) in met or len(met) > _MOST_OBJECTS:
         return
     met.add(id(value))
     if isinstance(value, torch.Tensor):
@@ -291,9 +312,26 @@ def _state_of_parts(path: str, value: Any, met: set[int]) -> Iterator[tuple[str,
         yield from _state(f"{path}.__self__", value.__self__, met)
     elif isinstance(value, functools.partial):
         yield from _state(f"{path}.args", (value.args, value.keywords), met)
-    if hasattr(value, "__dict__") and not isinstance(value, MethodType):
-        for name, item in vars(value).items():
-            yield from _state(f"{path}.{name}", item, met)
+    for name, item in attributes_of(value).items():
+        yield from _state(f"{path}.{name}", item, met)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return an object's attributes by name, in its ``__dict__`` and in slots; a method has none of its own."""
+    if isinstance(value, MethodType):
+        return {}
+    slots = (name for name in slots_of(type(value)) if hasattr(value, name))
+    return {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots}}
+
+
+def slots_of(kind: type) -> list[str]:
+    """Return the names of the slots that a class's objects have, those of torch's and python's own classes left out."""
+    found: list[str] = []
+    for base in kind.__mro__:
+        own = vars(base).get("__slots__", ())
+        if base.__module__.partition(".")[0] not in ("torch", "builtins", "numpy", "collections"):
+            found += [own] if isinstance(own, str) else own
+    return [name for name in found if name not in ("__dict__", "__weakref__")]
 
 
 def _is_plain(value: Any) -> bool:
@@ -309,6 +347,12 @@ def _is_plain(value: Any) -> bool:
         and kind.__basicsize__ <= _PLAIN_SIZE
         and not any("__slots__" in vars(base) and vars(base)["__slots__"] for base in kind.__mro__)
     )
+
+
+def _is_named(value: Any) -> bool:
+    """Tell whether an object has a name in the module of its class: code may ask whether it is handed that very one."""
+    module = sys.modules.get(type(value).__module__)
+    return not isinstance(value, nn.Module) and any(one is value for one in list(vars(module or _Plain).values()))
 
 
 class _Plain:

@@ -17,8 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from autotune.mechanics.devices import is_accelerator
 
 # The probe looks at a unit's first call, and traces, whose memory is planned with, follow: comparing begins after them,
-# and becomes ever rarer, up to one call in so many.
-_FIRST, _RAREST = 16, 256
+# and becomes ever rarer. Numbers of calls are even and odd, since a unit may be called several times in a step.
+_COMPARED = frozenset({16, 33, 67, 135})
+_AFTER, _EVERY = 135, 257
 # Numbers that are kept of one call on an accelerator: as many as fit into the smallest block that its allocator has.
 _KEPT = 128
 # An accelerator need not repeat itself to the last bit.
@@ -27,19 +28,28 @@ _ROUNDING = 1e-3
 
 def is_due(call: int) -> bool:
     """Tell whether a unit's call, by its number from 1, is one of those that are compared."""
-    return call >= _FIRST and (call & (call - 1) == 0 or call % _RAREST == 0)
+    return call in _COMPARED or (call > _AFTER and (call - _AFTER) % _EVERY == 0)
 
 
 class _Numbers:
-    """A number for each tensor that one pass saves: on the host at once, on an accelerator in one block."""
+    """A number for each tensor that one pass saves: on the host at once, on an accelerator in one block.
+
+    Attributes:
+        on_host: the numbers of tensors on the host, by the tensor's place among all.
+        on_device: those of tensors on an accelerator; ``None`` if there were none.
+        places: the places of the tensors on an accelerator.
+        count: how many tensors there were.
+    """
 
     def __init__(self) -> None:
-        self.on_host: list[float] = []
+        self.on_host: dict[int, float] = {}
         self.on_device: torch.Tensor | None = None
+        self.places: list[int] = []
         self.count = 0
 
     def add(self, tensor: torch.Tensor) -> None:
         """Take in a tensor; none whose values nothing tells from others, or that nothing computed."""
+        place, self.count = self.count, self.count + 1
         if isinstance(tensor, nn.Parameter) or type(tensor) is not torch.Tensor:
             return
         if tensor.layout is not torch.strided or not tensor.is_floating_point():
@@ -48,12 +58,12 @@ class _Numbers:
             # In the tensor's own format: another one would be computed by way of a copy, for which no room was planned.
             found = torch.linalg.vector_norm(tensor.detach())
             if not is_accelerator(tensor.device):
-                self.on_host.append(float(found))
-            elif self.count < _KEPT:
+                self.on_host[place] = float(found)
+            elif place < _KEPT:
                 if self.on_device is None:
                     self.on_device = torch.zeros(_KEPT, device=tensor.device)
-                self.on_device[self.count].copy_(found)
-                self.count += 1
+                self.on_device[place].copy_(found)
+                self.places.append(place)
 
 
 class Repeats:
@@ -85,12 +95,14 @@ class Repeats:
 
     def _compare(self, now: _Numbers) -> None:
         then = self._then
-        pairs = zip(then.on_host, now.on_host, strict=False)
+        pairs = ((one, now.on_host.get(place, one)) for place, one in then.on_host.items())
         if any(one != two and (one == one or two == two) for one, two in pairs):
             self.differs = True
         elif then.on_device is not None and now.on_device is not None:
-            count = min(then.count, now.count)
-            one, two = then.on_device[:count], now.on_device[:count]
+            places = sorted(set(then.places) & set(now.places))
+            whole = places == list(range(len(places)))
+            chosen = slice(len(places)) if whole else torch.tensor(places, device=then.on_device.device)
+            one, two = then.on_device[chosen], now.on_device[chosen]
             self.differs = self.differs | ~torch.isclose(one, two, _ROUNDING, 0.0, equal_nan=True).all()
 
 

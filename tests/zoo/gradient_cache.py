@@ -6,6 +6,8 @@ from torch import nn
 
 from zoo import VOCABULARY, WIDTH, Block, Run, texts
 
+# Its forward passes are more than its backward passes tell: all of them are taken for one micro-batch's.
+STAYS_LEAN = "its passes are counted as calls of one"
 ROWS, CHUNKS = 16, 4
 
 

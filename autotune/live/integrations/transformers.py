@@ -233,6 +233,14 @@ class TunedTrainer(Trainer):
         """Return the tuner of the training that runs, or of the last one; ``None`` before the first."""
         return self._tuning.tuner
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the Trainer does; an exception that ends the training detaches the tuner, in whatever step it is."""
+        try:
+            return super().train(*args, **kwargs)
+        except BaseException as error:
+            self._tuning.detach(f"the training ended with {type(error).__name__}")
+            raise
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Run forward and backward for each micro-batch of a batch; return the batch's loss."""
         tuner, retry = self.tuner, self._tuning.retry
