@@ -22,8 +22,8 @@ from autotune.mechanics.devices import quiet_profiler
 # What a tuner still is once it is detached: it runs the loop, and has the step that an exception ended.
 HELD = {"LiveTuner", "Attached", "Limits", "Size", "BudgetFunction", "Trained", "Update", "WholeTensors", "_Running"}
 LEAKS: dict[str, str] = {}
-# Loops whose modules hold graphs where an exception ends them; a graph that can still be run backward through holds what
-# would recompute it.
+# Loops whose modules hold graphs where an exception ends them: what can still be run backward through holds what would
+# recompute it.
 HOLD_GRAPHS = {"metrics_on_modules"}
 # Loops that note too few losses to be ended under way.
 SHORT = {"fork_workers"}
