@@ -12,14 +12,14 @@ from tiny_job import job as tiny
 from torch import nn
 
 import autotune
+from autotune.engines.deepspeed_library import imported
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def main() -> None:
     """Train a few steps."""
-    import deepspeed
-
+    deepspeed = imported("cpu")
     folder = Path(sys.argv[1])
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     job = tiny()

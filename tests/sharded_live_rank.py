@@ -14,6 +14,7 @@ import torch.distributed as dist
 from test_live import RESTLESS, Wanders, deep_gpt, gpt_loss, seeded, token_batches
 
 import autotune
+from autotune.engines.deepspeed_library import imported
 from autotune.errors import AttachError
 from autotune.plan import Plan, Storage
 
@@ -132,8 +133,7 @@ def refusals(stage: int) -> dict[str, str]:
 def main() -> None:
     """Run what the arguments name, and write what came of it for each rank."""
     folder, stage, steps = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    import deepspeed
-
+    deepspeed = imported("cpu")
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     rank = dist.get_rank()

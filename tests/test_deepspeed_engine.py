@@ -385,3 +385,35 @@ def test_ranks_are_counted_from_one() -> None:
 def test_a_batch_smaller_than_the_ranks_is_refused() -> None:
     with pytest.raises(JobError, match="there are 2 ranks"):
         IsolatedEngine(f"{TESTS / 'sharded_rank.py'}:one_sample", ranks=RankOptions(count=2))
+
+
+# Stops where PyTorch holds the extension's file, until it is killed.
+_HOLDS = """
+import signal, sys
+from torch.utils import file_baton
+
+from autotune.engines.deepspeed_library import imported
+
+acquire = file_baton.FileBaton.try_acquire
+
+def acquired(baton):
+    assert acquire(baton)
+    print(baton.lock_file_path, file=sys.__stdout__, flush=True)
+    signal.pause()
+
+file_baton.FileBaton.try_acquire = acquired
+imported("cpu")
+"""
+
+
+@pytest.mark.slow
+@installed
+def test_a_rank_that_is_killed_while_it_loads_the_extension_blocks_no_later_one() -> None:
+    with subprocess.Popen([sys.executable, "-c", _HOLDS], stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        left = Path(rank.stdout.readline().strip())
+        rank.kill()
+    assert left.is_file()
+    load = "from autotune.engines.deepspeed_library import imported; imported('cpu')"
+    subprocess.run([sys.executable, "-c", load], check=True, timeout=250, capture_output=True)
+    assert not left.exists()

@@ -16,7 +16,7 @@ HEAVY = {
     "sb3_contrib": {"agents/ppo.py"},
     "optuna": {"agents/optuna_search.py"},
     "mlflow": {"campaign/tracking.py"},
-    "deepspeed": {"engines/deepspeed_engine.py"},
+    "deepspeed": {"engines/deepspeed_library.py"},
     "ray": {"cluster.py"},
     "matplotlib": {"report/figures.py"},
     "pyarrow": {"report/sheets.py"},

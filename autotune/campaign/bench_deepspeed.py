@@ -11,7 +11,8 @@ from torch import distributed
 from autotune.campaign.bench_overhead import Beside, overhead, time_blocks
 from autotune.catalog import load_job
 from autotune.engines.deepspeed_config import engine_config
-from autotune.engines.deepspeed_engine import DeepSpeedEngine, imported, sized
+from autotune.engines.deepspeed_engine import DeepSpeedEngine, sized
+from autotune.engines.deepspeed_library import imported
 from autotune.engines.rank_processes import Report, be_rank, run_on_ranks
 from autotune.job import Job
 from autotune.mechanics import stepping

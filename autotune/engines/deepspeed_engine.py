@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
-import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import distributed
 
 from autotune.engines.deepspeed_config import engine_config
-from autotune.engines.rendezvous import store_of_ranks
+from autotune.engines.deepspeed_library import connect, imported
 from autotune.engines.torch_engine import EngineOptions, Snapshot, TorchEngine
 from autotune.errors import EngineError, InputError, JobError
 from autotune.job import Job
@@ -35,7 +31,6 @@ from autotune.mechanics.sharded import ShardedProbe, ShardedUpdate
 from autotune.mechanics.trees import tensors
 from autotune.plan import Plan, Precision
 
-INSTALL = "pip install 'torch>=2.11,<2.14' wheel ninja && pip install --no-build-isolation 'deepspeed>=0.19'"
 # Numbers of a communication buffer where nobody said how many: DeepSpeed's own default.
 _BUCKET = 500_000_000
 # Ranks draw their dropout from seeds that lie this far apart.
@@ -266,49 +261,6 @@ def sized(config: Mapping[str, Any], trained: Iterable[torch.nn.Parameter]) -> d
     entries = sum(parameter.numel() for parameter in trained)
     zero = {"reduce_bucket_size": min(entries, _BUCKET), **config["zero_optimization"]}
     return {**config, "zero_optimization": zero}
-
-
-def imported(device: str) -> ModuleType:
-    """Return the library, made ready for a device.
-
-    Raises:
-        InputError: if it, or what compiles its operations, is missing.
-    """
-    if device == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # It compiles one operation with ninja, which lies beside the interpreter.
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    try:
-        with redirect_stdout(sys.stderr):
-            import deepspeed
-    except ImportError as error:
-        raise InputError(f"deepspeed is missing ({error})", where="engine deepspeed", allowed=INSTALL) from error
-    if shutil.which("ninja") is None:
-        raise InputError("ninja is missing", where="engine deepspeed", allowed=INSTALL)
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    module: ModuleType = deepspeed
-    return module
-
-
-def connect(library: ModuleType, device: str) -> None:
-    """Join the process group of the ranks that this process is one of, or make one of this process alone."""
-    place = devices.rank_device(device, int(os.environ.get("LOCAL_RANK", "0")))
-    if distributed.is_initialized():
-        if not library.comm.is_initialized():
-            library.init_distributed(dist_backend=distributed.get_backend(), auto_mpi_discovery=False)
-        return
-    from deepspeed.constants import default_pg_timeout
-
-    backend, store = devices.collective_backend(device), store_of_ranks(default_pg_timeout)
-    rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-    with redirect_stdout(sys.stderr):
-        if store is not None:
-            # As DeepSpeed does it: a rank alone has nobody whom it could reach.
-            where = place if devices.is_accelerator(place) and world > 1 else None
-            distributed.init_process_group(
-                backend, store=store, rank=rank, world_size=world, timeout=default_pg_timeout, device_id=where
-            )
-        library.init_distributed(dist_backend=backend, auto_mpi_discovery=False)
 
 
 def _ranks_here() -> int:

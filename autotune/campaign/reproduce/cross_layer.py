@@ -21,7 +21,7 @@ from autotune.campaign.reproduce.rows import Row, over
 from autotune.campaign.reproduce.scaling import measure
 from autotune.campaign.run_documents import Run
 from autotune.engines.deepspeed_config import STAGES
-from autotune.engines.deepspeed_engine import imported
+from autotune.engines.deepspeed_library import imported
 from autotune.engines.inspection import build_model, build_optimizer
 from autotune.errors import EngineError, InputError
 from autotune.job import Job

@@ -15,7 +15,7 @@ from autotune.campaign.reproduce.paper_numbers import TABLE_1, TABLE_2
 from autotune.campaign.reproduce.races import Campaign
 from autotune.campaign.reproduce.rows import Row, document_of
 from autotune.campaign.reproduce.scaling import scaling
-from autotune.engines.deepspeed_engine import imported
+from autotune.engines.deepspeed_library import imported
 from autotune.errors import InputError
 from autotune.job import DataSource
 from autotune.mechanics.devices import device_name

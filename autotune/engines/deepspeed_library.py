@@ -1,0 +1,113 @@
+"""Import DeepSpeed, compile what it needs, and connect this process with its ranks.
+
+On CPUs, DeepSpeed compiles one extension to communicate with. PyTorch guards an extension's folder with a file called
+``lock``, which it creates even to load what is compiled already. A rank that is killed meanwhile leaves the file
+behind, and whoever loads the extension afterwards waits for ever. Here the folder is Autotune's own, and a lock that
+the kernel releases with its holder guards it: under that lock, a ``lock`` found there is of a process that is gone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import distributed
+
+from autotune.engines.rendezvous import store_of_ranks
+from autotune.errors import InputError
+from autotune.mechanics import devices
+
+_INSTALL = "pip install 'torch>=2.11,<2.14' wheel ninja && pip install --no-build-isolation 'deepspeed>=0.19'"
+_EXTENSIONS = "TORCH_EXTENSIONS_DIR"
+
+
+def imported(device: str) -> ModuleType:
+    """Return the library, made ready for a device.
+
+    One process of a machine compiles, once; the others wait.
+
+    Args:
+        device: ``cpu``, or an accelerator's type.
+
+    Raises:
+        InputError: if it, or what compiles its operations, is missing.
+    """
+    if device == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # It compiles with ninja, which lies beside the interpreter.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    try:
+        with redirect_stdout(sys.stderr):
+            import deepspeed
+    except ImportError as error:
+        raise InputError(f"deepspeed is missing ({error})", where="engine deepspeed", allowed=_INSTALL) from error
+    if shutil.which("ninja") is None:
+        raise InputError("ninja is missing", where="engine deepspeed", allowed=_INSTALL)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    library: ModuleType = deepspeed
+    _compile(library)
+    return library
+
+
+def connect(library: ModuleType, device: str) -> None:
+    """Join the process group of the ranks that this process is one of, or make one of this process alone."""
+    place = devices.rank_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+    if distributed.is_initialized():
+        if not library.comm.is_initialized():
+            library.init_distributed(dist_backend=distributed.get_backend(), auto_mpi_discovery=False)
+        return
+    from deepspeed.constants import default_pg_timeout
+
+    backend, store = devices.collective_backend(device), store_of_ranks(default_pg_timeout)
+    rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    with redirect_stdout(sys.stderr):
+        if store is not None:
+            # As DeepSpeed does it: a rank alone has nobody whom it could reach.
+            where = place if devices.is_accelerator(place) and world > 1 else None
+            distributed.init_process_group(
+                backend, store=store, rank=rank, world_size=world, timeout=default_pg_timeout, device_id=where
+            )
+        library.init_distributed(dist_backend=backend, auto_mpi_discovery=False)
+
+
+def _compile(library: ModuleType) -> None:
+    """Load the extension, compiled if need be, unless DeepSpeed would do without it; it then finds it loaded."""
+    builder = library.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is None or not library.ops.__compatible_ops__.get(builder.NAME, False):
+        return
+    folder = _folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "autotune.lock").open("wb") as held, _compiled_in(folder):
+        fcntl.flock(held, fcntl.LOCK_EX)
+        (folder / builder.NAME / "lock").unlink(missing_ok=True)
+        with redirect_stdout(sys.stderr):
+            builder.load(verbose=False)
+
+
+def _folder() -> Path:
+    """Return Autotune's folder within the one that this user's extensions are compiled in."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get(_EXTENSIONS) or get_default_build_root())
+    return root / f"autotune-{sys.implementation.cache_tag}-torch-{torch.__version__}"
+
+
+@contextmanager
+def _compiled_in(folder: Path) -> Iterator[None]:
+    before = os.environ.get(_EXTENSIONS)
+    os.environ[_EXTENSIONS] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_EXTENSIONS]
+        else:
+            os.environ[_EXTENSIONS] = before
