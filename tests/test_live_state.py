@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -213,12 +215,31 @@ def train(make: Callable[[], nn.Module], budget: int | None, policy: Any) -> tup
     return (losses, weights, states(model), outside), locks, recomputed
 
 
+class HoldsOddThings(Part):
+    """Holds what constructors or attributes of the usual kind do not exist of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        soon_gone = _Gone()
+        self.began, self.gone = time.gmtime(0), (weakref.proxy(soon_gone),)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x)
+        self.last = torch.max(found.detach(), -1)
+        return found + self.last.values.mean()
+
+
+class _Gone:
+    pass
+
+
 EXACT: list[Callable[[], nn.Module]] = [
     lambda: with_blocks(Part),
     lambda: with_blocks(Counts),
     lambda: with_blocks(Remembers),
     lambda: with_blocks(Anneals),
     lambda: with_blocks(Lists),
+    lambda: with_blocks(HoldsOddThings),
 ]
 LOCKED: list[tuple[Callable[[], nn.Module], str]] = [
     (lambda: with_blocks(LongList), "list of over 256 items"),
@@ -233,7 +254,7 @@ LOCKED: list[tuple[Callable[[], nn.Module], str]] = [
 
 
 @pytest.mark.parametrize("lean", [True, False])
-@pytest.mark.parametrize("make", EXACT, ids=["plain", "counts", "remembers", "anneals", "list"])
+@pytest.mark.parametrize("make", EXACT, ids=["plain", "counts", "remembers", "anneals", "list", "odd things"])
 def test_a_state_in_attributes_is_as_it_was_and_recomputed(make: Callable[[], nn.Module], *, lean: bool) -> None:
     plain, _, _ = train(make, None, None)
     tuned, locks, recomputed = train(make, 1 if lean else 10**12, "exact" if lean else Wanders())

@@ -16,7 +16,19 @@ import torch
 from torch import nn
 
 # Libraries whose functions keep to what they are handed.
-TRUSTED = ("torch", "numpy", "builtins", "math", "functools", "itertools", "typing", "collections", "autotune")
+TRUSTED = (
+    "torch",
+    "numpy",
+    "triton",
+    "einops",
+    "builtins",
+    "math",
+    "functools",
+    "itertools",
+    "typing",
+    "collections",
+    "autotune",
+)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_THE_PROCESS: tuple[Any, ...] = (random, np.random, random._inst, np.random.mtrand._rand)
 _OF_ITS_OWN = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)

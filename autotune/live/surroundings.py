@@ -11,8 +11,9 @@ import functools
 import logging
 import operator
 import random
+import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
@@ -33,6 +34,7 @@ _MOST_OBJECTS, _DEPTH = 5000, 3
 _MOST_BYTES = 2**27
 _OF_MODULES = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes)
+_LEFT_OUT = (*_PLAIN, type(None), *weakref.ProxyTypes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,16 +79,16 @@ class Surroundings:
 
     Args:
         module: the unit.
-        itself: tells which values of the unit's own attributes are watched as well; ``None`` for none.
+        own: attributes of the unit's parts that are watched as well, by name.
         handed: objects whose functions are watched as well.
-        named: whether, of objects that the unit's own attributes lead to, only what the unit's code names is watched.
+        named: whether, of objects that ``own`` leads to, only what the unit's code names is watched.
     """
 
     def __init__(
         self,
         module: nn.Module,
         *,
-        itself: Callable[[Any], bool] | None = None,
+        own: Iterable[tuple[str, Any]] = (),
         handed: Sequence[Any] = (),
         named: bool = False,
     ) -> None:
@@ -96,10 +98,8 @@ class Surroundings:
         self.refusal: str | None = None
         # The attributes that are watched; ``None`` for all.
         self._named = _names_in(module) if named else None
-        for part in module.modules() if itself else ():
-            for name, value in vars(part).items():
-                if name not in _OF_MODULES and itself is not None and itself(value):
-                    self._take(name, value)
+        for name, value in own:
+            self._take(name, value)
         self._named = None
         for kind in dict.fromkeys(base for part in module.modules() for base in type(part).__mro__):
             if not is_trusted(kind.__module__):
@@ -181,7 +181,8 @@ class Surroundings:
                 self._take(f"{kind.__name__}.{key}", value)
 
     def _take(self, name: str, value: Any, depth: int = 0) -> None:
-        if value is None or isinstance(value, _PLAIN) or id(value) in self._met or len(self._seen) > _MOST_OBJECTS:
+        # A proxy says that it is what it stands for, which may be gone: its class proper is asked.
+        if issubclass(type(value), _LEFT_OUT) or id(value) in self._met or len(self._seen) > _MOST_OBJECTS:
             return
         if isinstance(value, FunctionType | MethodType):
             self._look_into(name, value, depth)
@@ -205,6 +206,12 @@ class Surroundings:
         self._seen.append(found)
         for key, item in _items(value):
             self._take(f"{name}{key}", item, depth)
+
+
+def own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the attributes of a unit's parts, by name, but for those that every module has."""
+    parts = (vars(part).items() for part in module.modules())
+    return [(name, value) for items in parts for name, value in items if name not in _OF_MODULES]
 
 
 def _functions(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -19,8 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from autotune.mechanics import ambient
@@ -31,19 +29,15 @@ from autotune.mechanics.buffers import (
     fresh_buffers,
     lost_buffer,
     replaced_buffers,
-    version_of,
 )
 from autotune.mechanics.copies import CopyError, TensorCopy, copied
+from autotune.mechanics.kept import Kept, Reads, few, is_carrier, without_graph
 from autotune.mechanics.repeats import Repeats, is_due
 
 logger = logging.getLogger(__name__)
 
 WRITTEN = "what it is handed is written to in place before its backward pass"
 _DIFFERS = "recomputed, it did not repeat its forward pass"
-_HARMLESS = {"__get__", "size", "numel", "nelement", "element_size", "untyped_storage", "data_ptr"}
-# What a call may put something into, and how many items of it are copied at each call.
-_MUTABLE = (list, dict, set, deque)
-_MOST_ITEMS = 256
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
@@ -54,68 +48,6 @@ def uncopyable_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str
     except CopyError as error:
         return str(error)
     return None
-
-
-class Kept:
-    """Keep what a unit was handed, with copies, until it is known whether anybody writes to it before backward.
-
-    Args:
-        leaves: its arguments' leaves; tensors within objects count as well.
-        copies: whether copies are kept as well.
-
-    Raises:
-        CopyError: for an object that nobody can look into.
-    """
-
-    def __init__(self, leaves: Sequence[Any], *, copies: bool = True) -> None:
-        self._leaves = leaves
-        self._tensors = _tensors_within(leaves)
-        self._versions = [version_of(tensor) for tensor in self._tensors]
-        # On the host, where there is one beside the device: the step may need all that the device has.
-        self._copies = {id(one): one.detach().to("cpu", copy=True) for one in self._tensors} if copies else {}
-
-    @property
-    def written(self) -> bool:
-        """Tell whether somebody has written to the tensors since."""
-        return self._versions != [version_of(tensor) for tensor in self._tensors]
-
-    def settle(self) -> None:
-        """Forget the copies where nobody has."""
-        if not self.written:
-            self._copies = {}
-
-    def drop(self, unused: TensorCopy) -> None:
-        """Forget tensors for which another one stands from now on."""
-        self._leaves = ()
-        kept = ((tensor, unused(tensor)) for tensor in self._tensors)
-        self._tensors = [left for _, left in kept if not isinstance(left, _Absent)]
-        self._versions = [version_of(tensor) for tensor in self._tensors]
-
-    def leaves(self) -> list[Any]:
-        """Return the leaves; tensors as they were."""
-        return [self.then(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
-
-    def then(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor as it was."""
-        made = self._copies.get(id(tensor))
-        return tensor if made is None or not self.written else _back(made, tensor)
-
-
-def _tensors_within(leaves: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the tensors that leaves are, or lead to."""
-    found: list[torch.Tensor] = []
-
-    def met(tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, _Absent):
-            found.append(tensor)
-        return tensor
-
-    copied(list(leaves), met)
-    return found
-
-
-def _back(copy: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return copy.detach().to(like.device).requires_grad_(like.requires_grad)
 
 
 class _Again(AbstractContextManager[None]):
@@ -237,60 +169,8 @@ def _holds(own: dict[str, Any], then: dict[str, Any]) -> bool:
     return len(own) == len(then) and all(map(operator.is_, own.values(), then.values()))
 
 
-class _Reads(TorchFunctionMode):
-    """Find out which tensors with a gradient, of those that objects hold, are used while this is active.
-
-    Attributes:
-        tensors: those tensors, by identity.
-        used: the identities of those that were used.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: dict[int, torch.Tensor] = {}
-        self.used: set[int] = set()
-
-    def met(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Take in a tensor that an object holds, and return it."""
-        if tensor.requires_grad and not isinstance(tensor, _Absent | nn.Parameter):
-            self.tensors[id(tensor)] = tensor
-        return tensor
-
-    def left(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what is kept of a tensor: its values, if it was used."""
-        if id(tensor) not in self.tensors:
-            return tensor
-        return (
-            without_graph(tensor) if id(tensor) in self.used else torch.Tensor._make_subclass(_Absent, torch.empty(0))
-        )
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if len(self.used) < len(self.tensors):
-            self.used.update(id(leaf) for leaf in tree_leaves((args, kwargs)) if id(leaf) in self.tensors)
-        return function(*args, **(kwargs or {}))
-
-
-class _Absent(torch.Tensor):
-    """Stand for a tensor that a unit did not use: to keep it would keep other units' activations alive.
-
-    Whoever looks through all tensors of a process may ask for its attributes and its size.
-    """
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.__name__ in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **(kwargs or {}))
-        raise RuntimeError("a recomputed unit uses a tensor of another one, which its forward pass did not")
-
-
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a leaf that shares a tensor's values and its count of writes: to keep it keeps no other pass's graph."""
-    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
 
 
 @dataclass(slots=True)
@@ -333,7 +213,7 @@ class _Call:
         args, kwargs = tree_unflatten(found, self.shape)
         return self.forward(*args, **kwargs)
 
-    def has_run(self, reads: _Reads) -> None:
+    def has_run(self, reads: Reads) -> None:
         """Forget what only its first run needs, and of other units' tensors what it did not use.
 
         Args:
@@ -400,9 +280,11 @@ class Recomputation:
         must keep by looking at its positional arguments.
         """
         leaves, shape = tree_flatten((args, dict(kwargs)))
-        parts, reads = list(self.module.modules()), _Reads()
-        self._look_for_carriers(parts)
-        found = None if self._is_barred(parts) else self._copied(leaves, parts, reads)
+        parts, reads = list(self.module.modules()), Reads()
+        found = None
+        if not self._is_barred(parts):
+            self._look_for_carriers(parts)
+            found = self._copied(leaves, parts, reads)
         if found is None:
             return forward(*args, **kwargs)
         objects, attributes = found
@@ -491,7 +373,7 @@ class Recomputation:
         return self.barred is not None
 
     def _copied(
-        self, leaves: Sequence[Any], parts: Sequence[nn.Module], reads: _Reads
+        self, leaves: Sequence[Any], parts: Sequence[nn.Module], reads: Reads
     ) -> tuple[dict[int, Any], dict[int, dict[str, Any]]] | None:
         """Return copies of the arguments that are no tensors, by place, and of attributes, by part and name.
 
@@ -511,7 +393,7 @@ class Recomputation:
             return None
         try:
             return handed, {
-                place: {name: _few(value, reads) for name, value in vars(parts[place]).items() if name in names}
+                place: {name: few(value, reads) for name, value in vars(parts[place]).items() if name in names}
                 for place, names in self.carriers.items()
                 if place < len(parts)
             }
@@ -528,33 +410,6 @@ def _elsewhere(
     devices = {leaf.device for leaf in (*leaves, *weights) if isinstance(leaf, torch.Tensor)}
     found = {tensor.device for tensor in tensors if tensor is not None}
     return [torch.empty(0, device=device) for device in devices - found]
-
-
-def _few(value: Any, reads: _Reads) -> Any:
-    """Return a copy of an attribute; of one that is too large for a copy at each call, refuse it."""
-    if isinstance(value, _MUTABLE) and len(value) > _MOST_ITEMS:
-        raise CopyError(f"{type(value).__name__} of over {_MOST_ITEMS} items")
-    return copied(value, reads.met)
-
-
-def is_carrier(value: Any) -> bool:
-    """Tell whether a value can take up something, or leads to a tensor with a graph behind it.
-
-    What leads to a module does not count: it leads to all that the module has.
-    """
-    carries, waiting = isinstance(value, _MUTABLE), [value]
-    met: set[int] = set()
-    while waiting and len(met) <= _MOST_ITEMS:
-        one = waiting.pop()
-        if isinstance(one, nn.Module):
-            return False
-        if isinstance(one, torch.Tensor):
-            carries = carries or one.grad_fn is not None
-        elif id(one) not in met and not isinstance(one, str | bytes | type):
-            met.add(id(one))
-            waiting += one if isinstance(one, list | tuple | set | frozenset | deque) else ()
-            waiting += one.values() if isinstance(one, dict) else getattr(one, "__dict__", {}).values()
-    return carries
 
 
 def hooks_within(module: nn.Module) -> int:

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -117,9 +118,7 @@ class _Copier:
     def _container(self, value: Any) -> Any:
         if isinstance(value, tuple | frozenset):
             items = [self.copied(item) for item in value]
-            kind: Any = tuple if isinstance(value, tuple) else frozenset
-            # A subclass may take other arguments.
-            return self.know(value, kind.__new__(type(value), items))
+            return self.know(value, _constant(type(value), items))
         # A shallow copy keeps what a subclass has besides its items.
         made = self.know(value, copy.copy(value))
         if isinstance(value, dict):
@@ -150,6 +149,16 @@ class _Copier:
             # What calls itself its own copy is a constant.
             return self.know(value, value)
         return self.know(value, made)
+
+
+def _constant(kind: Any, items: list[Any]) -> Any:
+    """Return a tuple or frozen set of some class with the items given."""
+    try:
+        # A named tuple's constructor takes its items one by one.
+        return (tuple if issubclass(kind, tuple) else frozenset).__new__(kind, items)
+    except TypeError:
+        # What a function of torch's returns (``torch.return_types.max``) is made by its constructor alone.
+        return kind(items)
 
 
 def copied(value: Any, tensor: TensorCopy = lambda tensor: tensor) -> Any:
@@ -266,7 +275,7 @@ def state_of(value: Any) -> dict[str, Any]:
 
 
 def _state(path: str, value: Any, met: set[int]) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, bool | int | float | complex | str | bytes | np.generic):
+    if issubclass(type(value), bool | int | float | complex | str | bytes | np.generic):
         yield path, value
         return
     if _is_shared(value) or _belongs_to_process(value) or id(value) in met or len(met) > _MOST_OBJECTS:
@@ -320,8 +329,21 @@ def attributes_of(value: Any) -> dict[str, Any]:
     """Return an object's attributes by name, in its ``__dict__`` and in slots; a method has none of its own."""
     if isinstance(value, MethodType):
         return {}
-    slots = (name for name in slots_of(type(value)) if hasattr(value, name))
-    return {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots}}
+    found = dict(own_dict(value))
+    for name in slots_of(type(value)):
+        # A slot may hold nothing yet.
+        with suppress(AttributeError):
+            found[name] = object.__getattribute__(value, name)
+    return found
+
+
+def own_dict(value: Any) -> dict[str, Any]:
+    """Return an object's ``__dict__``, empty if it has none; no code of its class's own runs."""
+    try:
+        found: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found
 
 
 def slots_of(kind: type) -> list[str]:

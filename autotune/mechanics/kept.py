@@ -1,0 +1,166 @@
+"""Keep, of what a recomputed unit is handed, what its recomputation needs, and nothing that keeps others alive.
+
+A cache that all blocks share holds what each of them has computed: whoever kept a copy of it as it is would keep all
+their activations. What is kept of such tensors is their values, and only of those that the unit used.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from autotune.mechanics.buffers import version_of
+from autotune.mechanics.copies import CopyError, TensorCopy, copied, own_dict
+
+_HARMLESS = {"__get__", "size", "numel", "nelement", "element_size", "untyped_storage", "data_ptr"}
+# What a call may put something into, and how many items of it are copied at each call.
+_MUTABLE = (list, dict, set, deque)
+_MOST_ITEMS = 256
+
+
+class Kept:
+    """What a unit was handed, with copies, until it is known whether anybody writes to it before backward.
+
+    Args:
+        leaves: its arguments' leaves; tensors within objects count as well.
+        copies: whether copies are kept as well.
+
+    Raises:
+        CopyError: for an object that nobody can look into.
+    """
+
+    def __init__(self, leaves: Sequence[Any], *, copies: bool = True) -> None:
+        self._leaves = leaves
+        self._tensors = _tensors_within(leaves)
+        self._versions = [version_of(tensor) for tensor in self._tensors]
+        # On the host, where there is one beside the device: the step may need all that the device has.
+        self._copies = {id(one): one.detach().to("cpu", copy=True) for one in self._tensors} if copies else {}
+
+    @property
+    def written(self) -> bool:
+        """Tell whether somebody has written to the tensors since."""
+        return self._versions != [version_of(tensor) for tensor in self._tensors]
+
+    def settle(self) -> None:
+        """Forget the copies where nobody has."""
+        if not self.written:
+            self._copies = {}
+
+    def drop(self, unused: TensorCopy) -> None:
+        """Forget tensors for which another one stands from now on."""
+        self._leaves = ()
+        kept = ((tensor, unused(tensor)) for tensor in self._tensors)
+        self._tensors = [left for _, left in kept if not isinstance(left, Absent)]
+        self._versions = [version_of(tensor) for tensor in self._tensors]
+
+    def leaves(self) -> list[Any]:
+        """Return the leaves; tensors as they were."""
+        return [self.then(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
+
+    def then(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor as it was."""
+        made = self._copies.get(id(tensor))
+        return tensor if made is None or not self.written else _back(made, tensor)
+
+
+def _tensors_within(leaves: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the tensors that leaves are, or lead to."""
+    found: list[torch.Tensor] = []
+
+    def met(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, Absent):
+            found.append(tensor)
+        return tensor
+
+    copied(list(leaves), met)
+    return found
+
+
+def _back(copy: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return copy.detach().to(like.device).requires_grad_(like.requires_grad)
+
+
+class Reads(TorchFunctionMode):
+    """Finds out which tensors with a gradient, of those that objects hold, are used while this is active.
+
+    Attributes:
+        tensors: those tensors, by identity.
+        used: the identities of those that were used.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.used: set[int] = set()
+
+    def met(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Take in a tensor that an object holds, and return it."""
+        if tensor.requires_grad and not isinstance(tensor, Absent | nn.Parameter):
+            self.tensors[id(tensor)] = tensor
+        return tensor
+
+    def left(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what is kept of a tensor: its values, if it was used."""
+        if id(tensor) not in self.tensors:
+            return tensor
+        return without_graph(tensor) if id(tensor) in self.used else torch.Tensor._make_subclass(Absent, torch.empty(0))
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if len(self.used) < len(self.tensors):
+            self.used.update(id(leaf) for leaf in tree_leaves((args, kwargs)) if id(leaf) in self.tensors)
+        return function(*args, **(kwargs or {}))
+
+
+class Absent(torch.Tensor):
+    """Stands for a tensor that a unit did not use: to keep it would keep other units' activations alive.
+
+    Whoever looks through all tensors of a process may ask for its attributes and its size.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__ in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        raise RuntimeError("a recomputed unit uses a tensor of another one, which its forward pass did not")
+
+
+def without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a leaf that shares a tensor's values and its count of writes: to keep it keeps no other pass's graph."""
+    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
+
+
+def few(value: Any, reads: Reads) -> Any:
+    """Return a copy of an attribute; of one that is too large for a copy at each call, refuse it."""
+    if isinstance(value, _MUTABLE) and len(value) > _MOST_ITEMS:
+        raise CopyError(f"{type(value).__name__} of over {_MOST_ITEMS} items")
+    return copied(value, reads.met)
+
+
+def is_carrier(value: Any) -> bool:
+    """Tell whether a value can take up something, or leads to a tensor with a graph behind it.
+
+    What leads to a module does not count: it leads to all that the module has.
+    """
+    carries, waiting = isinstance(value, _MUTABLE), [value]
+    met: set[int] = set()
+    while waiting and len(met) <= _MOST_ITEMS:
+        one = waiting.pop()
+        if type(one) in weakref.ProxyTypes:
+            continue
+        if isinstance(one, nn.Module):
+            return False
+        if isinstance(one, torch.Tensor):
+            carries = carries or one.grad_fn is not None
+        elif id(one) not in met and not isinstance(one, str | bytes | type):
+            met.add(id(one))
+            waiting += one if isinstance(one, list | tuple | set | frozenset | deque) else ()
+            waiting += one.values() if isinstance(one, dict) else own_dict(one).values()
+    return carries
