@@ -37,7 +37,7 @@ _SHORT = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
-    """Say where workers run.
+    """Where workers run.
 
     Attributes:
         address: ``auto`` for the cluster that this machine belongs to, ``local:N`` for N workers on this machine, or a
@@ -66,7 +66,7 @@ class ClusterOptions:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Say where one worker runs: on which node, on which of its machine's cores (by rank), with how many GPUs."""
+    """Where one worker runs: on which node, on which of its machine's cores (by rank), with how many GPUs."""
 
     node: str
     cores: tuple[int, ...]
@@ -74,7 +74,7 @@ class Place:
 
 
 class Cluster:
-    """Be connected to a cluster, until it is closed.
+    """A connection to a cluster, until it is closed.
 
     Args:
         options: which.
@@ -163,7 +163,7 @@ class Remote:
 
 
 class _Pinned:
-    """Hold an object in a process that keeps to some cores: the body of an actor.
+    """An object in a process that is bound to some cores: the body of an actor.
 
     Args:
         body: the object's class.

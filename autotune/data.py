@@ -28,7 +28,7 @@ _LIMIT_BYTES = 2**26
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Say how a data set lies in a folder.
+    """How a data set is laid out in a folder.
 
     Attributes:
         name: what the format is called.
@@ -43,7 +43,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located:
-    """Hold where a data set was found.
+    """Where a data set was found.
 
     Attributes:
         layout: how it lies there.
@@ -151,7 +151,7 @@ def source_of(path: Path, name: str) -> DataSource:
 
 
 def _missing(folder: Path, layouts: Sequence[Layout]) -> str:
-    """Say what keeps a folder from being any layout: the first file that lacks, where a part is there."""
+    """Describe why a folder has no known layout: the first missing file of a layout that is partly there."""
     for layout in layouts:
         for place in (folder / layout.folder, folder):
             there = [name for name in layout.files if is_file(place / name)]

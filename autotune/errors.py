@@ -1,4 +1,4 @@
-"""Say every way in which the project refuses or fails, in one tree.
+"""Every way in which the project refuses or fails, as one tree of exceptions.
 
     AutotuneError
     ├── InputError              what a user handed over is wrong; the command line exits with 2
@@ -31,7 +31,7 @@ _OF_QUERY = re.compile(r"((?:password|passwd|token|secret)=)[^\s&;,)]+", re.IGNO
 
 
 class AutotuneError(Exception):
-    """Be the root of every exception that this package raises on purpose."""
+    """The root of every exception that this package raises on purpose."""
 
 
 class InputError(AutotuneError, ValueError):

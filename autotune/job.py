@@ -1,4 +1,4 @@
-"""Say what a user hands over: a training job, in full.
+"""What a user provides: a complete training job.
 
 A job is written in a dozen lines of ordinary PyTorch; ``envs/`` holds the reference jobs. Only its name (``charlm``,
 ``pkg.module:attr`` or ``path/to/file.py:attr``) ever crosses a process border.
@@ -31,7 +31,7 @@ _LONGEST_NAME = 1_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    """Say where data came from.
+    """Where data came from.
 
     Attributes:
         name: what the data is called.

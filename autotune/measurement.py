@@ -1,4 +1,4 @@
-"""Say what a window saw: the one document that every engine returns and every decider reads."""
+"""What a window of steps measured: the one document that every engine returns and every decider reads."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class UnitGradient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientStatistics:
-    """Hold the gradient's statistics at the last sampled step.
+    """The gradient's statistics at the last sampled step.
 
     Attributes:
         norm: 2-norm of the whole unscaled gradient before clipping.
@@ -85,7 +85,7 @@ class GradientStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Hold what one window of steps under one plan saw.
+    """What one window of steps under one plan saw.
 
     Attributes:
         steps: optimizer steps that were attempted, discarded ones included.

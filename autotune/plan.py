@@ -1,4 +1,4 @@
-"""Say what can be turned: the plan, and the space of plans that a job on a device allows.
+"""The plan, and the space of plans that a job on a device allows.
 
 Plans are data. What a plan does to a model is the business of ``mechanics.controls``; torch is not known here.
 """
@@ -48,7 +48,7 @@ class Precision(StrEnum):
 
 
 class Storage(StrEnum):
-    """Say what becomes of a unit's activations between forward and backward."""
+    """What happens to a unit's activations between forward and backward."""
 
     SAVE = "save"
     RECOMPUTE = "recompute"
@@ -56,7 +56,7 @@ class Storage(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Hold the choices that cannot change during a run; ``None`` leaves the job's own.
+    """The choices that cannot change during a run; ``None`` leaves the job's own.
 
     Attributes:
         zero_stage: DeepSpeed ZeRO stage, 0 to 3.
@@ -203,7 +203,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSpace:
-    """Hold every plan that a job on a device allows, in a fixed order of choices.
+    """Every plan that a job on a device allows, in a fixed order of choices.
 
     Attributes:
         units: the units, in the order in which the forward pass reaches them.

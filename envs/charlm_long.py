@@ -26,7 +26,7 @@ BUCKET = 32
 
 
 class Layer(nn.Module):
-    """Be one transformer block with fused attention."""
+    """One transformer block with fused attention."""
 
     def __init__(self) -> None:
         super().__init__()

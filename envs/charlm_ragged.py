@@ -25,14 +25,14 @@ IGNORED = -100
 
 
 class Batch(TypedDict):
-    """Hold padded inputs and targets, both (batch, length); padding in targets is IGNORED."""
+    """Padded inputs and targets, both (batch, length); padding in targets is IGNORED."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
 
 
 class Layer(nn.Module):
-    """Be one transformer block with fused attention."""
+    """One transformer block with fused attention."""
 
     def __init__(self) -> None:
         super().__init__()

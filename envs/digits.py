@@ -21,7 +21,7 @@ WIDTH, BLOCKS, BATCH, TRAINING_IMAGES = 48, 6, 64, 1437
 
 
 class ResidualBlock(nn.Module):
-    """Be two 3x3 convolutions with BatchNorm on a residual path."""
+    """Two 3x3 convolutions with BatchNorm on a residual path."""
 
     def __init__(self) -> None:
         super().__init__()

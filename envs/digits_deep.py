@@ -16,7 +16,7 @@ WIDTH, BLOCKS, BATCH, TRAINING_IMAGES = 128, 200, 512, 1437
 
 
 class Layer(nn.Module):
-    """Be a layer on a residual path that begins as the identity."""
+    """A layer on a residual path that begins as the identity."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -60,7 +60,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Be one transformer block: attention and a two-layer network, each on a residual path."""
+    """One transformer block: attention and a two-layer network, each on a residual path."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ Examples = tuple[torch.Tensor, torch.Tensor]
 
 
 class Bottleneck(nn.Module):
-    """Be a 1x1, a 3x3 and a 1x1 convolution with BatchNorm on a residual path."""
+    """A 1x1, a 3x3 and a 1x1 convolution with BatchNorm on a residual path."""
 
     def __init__(self, width_in: int, width: int, stride: int) -> None:
         super().__init__()

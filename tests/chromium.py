@@ -22,7 +22,7 @@ _FLAGS = (
 
 
 class Chromium:
-    """Be one open page.
+    """One open page.
 
     Attributes:
         said: what the page wrote to the console, and errors of it.

@@ -30,7 +30,7 @@ CODES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """Say when and how a command is killed.
+    """When and how a command is killed.
 
     Attributes:
         after_s: seconds after its start.

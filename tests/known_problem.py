@@ -12,7 +12,7 @@ from autotune.plan import PlanSpace
 
 
 def known_cost(plan: Plan) -> float:
-    """Be a problem whose best plan is k = 2, bf16 everywhere, only blocks.1 recomputed."""
+    """A problem whose best plan is k = 2, bf16 everywhere, only blocks.1 recomputed."""
     seconds = 0.1 + 0.02 * sum(plan.precision_of(unit.name) is Precision.FP32 for unit in SPACE.units)
     seconds += 0.01 * sum(choice is Storage.RECOMPUTE for choice in plan.storage.values())
     return seconds + {1: 0.0, 2: 0.005, 4: 0.05}[plan.accumulation_steps]

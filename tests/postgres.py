@@ -49,7 +49,7 @@ def server() -> Iterator[Server]:
 
 
 class Server:
-    """Be a server in a folder.
+    """A server in a folder.
 
     Args:
         folder: where its data lie.

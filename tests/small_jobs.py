@@ -1,4 +1,4 @@
-"""Hold training jobs of a few milliseconds a step, and exact comparisons of what training leaves behind."""
+"""Training jobs of a few milliseconds a step, and exact comparisons of what training leaves behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hold models that train in milliseconds, in plain torch: a process without this project can import them."""
+"""Models that train in milliseconds, in plain torch: a process without this project can import them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Block(nn.Module):
-    """Be a transformer block whose dropout draws from the global generator."""
+    """A transformer block whose dropout draws from the global generator."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class TinyGPT(nn.Module):
 
 
 class ConvolutionBlock(nn.Module):
-    """Be a convolution with BatchNorm on a residual path."""
+    """A convolution with BatchNorm on a residual path."""
 
     def __init__(self, width: int, *, momentum: float | None = 0.1) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class TinyConvolution(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """Be two equal linear layers: the smallest model with recomputable units."""
+    """Two equal linear layers: the smallest model with recomputable units."""
 
     def __init__(self, width: int = 3) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Be one of several ranks that a model is spread over, alone and attached, and compare to the last bit."""
+"""Run one of several ranks that a model is sharded over, alone and attached, and compare to the last bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autotune.errors import AttachError
 
 
 class Mixed(nn.Module):
-    """Be a block whose two layers can be split over ranks."""
+    """A block whose two layers can be split over ranks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ BATCHES = 45
 
 
 class Job(lightning.LightningModule):
-    """Be somebody's module."""
+    """Somebody's module."""
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor]) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def loader(batches: Iterator[Any]) -> Any:
 
 @dataclasses.dataclass
 class Run:
-    """Hold what a training left behind."""
+    """What a training left behind."""
 
     trainer: Any
     module: Job

@@ -96,7 +96,7 @@ def labelled(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 @dataclasses.dataclass
 class Run:
-    """Hold what a training left behind."""
+    """What a training left behind."""
 
     trainer: Any
     generator: torch.Tensor

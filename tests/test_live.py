@@ -80,7 +80,7 @@ def seeded(seed: int = 0) -> None:
 
 @dataclasses.dataclass
 class Trace:
-    """Hold all that a run leaves behind."""
+    """All that a run leaves behind."""
 
     losses: list[float]
     model: nn.Module
@@ -165,7 +165,7 @@ def deep_gpt() -> nn.Module:
 
 
 class Moves:
-    """Be a budget that moves between what nothing and what everything needs."""
+    """A budget that moves between what nothing and what everything needs."""
 
     def __init__(self, lowest: int, highest: int) -> None:
         self.lowest, self.highest = lowest, highest
@@ -380,7 +380,7 @@ def test_a_model_saved_while_attached_loads_where_this_package_is_not(tmp_path: 
 
 
 class BudgetError(Exception):
-    """Be somebody's own exception."""
+    """Somebody's own exception."""
 
 
 def raise_within(tuner: Any, model: nn.Module, batch: Any, error: BaseException) -> None:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Block(nn.Module):
-    """Be a block with dropout and without a counter, which would be a constant of what is compiled."""
+    """A block with dropout and without a counter, which would be a constant of what is compiled."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

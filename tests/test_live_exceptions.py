@@ -23,7 +23,7 @@ STEPS = 16
 
 
 class OwnError(Exception):
-    """Be somebody's own exception, which knows what it was about."""
+    """Somebody's own exception, which knows what it was about."""
 
 
 def raise_mine(kind: type[BaseException], place: str) -> None:
@@ -31,7 +31,7 @@ def raise_mine(kind: type[BaseException], place: str) -> None:
 
 
 class OwnOptimizer(torch.optim.AdamW):
-    """Be somebody's own optimizer."""
+    """Somebody's own optimizer."""
 
     def __init__(self, owner: Clumsy) -> None:
         super().__init__(owner.model.parameters(), 1e-2)

@@ -90,7 +90,7 @@ def needs() -> tuple[int, int]:
 
 @dataclass
 class Step:
-    """Hold what a step was allowed to need and what it needed."""
+    """What a step was allowed to need and what it needed."""
 
     budget: int
     twin: int

@@ -64,7 +64,7 @@ class Holds:
 
 
 class Notes(Holds):
-    """Hold one k, and keep the profiles that were to be planned from."""
+    """One k, and keep the profiles that were to be planned from."""
 
     def __init__(self, k: int) -> None:
         super().__init__(k)
@@ -76,7 +76,7 @@ class Notes(Holds):
 
 
 class Mixes(Holds):
-    """Hold one k, with every third unit in 16 bits."""
+    """One k, with every third unit in 16 bits."""
 
     def decide(self, observation: Any, plan: Plan) -> Plan:
         lower = observation.space.precisions[-1]

@@ -109,7 +109,7 @@ class Buffered(Block):
 
 
 class Masked(Block):
-    """Be handed a mask that takes hardly any room."""
+    """Takes a mask that needs hardly any memory."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return super().forward(x) * mask[0, 0]

@@ -37,7 +37,7 @@ class Attention(nn.Module):
 
 
 class Eager(TinyGPT):
-    """Be a model of such blocks."""
+    """A model of such blocks."""
 
     def __init__(self) -> None:
         super().__init__(width=16, blocks=6)

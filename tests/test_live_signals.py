@@ -15,7 +15,7 @@ from autotune.live.signals import any_error
 
 
 class Preempted(Exception):
-    """Be what a scheduler's notice is turned into."""
+    """What a scheduler's notice is turned into."""
 
 
 def handler(*_: object) -> None:

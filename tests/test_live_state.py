@@ -22,7 +22,7 @@ ENTROPY = random.SystemRandom()
 
 
 class Part(nn.Module):
-    """Be a block; what is special about it, others add."""
+    """A block; what is special about it, others add."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Codebook(Part):
 
 
 class InPlace(Part):
-    """Be a block whose result is added in place to what it was handed."""
+    """A block whose result is added in place to what it was handed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ WIDE = replace(SPACE, units=UNITS, accumulation_choices=(1, 2))
 
 
 def share(plan: Plan, *, bend: float = 0.0) -> float:
-    """Be a peak as a share of the budget: a sum over units, and a bend that no line follows."""
+    """A peak as a share of the budget: a sum over units, and a bend that no line follows."""
     held = sum(
         (1.0 if plan.precision_of(unit.name) is Precision.FP32 else 0.6)
         * (1.0 if plan.storage_of(unit.name) is Storage.SAVE else 0.4)

@@ -28,7 +28,7 @@ def drawn_jobs(count: int = 20, seed: int = 5) -> list[SimulatedJob]:
 
 
 class Pooled:
-    """Hold jobs, what they cost and their plans."""
+    """Jobs, what they cost and their plans."""
 
     def __init__(self, profiles: list[Profile], settings: PoolSettings | None = None) -> None:
         self.profiles = profiles

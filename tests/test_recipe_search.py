@@ -73,7 +73,7 @@ PARAMETERS = set(PPO_SPACE)
 
 
 class Here:
-    """Be a training that ended before anybody could look."""
+    """A training that ended before anybody could look."""
 
     def __init__(self, exitcode: int) -> None:
         self.exitcode = exitcode
@@ -141,7 +141,7 @@ def told(run_folder: Path) -> list[optuna.trial.FrozenTrial]:
 
 
 class Searched:
-    """Hold a finished search: a trial as a user begins it, and another when it is taken up."""
+    """A finished search: a trial as a user begins it, and another when it is taken up."""
 
     def __init__(self, runs: Path) -> None:
         self.runs, self.told = runs, Told()
@@ -234,7 +234,7 @@ def test_a_search_that_is_done_is_taken_up_without_training_again(
 
 
 class Stopped(KeyboardInterrupt):
-    """Be the user's Ctrl-C."""
+    """Interrupt, as the user's Ctrl-C does."""
 
 
 def stopping_at(trial: int, begin: Callable, *, after_training: bool) -> Callable:

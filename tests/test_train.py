@@ -86,7 +86,7 @@ class Told:
 
 
 class Trained:
-    """Hold a finished training."""
+    """A finished training."""
 
     def __init__(self, runs: Path) -> None:
         self.runs, self.told = runs, Told()

@@ -25,7 +25,7 @@ class Residual(nn.Module):
 
 
 class ResNetByAttributes(nn.Module):
-    """Hold the four stages as attributes, as torchvision does."""
+    """The four stages as attributes, as torchvision does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class ResNetByAttributes(nn.Module):
 
 
 class ResNetByNesting(nn.Module):
-    """Hold the four stages in a container."""
+    """The four stages in a container."""
 
     def __init__(self, container: Callable[[list[nn.Module]], nn.Module]) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ def test_finding_units_leaves_the_model_as_it_was():
 
 
 class Shared(nn.Module):
-    """Be an encoder and a decoder of the same layers, with one embedding under two names."""
+    """An encoder and a decoder of the same layers, with one embedding under two names."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ def _profiled_before() -> None:
 
 
 class OwnError(Exception):
-    """Be somebody's own exception."""
+    """Somebody's own exception."""
 
 
 class Watched(Run):

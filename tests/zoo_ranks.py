@@ -72,7 +72,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """Say what is run, and what goes wrong.
+    """What is run, and what goes wrong.
 
     Attributes:
         model: one of ``MODELS``.
@@ -92,7 +92,7 @@ class Case:
 
 
 class Rank:
-    """Be one rank of a case.
+    """Run one rank of a case.
 
     Args:
         case: the case.
@@ -207,7 +207,7 @@ class Rank:
 
 
 def be(rank: int, case: Case, folder: Path) -> None:
-    """Be one rank, in a process of its own: what it raises ends it."""
+    """Run one rank, in a process of its own: what it raises ends it."""
     os.environ[KILL_VARIABLE] = ""
     random.seed(rank)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)

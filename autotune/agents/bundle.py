@@ -50,7 +50,7 @@ class _Closed(BaseModel):
 
 
 class Training(_Closed):
-    """Say what a policy was trained on."""
+    """What a policy was trained on."""
 
     job: str
     seed: int
@@ -60,7 +60,7 @@ class Training(_Closed):
 
 
 class LeverTraining(_Closed):
-    """Say what a policy that leans on a planner was trained on, and what it won there.
+    """What a policy that relies on a planner was trained on, and what it gained there.
 
     Attributes:
         recipe_sha256: of the recipe.

@@ -1,4 +1,4 @@
-"""Be the network that leans on a planner: from what is seen of a run and of its units to the planner's levers.
+"""The network that relies on a planner: from observations of a run and of its units to the planner's levers.
 
 Units share one encoder and are pooled, so that it fits a model of any depth. Untrained, it prefers every lever's
 middle, so that its most likely action is the planner's own.
@@ -67,7 +67,7 @@ class LeverNetwork(nn.Module):
 
 
 class BareNetwork:
-    """Be a network's actor in NumPy: a live run's decision, a third of the time that modules take for one lane.
+    """A network's actor in NumPy: a decision in a live run takes a third of the time that modules need.
 
     Args:
         network: whose weights are taken, as they are now.

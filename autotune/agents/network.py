@@ -1,4 +1,4 @@
-"""Be the policy network: one encoder shared by all units, so that it fits a model of any depth.
+"""The policy network: one encoder shared by all units, so that it fits a model of any depth.
 
 The bare network decides without stable-baselines3; ``agents.ppo`` trains it and ``agents.bundle`` stores it.
 """
@@ -23,7 +23,7 @@ _PRESENT = list(UNIT_FEATURES).index("present")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Say which logits an action space has, in the order of ``PlanSpace.sizes``.
+    """The logits of an action space, in the order of ``PlanSpace.sizes``.
 
     Attributes:
         accumulation_choices: allowed k.

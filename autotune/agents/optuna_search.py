@@ -258,7 +258,7 @@ class OptunaPriceSearch(_StudySearch):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """Hold values that are to be tried.
+    """Values that are to be tried.
 
     Attributes:
         number: of the trial, from 0.
@@ -273,7 +273,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Hold what came of a proposal.
+    """What came of a proposal.
 
     Attributes:
         proposal: what was tried.

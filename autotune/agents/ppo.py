@@ -40,7 +40,7 @@ from autotune.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Hold PPO's settings for tuning one job on its real engine.
+    """PPO's settings for tuning one job on its real engine.
 
     Attributes:
         windows: windows at most, those answered from memory included.
@@ -67,7 +67,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FineTuning:
-    """Hold PPO's settings for going on with one real job.
+    """PPO's settings for going on with one real job.
 
     Attributes:
         windows: windows to train on.
@@ -88,7 +88,7 @@ class FineTuning:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Hold a trained network and how many windows it saw."""
+    """A trained network and how many windows it saw."""
 
     network: PolicyNetwork
     windows: int

@@ -24,7 +24,7 @@ _LIMIT = 1e12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeverRecipe:
-    """Hold PPO's settings for the levers.
+    """PPO's settings for the levers.
 
     Attributes:
         decisions: windows to train on.
@@ -57,7 +57,7 @@ class LeverRecipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobsRecipe:
-    """Say which simulated jobs a policy is trained and judged on.
+    """The simulated jobs that a policy is trained and judged on.
 
     Attributes:
         training: how many are drawn to train on.
@@ -80,7 +80,7 @@ class JobsRecipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Hold a recipe.
+    """A recipe.
 
     Attributes:
         seeds: of training; one network each, the best on validation jobs is the policy.

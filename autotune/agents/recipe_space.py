@@ -1,4 +1,4 @@
-"""Say which of a recipe's values a search may change, and within what; knows no search."""
+"""The values of a recipe that a search may change, and their ranges; independent of any search."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Values = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """Hold the numbers from one to another.
+    """The numbers from one to another.
 
     Attributes:
         low: the smallest.
@@ -40,7 +40,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Hold the few whole numbers that there are.
+    """The few whole numbers that there are.
 
     Attributes:
         options: what can be chosen, in rising order.

@@ -21,7 +21,7 @@ _PAPER_LEARNING_STEPS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Hold a rule.
+    """A rule.
 
     Attributes:
         plan: the plan that the rule makes for a space.

@@ -39,7 +39,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SavedTraining:
-    """Hold how far a training has come: all that decides how it goes on.
+    """How far a training has come: all that decides how it goes on.
 
     Attributes:
         decisions: how many were made.

@@ -1,4 +1,4 @@
-"""Say where studies are kept: in a run's own folder, or in a database that several machines reach."""
+"""Where studies are kept: in a run's own folder, or in a database that several machines can reach."""
 
 from __future__ import annotations
 

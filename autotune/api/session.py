@@ -1,4 +1,4 @@
-"""Be one campaign on one job from the first check to the last file: what every command shares."""
+"""One campaign on one job from the first check to the last file: what every command shares."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ FIGURE = "comparison.png"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """Hold what every command needs.
+    """What every command needs.
 
     Attributes:
         job: the job.

@@ -58,7 +58,7 @@ class HandWrittenLoop:
 
 
 class BesideSharded(Beside, DeepSpeedEngine):
-    """Be a DeepSpeed engine beside each of whose steps a loop by hand takes one."""
+    """A DeepSpeed engine beside each of whose steps a loop by hand takes one."""
 
 
 def bench_deepspeed(

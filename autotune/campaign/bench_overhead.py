@@ -21,7 +21,7 @@ _BLOCK = 10
 
 
 class Beside(TorchEngine):
-    """Be an engine beside each of whose steps a plain loop takes one, after it and before it in turn.
+    """An engine beside each of whose steps a plain loop takes one, after it and before it in turn.
 
     A machine that is slower for some seconds is so for both. Where blocks of ten steps took turns, on two ranks, ratios
     of one build went from 0.87 to 1.24, and their medians from 1.00 to 1.03.
@@ -110,7 +110,7 @@ def overhead(job: Job, blocks: Sequence[tuple[float, float]], *, starts: int = 1
 
 
 class Loop(Protocol):
-    """Be something that trains."""
+    """Something that trains."""
 
     def run(self, steps: int) -> object:
         """Train some steps."""

@@ -62,7 +62,7 @@ _MORE_ROUNDS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchBenchSettings:
-    """Say how much is measured.
+    """How much is measured.
 
     Attributes:
         methods: some of ``METHODS``; those of ``COMPARED`` are needed.

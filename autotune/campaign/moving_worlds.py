@@ -60,7 +60,7 @@ _RESERVES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Hold what a method came to on n lanes; arrays of shape (n,).
+    """Result of a method on n lanes; arrays of shape (n,).
 
     Attributes:
         seconds: what each run took.
@@ -206,7 +206,7 @@ def moving_tables(
 
 
 class World:
-    """Hold one world's courses and what the planner comes to on them; all worlds share jobs and budgets.
+    """One world's courses and the planner's result on them; all worlds share jobs and budgets.
 
     Args:
         env: whose runs they are; its strengths are set to the world's.

@@ -1,4 +1,4 @@
-"""Say what a policy is judged by, and hold the policy that is judged: its folder, and all networks of its training."""
+"""The criteria that a policy is judged by, and the judged policy: its folder and all networks of its training."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Share = Callable[[float, str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSettings:
-    """Say what is measured.
+    """What is measured.
 
     Attributes:
         jobs: held-out jobs in each table.
@@ -76,7 +76,7 @@ class BenchSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """Hold a policy folder's parts, and the networks of all its training's seeds.
+    """A policy folder's parts, and the networks of all its training's seeds.
 
     Attributes:
         folder: the policy folder.
@@ -159,7 +159,7 @@ def untrained_network(width: int) -> LeverNetwork:
 
 
 class Guarded:
-    """Be a policy as it leads real runs: where a feature lies outside what was trained on, the planner acts alone.
+    """A policy as it leads real runs: where a feature lies outside what was trained on, the planner acts alone.
 
     Args:
         judged: the policy.

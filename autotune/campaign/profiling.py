@@ -39,7 +39,7 @@ _TIMED_STEPS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """Hold how far predictions were off on random plans, as relative errors.
+    """How far predictions were off on random plans, as relative errors.
 
     Attributes:
         plans: how many plans.
@@ -66,7 +66,7 @@ class Validation:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """Say that several ranks train a job.
+    """Options for a job that several ranks train.
 
     Attributes:
         reference: the job's, with which each of them loads it.

@@ -13,7 +13,7 @@ class Reporter(Protocol):
         ...
 
     def advance(self, done: float, detail: str = "") -> None:
-        """Say how much of the stage is done."""
+        """Report how much of the stage is done."""
         ...
 
 

@@ -28,7 +28,7 @@ ArmFactory = Callable[[PlanSpace], Policy]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dips:
-    """Say how the memory budget dips while a run trains, as an evaluation or a neighbour makes it do.
+    """How the memory budget dips while a run trains, as an evaluation or another process makes it do.
 
     Attributes:
         every: windows from one dip to the next; a window is a stretch between evaluations, and a dip lasts for one.
@@ -65,7 +65,7 @@ class Dips:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """Hold one thing to compare.
+    """One thing to compare.
 
     Attributes:
         name: what it is called.
@@ -118,7 +118,7 @@ class Protocol:
 
 @dataclass(slots=True, kw_only=True)
 class RunRecord:
-    """Hold one compared run; the names are those of ``comparison.json``."""
+    """One compared run; the names are those of ``comparison.json``."""
 
     seed: int
     reached: bool = False

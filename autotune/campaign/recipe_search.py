@@ -38,7 +38,7 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSettings:
-    """Say how much is searched.
+    """How much a search may spend.
 
     Attributes:
         trials: how many, those of earlier, interrupted commands included; failed ones count.
@@ -58,7 +58,7 @@ class SearchSettings:
 
 
 class Training(Protocol):
-    """Be one trial's training, while it runs and after; a process is one."""
+    """One trial's training, while it runs and after; a process is one."""
 
     @property
     def exitcode(self) -> int | None:
@@ -84,7 +84,7 @@ def begin_process(recipe: Recipe, files: SeedFiles) -> Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """Hold a search that is begun; see :func:`opened`.
+    """A search that is begun; see :func:`opened`.
 
     Attributes:
         recipe: whose values are searched.
@@ -208,7 +208,7 @@ def _train_all(
 
 
 class _Done:
-    """Be a training that an earlier command finished and did not come to tell of."""
+    """A training that an earlier command finished but could not report."""
 
     exitcode = 0
 

@@ -18,7 +18,7 @@ _DOUBTFUL = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class References:
-    """Hold what was measured before any search: the baseline, and for a search the leanest plan.
+    """What was measured before any search: the baseline, and for a search the leanest plan.
 
     Attributes:
         baseline: the baseline's window, held to no budget.

@@ -25,7 +25,7 @@ COMPARED = ("planner", "optuna-cold", "optuna-warm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Hold one improvement of a search: from here on, this is the best plan it knows.
+    """One improvement of a search: from here on, this is the best plan it knows.
 
     Attributes:
         steps: real optimizer steps spent so far.
@@ -44,7 +44,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """Hold one method's run in one repetition.
+    """One method's run in one repetition.
 
     Attributes:
         method: one of ``METHODS``.
@@ -65,7 +65,7 @@ class Course:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worth:
-    """Hold what a plan turned out to be worth in fresh windows.
+    """What a plan turned out to be worth in fresh windows.
 
     Attributes:
         seconds_per_sample: seconds per sample of progress; infinite if it does not fit the budget.

@@ -133,7 +133,7 @@ class SeedFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SeedResult:
-    """Hold what a seed's training came to.
+    """Result of a seed's training.
 
     Attributes:
         won: shape (lanes,), what the network won over the planner on jobs to judge by, in percent.

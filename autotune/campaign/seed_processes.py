@@ -30,7 +30,7 @@ _NEWS_S = 60.0
 
 
 class SeedProcess(Protocol):
-    """Be a seed in training."""
+    """A seed in training."""
 
     @property
     def exitcode(self) -> int | None:

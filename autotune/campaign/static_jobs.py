@@ -45,7 +45,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Hold one static job.
+    """One static job.
 
     Attributes:
         told: the profile that planners are told.
@@ -77,7 +77,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Hold a method's plan for a case, ``None`` where it found none, and the seconds that it took to decide."""
+    """A method's plan for a case, ``None`` where it found none, and the seconds that it took to decide."""
 
     plan: Plan | None
     seconds: float

@@ -1,4 +1,4 @@
-"""Hold and log what a search measured."""
+"""Keep and log what a search measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autotune.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Hold one measured plan of a search.
+    """One measured plan of a search.
 
     Attributes:
         number: from 0, in the order of measuring.

@@ -63,7 +63,7 @@ _REPLANS = (1.0, 0.97, 0.92)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningSettings:
-    """Say what a method may spend.
+    """What a method may spend.
 
     Attributes:
         steps: real optimizer steps, those of the references and of the finals included.
@@ -94,7 +94,7 @@ class TuningSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningResult:
-    """Hold what a method found.
+    """What a method found.
 
     Attributes:
         method: the method.
@@ -156,7 +156,7 @@ def tune(
 
 
 class _Tuning:
-    """Hold one method to its budget from its first window to the finals."""
+    """One method's search within its budget, from its first window to the finals."""
 
     def __init__(
         self,

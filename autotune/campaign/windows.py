@@ -1,4 +1,4 @@
-"""Say how tuning measures: on which engine, in windows of how many steps, and how several of them are one."""
+"""Choose how tuning measures: on which engine, and in windows of how many steps."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ class Bars:
         self._total = total
 
     def advance(self, done: float, detail: str = "") -> None:
-        """Say how much of the stage is done."""
+        """Report how much of the stage is done."""
         if self._task is not None:
             self._progress.update(self._task, completed=min(done, self._total), detail=printable(detail))
 

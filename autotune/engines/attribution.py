@@ -16,7 +16,7 @@ BoundaryKey = tuple[int, int]
 
 @dataclass(slots=True)
 class Passing:
-    """Hold a boundary as one trace shows it.
+    """A boundary as one trace shows it.
 
     Attributes:
         size: bytes.
@@ -35,7 +35,7 @@ class Passing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """Hold what each segment did with memory in one trace.
+    """What each segment did with memory in one trace.
 
     Attributes:
         saved: bytes kept until backward, without boundaries.

@@ -102,7 +102,7 @@ class Trainer:
 
 
 class _ClusterWorker:
-    """Hold a trainer on another machine."""
+    """A trainer on another machine."""
 
     def __init__(self, cluster: Cluster, place: Place, opening: Mapping[str, Any]) -> None:
         self._trainer = cluster.start(Trainer, place, opening, bool(place.gpus))

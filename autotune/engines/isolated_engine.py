@@ -26,7 +26,7 @@ Predict = Callable[[Plan], float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """Say how long a child may take before it counts as hanging.
+    """How long a child process may take before it counts as hanging.
 
     Attributes:
         opening_s: seconds in which it must have built its model.

@@ -1,4 +1,4 @@
-"""Hold a search to its budget of real steps and windows, and never measure the same plan twice."""
+"""Keep a search within its budget of real steps and windows, and never measure the same plan twice."""
 
 from __future__ import annotations
 

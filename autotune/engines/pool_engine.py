@@ -58,7 +58,7 @@ class Worker(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Window:
-    """Hold a window that was asked for."""
+    """A window that was asked for."""
 
     plan: Plan
     steps: int
@@ -209,7 +209,7 @@ class PoolEngine:
             self._changed.notify_all()
 
     def _serve(self, number: int) -> None:
-        """Be one worker's thread."""
+        """Run one worker's thread."""
         while (window := self._next(number)) is not None:
             try:
                 found = self._workers[number].run(window.plan.to_json(), window.steps, window.memory_budget_bytes)

@@ -66,7 +66,7 @@ _NO_ROOM = "a rank has no room for it"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilerOptions:
-    """Say how much a profile may cost.
+    """How much a profile may cost.
 
     Attributes:
         seconds: about how long profiling may take, once the least number of rounds of timing is made.
@@ -193,7 +193,7 @@ def profile(
 
 
 class _UnsteadyCalls(Exception):  # noqa: N818 - not an error: profiling begins anew without these units
-    """Say which units are not called in every step."""
+    """Return the units that are not called in every step."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__(", ".join(names))
@@ -270,7 +270,7 @@ class _Profiler:
         return replace(result, seconds=time.perf_counter() - self._began, steps=engine.progress.steps)
 
     def _warn_of_ks(self, planned: Sequence[int]) -> None:
-        """Say which k were not profiled but lie between some that were, and which are left out."""
+        """Report which k were not profiled but lie between some that were, and which are left out."""
         others = [k for k in self.engine.space.accumulation_choices if k not in self._ks]
         between = [k for k in others if k in planned]
         outside = [k for k in others if k not in planned]

@@ -48,7 +48,7 @@ def space_of(plans: Iterable[Plan]) -> PlanSpace:
 
 
 class ReplayEngine:
-    """Be an engine whose windows are known beforehand.
+    """An engine whose windows are known beforehand.
 
     Args:
         space: the plans that can be applied.

@@ -35,7 +35,7 @@ from autotune.plan import Plan, PlanSpace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """Say how an engine measures.
+    """How an engine measures.
 
     Attributes:
         discard_steps: first steps of a plan that are run but not timed.
@@ -59,7 +59,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Hold a training state: nothing in it is shared with the engine that it was taken from."""
+    """A training state: nothing in it is shared with the engine that it was taken from."""
 
     tensors: dict[str, torch.Tensor]
     optimizer: dict[str, Any]
@@ -427,7 +427,7 @@ class TorchEngine:
         return GradientProbe(self.update.parameters)
 
     def phase(self, name: Phase) -> None:
-        """Be told of each micro-batch's passes; for engines that watch them."""
+        """Observe each micro-batch's passes; for engines that watch them."""
 
     def may_split(self) -> bool:
         """Tell whether a whole step may be cut in two to learn the noise scale."""

@@ -25,7 +25,7 @@ Value = TypeVar("Value")
 
 
 class WatchedEngine(TorchEngine):
-    """Be a torch engine whose steps can be traced or timed piece by piece."""
+    """A torch engine whose steps can be traced or timed piece by piece."""
 
     watch: StepWatch | None = None
     tracer: StepTracer | None = None
@@ -135,7 +135,7 @@ class WatchedEngine(TorchEngine):
 
 
 class WatchedRanks(WatchedEngine, DeepSpeedEngine):
-    """Be a DeepSpeed engine whose steps can be watched on each rank; all ranks watch the same steps.
+    """A DeepSpeed engine whose steps can be watched on each rank; all ranks watch the same steps.
 
     Args:
         job: the job.

@@ -13,7 +13,7 @@ from autotune.mechanics.energy_meter import EnergyMeter
 
 @dataclass(slots=True, kw_only=True)
 class StepReport:
-    """Hold what one completed step saw.
+    """What one completed step saw.
 
     Attributes:
         seconds: wall time of the step.

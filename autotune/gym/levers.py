@@ -64,7 +64,7 @@ def neutral_actions(lanes: int) -> Actions:
 
 @dataclass(slots=True)
 class Memory:
-    """Hold what is remembered of n runs; arrays of shape (n,), most of them moving averages.
+    """What is remembered of n runs; arrays of shape (n,), most of them moving averages.
 
     Attributes:
         windows: how many were seen.

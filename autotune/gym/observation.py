@@ -24,7 +24,7 @@ Array = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """Hold everything that a policy may look at after a window.
+    """Everything that a policy may look at after a window.
 
     Attributes:
         space: the plans that can be applied.

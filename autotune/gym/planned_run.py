@@ -30,7 +30,7 @@ _OUT_OF_MEMORY = (Failure.OUT_OF_MEMORY, Failure.OVER_BUDGET)
 
 
 class PlannedRun:
-    """Hold one run's planner, and turn what was observed into what it reads.
+    """One run's planner, and the translation of observations into what it reads.
 
     Args:
         profile: what the job costs.

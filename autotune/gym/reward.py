@@ -22,7 +22,7 @@ _DEAR = 1.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """Say what is minimised.
+    """What is minimised.
 
     Attributes:
         weights: w1, w2, w3 of eq. 3.

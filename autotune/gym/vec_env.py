@@ -289,7 +289,7 @@ class SimulatedVectorEnv(VectorEnv[dict[str, Array], NDArray[np.int64], Any]):
 
 
 class _JobFacts:
-    """Hold what features need to know of jobs, as arrays."""
+    """What features need to know of jobs, as arrays."""
 
     def __init__(self, jobs: Sequence[SimulatedJob], max_units: int) -> None:
         names = list(Precision)
@@ -310,7 +310,7 @@ class _JobFacts:
 
 
 class _Reference:
-    """Hold what each lane's baseline window saw."""
+    """What each lane's baseline window saw."""
 
     def __init__(self, loss: Floats, norm: Floats, throughput: Floats, peak: Floats, rate: Floats) -> None:
         self.loss, self.norm, self.throughput, self.peak, self.rate = loss, norm, throughput, peak, rate

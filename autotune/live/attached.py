@@ -1,4 +1,4 @@
-"""Say what a live tuner was attached to, and what a step of it came to."""
+"""What a live tuner was attached to, and the result of one of its steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Budget = float | str | None | Callable[[], float | str | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached:
-    """Hold what a tuner was attached to, and how.
+    """What a tuner was attached to, and how.
 
     Attributes:
         name: what the run is called.
@@ -75,7 +75,7 @@ class StepAhead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Hold what one optimizer step of the run came to.
+    """Result of one optimizer step of the run.
 
     Attributes:
         seconds: from its first micro-batch to the end of its update; where it consumes several batches, without what

@@ -1,4 +1,4 @@
-"""Say in one line what is wrong with what an attached run is given, before anything of it is touched."""
+"""Check the arguments of an attached run before anything of it is touched, and name in one line what is wrong."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ NAMES = ("ppo", "planner", "exact", "greedy")
 
 
 class Decides(Protocol):
-    """Be what a live tuner asks; a user's own object with ``decide`` is enough."""
+    """What a live tuner asks for decisions; any object with ``decide`` is enough."""
 
     def decide(self, observation: Observation, plan: Plan) -> Plan:
         """Return the plan to run next."""

@@ -29,7 +29,7 @@ _WORTH = 0.02
 
 
 class Growth:
-    """Hold what is known of the law.
+    """What is known of the law.
 
     Attributes:
         within: exponent that bounds the growth from one traced size to a larger one.

@@ -1,4 +1,4 @@
-"""Hold every proposal to the rules: they sit outside the policy, and no policy can talk them out of anything.
+"""Check every proposal against rules that lie outside the policy, so that no policy can override them.
 
 This file only judges; nothing is applied here, and nothing of torch is known.
 """
@@ -23,7 +23,7 @@ _CHECKED_STEPS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Hold what became of a proposal.
+    """What became of a proposal.
 
     Attributes:
         plan: the plan to run; the former one where the proposal was refused.
@@ -43,7 +43,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """Hold what the rules look at.
+    """What the rules look at.
 
     Attributes:
         space: the plans that the mode allows.

@@ -1,4 +1,4 @@
-"""Say how far a live tuner may go."""
+"""Limits on what a live tuner may do."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _UNSEEN_MARGIN = 1.03
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """Hold what a traced step showed of one plan at one k.
+    """What a traced step showed of one plan at one k.
 
     Attributes:
         plan: the plan.
@@ -48,7 +48,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """Hold the seconds of a step that was watched and not traced.
+    """The seconds of a step that was watched and not traced.
 
     Attributes:
         plan: the plan that it ran under.

@@ -402,7 +402,7 @@ class Pilot:
         return found.plan
 
     def _say_unreachable(self, least: float, room: float) -> None:
-        """Say once, where a user sees it, that a budget cannot be met, and which one can."""
+        """Warn the user, once, that a budget cannot be met, and name the smallest one that can."""
         if self._said_unreachable or not math.isfinite(least):
             # Of some batches it is only known that they need more than was measured.
             return
@@ -632,7 +632,7 @@ class Pilot:
         return proposal
 
     def _consider(self, proposal: object, observation: Observation | None) -> None:
-        """Hold a proposal to the rules, note what they said, and switch if they let it."""
+        """Check a proposal against the rules, note their verdict, and switch if they allow it."""
         phase, budget = self.phase, self._budget.latest
         if isinstance(phase, Unprofiled):
             return

@@ -27,7 +27,7 @@ _STATE_BYTES = 5056
 
 
 class Placements:
-    """Hold the plans of a profile with their peaks at any batch size.
+    """The plans of a profile with their peaks at any batch size.
 
     Attributes:
         profile: the profile.

@@ -160,7 +160,7 @@ class UnitProbe:
             self._inner.recomputation.around = self._around
 
     def settle(self) -> None:
-        """Be told that backward begins: what was written to since the unit was handed it speaks against recomputing.
+        """Note that backward begins: an input that was written to since its unit was called speaks against recomputing.
 
         So does what its code can reach and somebody has set back since: a context manager round the forward pass, say.
         """

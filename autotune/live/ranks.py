@@ -34,11 +34,11 @@ def is_flattened(model: nn.Module) -> bool:
 
 
 class RanksError(Exception):
-    """Say that the ranks could not agree; the run goes on without the tuner."""
+    """Raised when the ranks could not agree; the run goes on without the tuner."""
 
 
 class Ranks:
-    """Be one rank of several, or the only one.
+    """One rank of several, or the only one.
 
     Attributes:
         rank: this one.

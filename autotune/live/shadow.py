@@ -29,7 +29,7 @@ _COMPARED = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """Hold what one way of running a batch came to.
+    """Result of one way of running a batch.
 
     Attributes:
         loss: its mean loss.

@@ -26,7 +26,7 @@ _WALK_EVERY = 16
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Hold what a step's memory hangs on besides the bytes of its batch.
+    """What a step's memory hangs on besides the bytes of its batch.
 
     Attributes:
         shapes: of the batch's tensors.

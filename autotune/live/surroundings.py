@@ -34,12 +34,12 @@ _MOST_OBJECTS, _DEPTH = 5000, 3
 _MOST_BYTES = 2**27
 _OF_MODULES = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes)
-_LEFT_OUT = (*_PLAIN, type(None), *weakref.ProxyTypes)
+_LEFT_OUT: tuple[type, ...] = (*_PLAIN, type(None), weakref.ProxyType, weakref.CallableProxyType)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Seen:
-    """Hold one object as it was.
+    """One object as it was.
 
     Attributes:
         name: how the code calls it, or leads to it.
@@ -65,14 +65,14 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Values:
-    """Hold a tensor's values, and how often it was written to before; ``None`` for those of a very large one."""
+    """A tensor's values, and how often it was written to before; ``None`` for those of a very large one."""
 
     version: int
     copy: torch.Tensor | None
 
 
 class Surroundings:
-    """Hold what a unit's code can reach.
+    """What a unit's code can reach.
 
     Attributes:
         refusal: what speaks against running its code, since something could not be put back; ``None`` if all could.

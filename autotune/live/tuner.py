@@ -1,4 +1,4 @@
-"""Be what stands in somebody's training loop: cut batches, weigh losses, update; and let the pilot lead, if it can.
+"""The object that users call in their training loop: it cuts batches, weighs losses and updates, as the pilot decides.
 
 What the pilot does may fail and is then done without; what stands here is the run's own and passes every exception of
 the user's on as it came.
@@ -45,7 +45,7 @@ _UNSTEPPED = 8
 
 @dataclass(slots=True)
 class _Running:
-    """Hold what is known of the step that is running.
+    """What is known of the step that is running.
 
     Attributes:
         began: when it did.
@@ -360,7 +360,7 @@ class LiveTuner:
     # For frameworks that run forward, backward and update themselves.
 
     def begin_step(self, batch: Any) -> None:
-        """Say that a step of somebody else's begins, before its first forward pass and with no graph alive.
+        """Tell the tuner that a step of the caller's own loop begins, before any forward pass, with no graph alive.
 
         Args:
             batch: its first micro-batch: any tree of tensors with samples in dimension 0; what has none counts as one
@@ -369,7 +369,7 @@ class LiveTuner:
         self._begin(batch, bounded=True)
 
     def next_micro_batch(self, batch: Any) -> None:
-        """Say that another micro-batch of the step begins, in which nothing may be switched.
+        """Tell the tuner that another micro-batch of the step begins, within which nothing may be switched.
 
         Args:
             batch: the micro-batch, as :meth:`begin_step` takes it.
@@ -420,7 +420,7 @@ class LiveTuner:
         self._safely(lambda pilot: pilot.take_shadows(outcomes))
 
     def failed_beside(self, error: Exception) -> None:
-        """Say that a pass of :meth:`passes_beside` raised: what it tried is locked, and the run goes on."""
+        """Tell the tuner that a pass of :meth:`passes_beside` raised: what it tried is locked, and the run goes on."""
         if self._beside is not None:
             # Without the frames, which hold what they computed.
             self._beside.failures.append(error.with_traceback(None))
@@ -462,7 +462,7 @@ class LiveTuner:
         return self._weight
 
     def accumulated(self, loss: torch.Tensor) -> None:
-        """Say that the gradient of the micro-batch at hand has been accumulated.
+        """Tell the tuner that the gradient of the current micro-batch has been accumulated.
 
         Args:
             loss: its share of the step's loss, detached.
@@ -475,13 +475,13 @@ class LiveTuner:
             self._running.pending = True
 
     def tell_phase(self, name: Phase) -> None:
-        """Say that a micro-batch's ``forward`` or ``backward`` pass begins, or the ``update`` after it."""
+        """Tell the tuner that a micro-batch's ``forward`` or ``backward`` pass begins, or the ``update`` after it."""
         self._tell_phase(name)
 
     def end_step(
         self, *, losses: Sequence[torch.Tensor] | None = None, norm: float = float("nan"), stepped: bool = True
     ) -> None:
-        """Say that the step has ended, its update made and its gradients cleared.
+        """Tell the tuner that the step has ended, its update made and its gradients cleared.
 
         Args:
             losses: weighed losses of its micro-batches, detached; ``None`` for those of :meth:`accumulated`.
@@ -632,7 +632,7 @@ class LiveTuner:
 
     @contextlib.contextmanager
     def _synchronised(self, *, last: bool) -> Iterator[None]:
-        """Hold back the gradients' reduction over ranks until the last micro-batch."""
+        """Delay the gradients' reduction over ranks until the last micro-batch."""
         if self._parallel and not last:
             with self._model.no_sync():  # type: ignore[operator]
                 yield

@@ -17,7 +17,7 @@ _IN_A_ROW = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """Hold what a window showed.
+    """What a window showed.
 
     Attributes:
         pressure: measured peak over the budget; ``None`` where it is not measured.

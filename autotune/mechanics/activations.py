@@ -312,7 +312,7 @@ class Recomputation:
         return result
 
     def take(self, repeats: Repeats) -> None:
-        """Be told what a comparison came to."""
+        """Note the result of a comparison."""
         if isinstance(repeats.differs, torch.Tensor):
             self._differs = repeats.differs
         elif repeats.differs:
@@ -339,7 +339,7 @@ class Recomputation:
             self._last.originals = {place: leaves[place] for place in self._last.objects}
 
     def settle(self) -> None:
-        """Be told that backward begins: whose inputs were written to is barred from the next step on."""
+        """Note that backward begins: a unit whose inputs were written to is barred from the next step on."""
         for kept in self.kept:
             kept.settle()
             if kept.written:

@@ -69,7 +69,7 @@ class CollectiveClock:
 
 
 class _Awaited:
-    """Be a collective that goes on in the background; what it is waited for counts."""
+    """A collective that goes on in the background; what it is waited for counts."""
 
     def __init__(self, work: Any, clock: CollectiveClock) -> None:
         self._work = work

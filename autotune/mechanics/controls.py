@@ -26,7 +26,7 @@ from autotune.plan import Plan, Precision, Storage
 
 
 class ControlledForward:
-    """Be a unit's forward under a plan.
+    """A unit's forward under a plan.
 
     Attributes:
         module: the unit.

@@ -71,7 +71,7 @@ class TdpMeter:
 
 @dataclass(slots=True)
 class _Counter:
-    """Be one powercap counter, which begins anew at 0 when it is full.
+    """One powercap counter, which begins anew at 0 when it is full.
 
     Attributes:
         path: its file, in microjoules.

@@ -90,7 +90,7 @@ class GradientProbe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbedStep:
-    """Hold what a probe saw, per parameter.
+    """What a probe saw, per parameter.
 
     Attributes:
         parameters: the parameters that had gradients.
@@ -112,7 +112,7 @@ class ProbedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorState:
-    """Hold what outlives a sampled step.
+    """What outlives a sampled step.
 
     Attributes:
         average: moving averages behind the noise scale.

@@ -49,7 +49,7 @@ class ShardedUpdate(Update):
         return self._parameters
 
     def begin(self, micro_batches: int) -> None:
-        """Be told how many micro-batches the next update has on every rank."""
+        """Note how many micro-batches the next update has on every rank."""
         self._left = micro_batches
         self._mark()
 

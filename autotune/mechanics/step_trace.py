@@ -33,7 +33,7 @@ Phase = Literal["forward", "backward", "update"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Say where in a step something happens.
+    """A place within a step.
 
     Attributes:
         micro_batch: from 0.
@@ -48,7 +48,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Hold the life of one block of memory.
+    """The life of one block of memory.
 
     Attributes:
         size: bytes.
@@ -80,7 +80,7 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrace:
-    """Hold what a traced step did with memory.
+    """What a traced step did with memory.
 
     Attributes:
         calls: the units called, in order, in the first micro-batch.

@@ -119,7 +119,7 @@ def count_items(batch: Any, count: Count | None) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Say which micro-batches of a step run here.
+    """The micro-batches of a step that run in this process.
 
     Attributes:
         here: micro-batches that run in this process, each with the factor on its mean loss.
@@ -199,7 +199,7 @@ class Update:
         return self._scaler.get_scale() if self.scaled else 1.0
 
     def begin(self, micro_batches: int) -> None:
-        """Be told how many micro-batches the next update has; for updates that must know the last one."""
+        """Note how many micro-batches the next update has; for updates that must know the last one."""
 
     def backward(self, loss: torch.Tensor, weight: float) -> None:
         """Accumulate the gradient of one micro-batch.

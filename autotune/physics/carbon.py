@@ -33,7 +33,7 @@ _LENGTH = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(min|[smhd])")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intensity:
-    """Hold a carbon intensity over time, constant between changes.
+    """A carbon intensity over time, constant between changes.
 
     Attributes:
         starts_s: POSIX seconds from which each value holds, ascending; minus infinity for one that always holds.
@@ -144,7 +144,7 @@ class Intensity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Hold one start time of a run.
+    """One start time of a run.
 
     Attributes:
         begin_s: POSIX seconds.
@@ -159,7 +159,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Hold what there is to choose from.
+    """What there is to choose from.
 
     Attributes:
         best: the start that emits least.

@@ -1,4 +1,4 @@
-"""Say how much is left for anybody who plans under moving conditions: the best plans for a course known beforehand."""
+"""An upper bound for planning under moving conditions: the best plans for a course that is known in advance."""
 
 from __future__ import annotations
 

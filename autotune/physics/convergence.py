@@ -54,7 +54,7 @@ def falling(effort: Number, asymptote: Number, drop: Number, scale: Number, expo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Hold a quantity as a function of the effort: asymptote + drop (1 + effort/scale)^-exponent.
+    """A quantity as a function of the effort: asymptote + drop (1 + effort/scale)^-exponent.
 
     Attributes:
         asymptote: where it goes in the end.
@@ -94,7 +94,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseLaw:
-    """Hold the noise scale as a power of the loss: reference (reference_loss / loss)^exponent.
+    """The noise scale as a power of the loss: reference (reference_loss / loss)^exponent.
 
     Attributes:
         reference: the noise scale at the reference loss, in samples, >= 0.
@@ -116,7 +116,7 @@ class NoiseLaw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convergence:
-    """Hold how a job converges.
+    """How a job converges.
 
     Attributes:
         loss: the training loss along the effort.
@@ -187,7 +187,7 @@ class Convergence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """Hold what a real run saw, window by window.
+    """What a real run saw, window by window.
 
     Attributes:
         batch: its effective batch in samples.

@@ -52,7 +52,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """Hold the three constraints of eq. 3; ``None`` leaves one out.
+    """The three constraints of eq. 3; ``None`` leaves one out.
 
     Attributes:
         target_loss: L(theta*) must not exceed it.

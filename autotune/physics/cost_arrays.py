@@ -32,7 +32,7 @@ def choice_index(precision_index: int, storage: Storage) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Plans:
-    """Hold one plan for each of n lanes.
+    """One plan for each of n lanes.
 
     Attributes:
         job: shape (n,), which job.
@@ -46,7 +46,7 @@ class Plans:
 
 
 class CostArrays:
-    """Hold the profiles of many jobs as arrays.
+    """The profiles of many jobs as arrays.
 
     Attributes:
         profiles: the jobs.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
-    """Hold the scale and how many good steps it has lasted.
+    """The scale and how many good steps it has lasted.
 
     Attributes:
         scale: s of eqs. 15-16.

@@ -16,7 +16,7 @@ from autotune.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Levels:
-    """Hold what is alive, besides the running segment, per segment; bytes above the static ones.
+    """What is alive, besides the running segment, per segment; bytes above the static ones.
 
     Attributes:
         forward: during each segment's forward pass, in the first micro-batch.

@@ -22,7 +22,7 @@ from autotune.physics.simulated_job import Flags, JobArrays, SimulatedJob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strengths:
-    """Say how strongly each thing moves; 0 switches it off.
+    """How strongly each quantity moves; 0 switches it off.
 
     Attributes:
         noise_error: relative error of one estimate of tr(Sigma) and of |G|^2, whose moving averages also lag; 0 tells
@@ -87,7 +87,7 @@ class Strengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """Hold all that will happen to n lanes in w windows.
+    """All that will happen to n lanes in w windows.
 
     Attributes:
         job: shape (n,).

@@ -54,7 +54,7 @@ def adaptive_accumulation(variance: float, target_std: float, k_max: int, *, eps
 
 @dataclass(frozen=True, slots=True)
 class NoiseSample:
-    """Hold unbiased estimates from one step that saw two batch sizes.
+    """Unbiased estimates from one step that saw two batch sizes.
 
     Attributes:
         trace: estimate of tr(Sigma), the trace of the per-sample gradient covariance; may be negative.

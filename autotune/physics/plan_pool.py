@@ -24,7 +24,7 @@ _NEVER = 1e17
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
-    """Say how plans are looked for.
+    """How plans are searched.
 
     Attributes:
         size: plans per job at most.
@@ -48,7 +48,7 @@ class PoolSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPool:
-    """Hold m plans of each job, padded; arrays of shape (jobs, m, ...).
+    """M plans of each job, padded; arrays of shape (jobs, m, ...).
 
     Attributes:
         there: shape (jobs, m), whether the plan is more than padding.

@@ -29,7 +29,7 @@ DIP = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """Hold what is known of n lanes before a window.
+    """What is known of n lanes before a window.
 
     Attributes:
         budget: shape (n, windows), bytes of the next window and of those after it that are announced.
@@ -48,7 +48,7 @@ class Situation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """Hold what a window of n lanes saw; arrays of shape (n,).
+    """What a window of n lanes saw; arrays of shape (n,).
 
     Attributes:
         plan: the number of the plan that it ran under.
@@ -73,7 +73,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSettings:
-    """Say how a planner plans.
+    """How a planner plans.
 
     Attributes:
         reserve: share by which sequences are taken to be longer than those last seen, where memory is concerned.
@@ -102,7 +102,7 @@ class PlannerSettings:
 
 @dataclass(slots=True)
 class Levers:
-    """Hold what may be asked of a planner beyond its settings, per lane; all neutral by default.
+    """What may be asked of a planner beyond its settings, per lane; all neutral by default.
 
     Attributes:
         brace: shape (n,), share of the last dip of the memory that is expected again.
@@ -217,7 +217,7 @@ class Rises:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lanes:
-    """Hold what a planner is told of n runs.
+    """What a planner is told of n runs.
 
     Attributes:
         pool: each lane's plans; see :meth:`PlanPool.take`.

@@ -21,7 +21,7 @@ _FREE_S = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Chains:
-    """Hold each unit's chain of choices, and the order in which all links of a row are taken.
+    """Each unit's chain of choices, and the order in which all links of a row are taken.
 
     Attributes:
         vertex: shape (rows, max_units, links + 1), the choice after so many of the unit's links.
@@ -157,7 +157,7 @@ class PriceSolver:
 
 
 class _Lanes:
-    """Hold what is asked of each lane."""
+    """What is asked of each lane."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class _Lanes:
 
 
 class _Best:
-    """Hold the best plan of each lane so far: the cheapest that fits, else the one with the smallest peak."""
+    """The best plan of each lane so far: the cheapest that fits, else the one with the smallest peak."""
 
     def __init__(self, lanes: int, max_units: int) -> None:
         self.k = np.zeros(lanes, dtype=np.int64)

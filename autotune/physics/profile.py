@@ -1,4 +1,4 @@
-"""Say what a job's pieces cost on a device: measured once, the input of every prediction.
+"""The cost of a job's pieces on a device: measured once, the input of every prediction.
 
 A step is a chain of *segments*: the calls of units, and the code between them. A segment of a unit has one cost per
 choice of precision and storage; the code between has one.
@@ -32,7 +32,7 @@ _CHOICES = frozenset(choice_name(precision, storage) for precision in Precision 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Hold what one segment costs in a step under one choice.
+    """What one segment costs in a step under one choice.
 
     Attributes:
         forward_s: seconds in all forward passes of a step.
@@ -59,7 +59,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Hold one call of a unit, or the code between two calls.
+    """One call of a unit, or the code between two calls.
 
     Attributes:
         unit: the unit's name; ``None`` for the code between.
@@ -88,7 +88,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
-    """Hold a tensor that passes from one segment to others.
+    """A tensor that passes from one segment to others.
 
     Attributes:
         born: the segment that allocates it.
@@ -109,7 +109,7 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTable:
-    """Hold the costs of a step at one k.
+    """The costs of a step at one k.
 
     Attributes:
         accumulation_steps: k.
@@ -157,7 +157,7 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Hold everything that was measured of a job on a device.
+    """Everything that was measured of a job on a device.
 
     Attributes:
         job: the job's name.

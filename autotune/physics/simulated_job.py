@@ -1,4 +1,4 @@
-"""Hold training jobs as numbers, and many of them as arrays: what simulations run."""
+"""Training jobs as numbers, and many of them as arrays: what simulations run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedJob:
-    """Hold a job as numbers.
+    """A job as numbers.
 
     Attributes:
         name: what it is called.
@@ -45,7 +45,7 @@ class SimulatedJob:
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """Hold one curve per job, or per lane; see :class:`autotune.physics.convergence.Curve`."""
+    """One curve per job, or per lane; see :class:`autotune.physics.convergence.Curve`."""
 
     asymptote: Floats
     drop: Floats
@@ -68,7 +68,7 @@ class Curves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobArrays:
-    """Hold what differs between jobs, besides costs, as arrays over jobs; see :class:`SimulatedJob`."""
+    """What differs between jobs, besides costs, as arrays over jobs; see :class:`SimulatedJob`."""
 
     loss: Curves
     metric: Curves

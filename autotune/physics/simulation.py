@@ -23,7 +23,7 @@ _DECAY = NoiseScaleAverage().decay
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Say how a run differs from what its profile promises; all zero is a still world.
+    """How a run differs from what its profile predicts; with all zero it does not.
 
     Attributes:
         time_noise_frac: standard deviation of the logarithm of a window's median step.
@@ -66,7 +66,7 @@ MOVING = World(
 
 @dataclass(slots=True)
 class Lanes:
-    """Hold the state of n runs; every array has shape (n,).
+    """The state of n runs; every array has shape (n,).
 
     Attributes:
         job: which job each lane runs.
@@ -137,7 +137,7 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """Hold what a window of each lane saw; arrays of shape (n,), or (n, max_units) for units; unknown is NaN.
+    """What a window of each lane saw; arrays of shape (n,), or (n, max_units) for units; unknown is NaN.
 
     Attributes:
         steps: optimizer steps that were run.
@@ -217,7 +217,7 @@ class Simulation:
         self.lanes.put(where, Lanes.begin(job))
 
     def set_budget(self, where: Indices, budget_bytes: Floats) -> None:
-        """Hold some lanes to a budget from now on; infinity for none."""
+        """Set the budget of some lanes from now on; infinity for none."""
         self.lanes.budget[where] = budget_bytes
         self.lanes.first_budget[where] = budget_bytes
 

@@ -41,7 +41,7 @@ _NOISE_RATIOS = np.geomspace(1e-3, 30.0, 24)
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Hold one fitted number.
+    """One fitted number.
 
     Attributes:
         value: the number, in the unit of the field of ``Strengths`` that has its name.
@@ -56,7 +56,7 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedStrengths:
-    """Hold what could be fitted; ``None`` where the rows do not show it. Fields are those of ``Strengths``."""
+    """What could be fitted; ``None`` where the rows do not show it. Fields are those of ``Strengths``."""
 
     noise_error: Fitted | None = None
     cost_error: Fitted | None = None
@@ -82,7 +82,7 @@ class FittedStrengths:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Hold by how much measured plans of one job differ from their predictions.
+    """By how much measured plans of one job differ from their predictions.
 
     Attributes:
         residuals: shape (n,), logarithm of measured over predicted seconds per step.

@@ -21,7 +21,7 @@ from autotune.units import Unit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Say what kind of profile is drawn.
+    """The kind of profile that is drawn.
 
     Attributes:
         units: recomputable units; one more unit before them and one after save always.
@@ -42,7 +42,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
-    """Hold one unit's costs at the whole batch in fp32; the rest is derived from them."""
+    """One unit's costs at the whole batch in fp32; the rest is derived from them."""
 
     seconds: float
     saved: float

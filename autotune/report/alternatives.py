@@ -1,4 +1,4 @@
-"""Say of each unit what its other choices would change: the reason, in figures, why its own was taken."""
+"""Show, per unit, what its other choices would change: the reason, in figures, for the choice that was made."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from autotune.plan import Plan, Storage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Hold one decision.
+    """One decision.
 
     Attributes:
         step: optimizer steps done when it was made.
@@ -60,7 +60,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachedRun:
-    """Hold what a decision log says of its run.
+    """What a decision log says of its run.
 
     Attributes:
         folder: the run directory.
@@ -246,7 +246,7 @@ def _decision(event: Mapping[str, Any], *, switched: bool) -> Decision:
 
 
 def verdict(run: AttachedRun) -> str:
-    """Say in a few sentences how the run went, and nothing that its log does not show."""
+    """Summarise the run in a few sentences, using only what its log shows."""
     return " ".join([_length(run), *_pressure(run), *_baseline(run), *_time(run), *_overhead(run)])
 
 

@@ -120,7 +120,7 @@ def prediction_table(run: CampaignRun, plans: Sequence[tuple[str, Plan, Cost | N
 
 
 def _errors_told(pairs: Sequence[tuple[Cost, Cost]]) -> str:
-    """Say how far predictions were off, and how far against the first pair: a machine that slows down slows all."""
+    """Describe the prediction errors, also relative to the first pair: a machine that slows down slows every pair."""
     times = [cost.seconds_per_sample / told.seconds_per_sample for told, cost in pairs]
     memory = statistics.median(abs(cost.peak_bytes / told.peak_bytes - 1) for told, cost in pairs)
     off = statistics.median(abs(ratio - 1) for ratio in times)

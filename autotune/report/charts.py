@@ -17,7 +17,7 @@ _POINTS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Hold what is drawn in one colour.
+    """What is drawn in one colour.
 
     Attributes:
         name: for the key.
@@ -34,7 +34,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """Hold what happened at a step.
+    """What happened at a step.
 
     Attributes:
         x: the step.

@@ -32,7 +32,7 @@ from autotune.report.tables import all_fit, alone_lines, baseline_shown, best_en
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonPage:
-    """Hold a comparison and what its page needs beside it.
+    """A comparison and what its page needs beside it.
 
     Attributes:
         run: the comparison.

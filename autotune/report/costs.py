@@ -1,4 +1,4 @@
-"""Say what each arm cost: time, memory, energy with where it was read, and the carbon of it."""
+"""The cost of each arm: time, memory, energy with its source, and carbon."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autotune.physics.carbon import Intensity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmCost:
-    """Hold what an arm of a comparison cost.
+    """What an arm of a comparison cost.
 
     Attributes:
         arm: its name.

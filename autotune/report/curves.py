@@ -16,7 +16,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Hold one arm's course.
+    """One arm's course.
 
     Attributes:
         number: of the arm, which gives its colour.

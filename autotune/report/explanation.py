@@ -1,4 +1,4 @@
-"""Say why a plan is what it is: by the rule that made it, or by what the search's windows show."""
+"""Explain a plan: by the rule that made it, or by what the search's windows show."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PLANNED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Hold one line of an explanation.
+    """One line of an explanation.
 
     Attributes:
         unit: the unit's name, or ``accumulation_steps``.
@@ -45,7 +45,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Hold what a choice does on average, as factors against the baseline's choice.
+    """What a choice does on average, as factors against the baseline's choice.
 
     Attributes:
         time: factor on seconds per step.

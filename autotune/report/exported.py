@@ -1,4 +1,4 @@
-"""Say what a plan becomes elsewhere, and what a launcher's configuration can be told of it."""
+"""What a plan becomes elsewhere, and what a launcher's configuration can express of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WHERE = "export"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """Hold what a plan becomes.
+    """What a plan becomes.
 
     Attributes:
         files: by file name, JSON documents, or text as it is.
@@ -40,7 +40,7 @@ class Export:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """Hold a plan as launchers see it: whole numbers of samples, and one autocast for the whole model.
+    """A plan as launchers see it: whole numbers of samples, and one autocast for the whole model.
 
     Attributes:
         plan: the plan, every unit of the job named in it.

@@ -16,7 +16,7 @@ _MARKS = (1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """Hold one arm's ratio.
+    """One arm's ratio.
 
     Attributes:
         number: of the arm, which gives its shape and colour.

@@ -28,7 +28,7 @@ _LIMIT_S = 8.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Hold what a plan costs: measured, or predicted from the profile.
+    """What a plan costs: measured, or predicted from the profile.
 
     Attributes:
         seconds_per_sample: training seconds per sample.
@@ -43,7 +43,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Front:
-    """Hold what a profile predicts to be best.
+    """What a profile predicts to be best.
 
     Attributes:
         points: the best plan of several budgets, the smallest first.

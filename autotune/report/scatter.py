@@ -18,7 +18,7 @@ _PAD = 0.08
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dot:
-    """Hold a measured point.
+    """A measured point.
 
     Attributes:
         number: of its arm, which gives its shape and colour.
@@ -39,7 +39,7 @@ class Dot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trade:
-    """Hold what a picture of two costs shows.
+    """What a picture of two costs shows.
 
     Attributes:
         dots: measured points with names.

@@ -14,7 +14,7 @@ _ROWS = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """Hold how the units of a plan were stored over a run.
+    """How the units of a plan were stored over a run.
 
     Attributes:
         units: their names.
@@ -97,7 +97,7 @@ def _runs(kinds: Sequence[str]) -> Iterator[tuple[int, int, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """Hold what a plan chose for one unit.
+    """What a plan chose for one unit.
 
     Attributes:
         unit: its name.

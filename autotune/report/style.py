@@ -1,4 +1,4 @@
-"""Hold how reports look: colours for light and dark, the page, and what is drawn in it."""
+"""The look of reports: colours for light and dark, the page, and what is drawn in it."""
 
 from __future__ import annotations
 

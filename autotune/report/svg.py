@@ -1,4 +1,4 @@
-"""Be the paper that figures are drawn on: a frame with axes, a key, and two widths of which a page shows one.
+"""The canvas of figures: a frame with axes, a key, and two widths of which a page shows one.
 
 Colours are classes of the page's style, so that a figure is light or dark with it. On its own, in a file, a figure has
 the light colours.
@@ -24,7 +24,7 @@ _NAME, _GAP = 18, 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """Hold one line of a figure's key: a sample, drawn in 26 x 12, and its name."""
+    """One line of a figure's key: a sample, drawn in 26 x 12, and its name."""
 
     sample: Html
     name: str
@@ -32,7 +32,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """Hold a figure.
+    """A figure.
 
     Attributes:
         title: what it shows.
@@ -115,7 +115,7 @@ def _key_above(key: Sequence[Key], width: int) -> tuple[list[Html], int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """Hold where values lie in a figure.
+    """Where values lie in a figure.
 
     Attributes:
         width: of the figure.

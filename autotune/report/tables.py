@@ -1,4 +1,4 @@
-"""Say in words and tables what was measured: for terminals."""
+"""Print measurements for terminals, in words and tables."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def search_table(document: Mapping[str, Any]) -> Table:
 
 
 def search_verdict(document: Mapping[str, Any]) -> str:
-    """Say in a sentence or two what a search found.
+    """Summarise in one or two sentences what a search found.
 
     Args:
         document: what ``train --search --json`` prints.

@@ -32,7 +32,7 @@ _ROWS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningPage:
-    """Hold a tuning and what its page needs beside it.
+    """A tuning and what its page needs beside it.
 
     Attributes:
         run: the tuning.

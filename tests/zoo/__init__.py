@@ -117,7 +117,7 @@ class Alone:
 
 
 class Recorded:
-    """Be a tuner, and write down under which plan and budget each step ran."""
+    """A tuner, and write down under which plan and budget each step ran."""
 
     def __init__(self, run: Run, tuner: autotune.LiveTuner) -> None:
         self._run, self._tuner = run, tuner

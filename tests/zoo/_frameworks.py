@@ -11,7 +11,7 @@ from zoo import Alone, Run
 
 
 class Ended:
-    """Be a tuner that its framework has detached, with what it said just before."""
+    """A tuner that its framework has detached, with what it said just before."""
 
     def __init__(self, tuner: Any) -> None:
         self.status, self.locks = dict(tuner.status), dict(tuner.locks)

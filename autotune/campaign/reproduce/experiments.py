@@ -1,4 +1,4 @@
-"""Say which jobs stand for the paper's two tasks: its own, or the ones that a CPU can train in minutes."""
+"""The jobs that stand for the paper's two tasks: its own, or ones that a CPU can train in minutes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONVOLUTION, TRANSFORMER = "convolution network", "transformer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """Hold one of the paper's two tasks at one scale.
+    """One of the paper's two tasks at one scale.
 
     Attributes:
         architecture: ``convolution network`` or ``transformer``.

@@ -1,4 +1,4 @@
-"""Hold the paper's numbers as they are printed, each with where it stands; nothing here is measured or corrected.
+"""The paper's numbers as they are printed, each with its place; nothing here is measured or corrected.
 
 Source: M. Nallaretnam, U. Thayasivam, "Systematic Training Compute Optimization for Large-Scale AI Models: A Dynamic
 Resource Allocation Approach", University of Moratuwa; four RTX 3090, PyTorch 2.0.1, DeepSpeed 0.10.0 (section IV.C).
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Hold one line of an efficiency table.
+    """One line of an efficiency table.
 
     Attributes:
         metric: what was measured.
@@ -30,7 +30,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """Hold one line of the ablation, in which each component is added to those above it.
+    """One line of the ablation, in which each component is added to those above it.
 
     Attributes:
         name: what the paper calls it.
@@ -49,7 +49,7 @@ class Component:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """Hold one line of the scaling table.
+    """One line of the scaling table.
 
     Attributes:
         ranks: how many GPUs.
@@ -68,7 +68,7 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """Hold a single number.
+    """A single number.
 
     Attributes:
         value: the number.

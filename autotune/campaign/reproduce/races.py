@@ -40,7 +40,7 @@ TF32 = "baseline+tf32"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
-    """Hold what every table is measured with.
+    """What every table is measured with.
 
     Attributes:
         run: the run directory.
@@ -169,7 +169,7 @@ def fp32_notes(document: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Hold what an arm's runs came to.
+    """Result of an arm's runs.
 
     Attributes:
         time_s: mean seconds to the target; ``None`` if a run did not reach it.

@@ -11,7 +11,7 @@ REPRODUCTION_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Hold one number of the paper and what was measured for it here.
+    """One number of the paper and what was measured for it here.
 
     Attributes:
         metric: what it is.

@@ -1,4 +1,4 @@
-"""Hold what the frameworks' callbacks have in common: how they attach."""
+"""What the frameworks' callbacks have in common: how they attach."""
 
 from __future__ import annotations
 

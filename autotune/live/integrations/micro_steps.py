@@ -35,23 +35,23 @@ class MicroSteps:
         ]
 
     def begin(self) -> None:
-        """Be told that an optimizer step begins."""
+        """Note that an optimizer step begins."""
         self._watching = True
         self._micro_batches = self._forwards = 0
 
     def next(self) -> None:
-        """Be told that a micro-batch's backward pass has ended, and that another micro-batch follows in the step."""
+        """Note that a micro-batch's backward pass has ended, and that another micro-batch follows in the step."""
         self._tuner.tell_phase("update")
         self._forwards = 0
 
     def update(self) -> None:
-        """Be told that the last micro-batch's backward pass has ended, and the update follows."""
+        """Note that the last micro-batch's backward pass has ended, and the update follows."""
         self._watching = False
         if self._micro_batches:
             self._tuner.tell_phase("update")
 
     def end(self, *, stepped: bool) -> None:
-        """Be told that the step has ended, its gradients cleared."""
+        """Note that the step has ended, its gradients cleared."""
         self._watching = False
         self._tuner.end_step(stepped=stepped)
 

@@ -196,7 +196,7 @@ class AutotuneCallback(_Callback):
 
 
 class TunedTrainer(Trainer):
-    """Be a Trainer that cuts each batch in as many micro-batches as its memory demands, and may lower precision.
+    """A Trainer that cuts each batch in as many micro-batches as its memory demands, and may lower precision.
 
     Steps, logs, the learning rate's schedule, ``max_steps`` and resuming are the Trainer's: it sees whole batches.
     Losses and gradients are weighed as it weighs them, and k stays 1 where a batch that was cut in two on the first
