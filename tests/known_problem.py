@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from replay_engine import ReplayEngine
 from test_env import SPACE
 
 from autotune import Measurement, Plan, Precision, Storage
-from autotune.engines.replay_engine import ReplayEngine
 from autotune.measurement import Failure
 from autotune.plan import PlanSpace
 

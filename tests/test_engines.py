@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import tiny_job
+from replay_engine import ReplayEngine
+from simulated_engine import SimulatedEngine
 
 from autotune import EngineOptions, Plan, PlanError, TorchEngine
 from autotune.engines.engine import Engine
 from autotune.engines.metered_engine import MeteredEngine
-from autotune.engines.replay_engine import ReplayEngine
-from autotune.engines.simulated_engine import SimulatedEngine
 from autotune.errors import EngineError
 from autotune.measurement import Failure, Measurement
 from autotune.physics.synthetic import draw_job

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import tiny_job
 from gymnasium.utils.env_checker import check_env as check_gymnasium
+from replay_engine import ReplayEngine
 from stable_baselines3.common.env_checker import check_env as check_sb3
 
 from autotune import Failure, GradientStatistics, InputError, Measurement, PlanError, UnitGradient
-from autotune.engines.replay_engine import ReplayEngine
 from autotune.gym.env import TuningEnv
 from autotune.gym.observation import GLOBAL_FEATURES, LIMIT, UNIT_FEATURES
 from autotune.gym.reward import FAILURE_COST, Objective

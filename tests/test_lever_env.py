@@ -7,11 +7,11 @@ import optuna
 import pytest
 import tiny_job
 from gymnasium.utils.env_checker import check_env
+from simulated_engine import SimulatedEngine
 
 from autotune.agents.optuna_search import OptunaPriceSearch
 from autotune.agents.planner_policy import PlannerPolicy
 from autotune.agents.priced_plans import PricedPlans
-from autotune.engines.simulated_engine import SimulatedEngine
 from autotune.errors import InputError
 from autotune.gym.env import TuningEnv
 from autotune.gym.lever_env import LeverEnv

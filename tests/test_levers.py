@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lever_gains import evaluate, summary
 
 from autotune.agents.lever_network import LeverNetwork
-from autotune.agents.levers import evaluate, summary
 from autotune.agents.ppo import train_levers
 from autotune.agents.recipe import LeverRecipe
 from autotune.agents.saved_training import SavedTraining

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from loss_scale import LossScale, master_update
 from torch import nn
 
 from autotune.mechanics.stepping import Update
-from autotune.physics.loss_scale import LossScale, master_update
 
 patterns = st.lists(st.booleans(), max_size=40)
 

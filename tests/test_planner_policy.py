@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tiny_job
 import torch
+from simulated_engine import SimulatedEngine
 
 from autotune import GradientStatistics, InputError, Measurement, Plan, Precision, TorchEngine
 from autotune.agents.lever_network import BareNetwork, LeverNetwork
@@ -18,7 +19,6 @@ from autotune.agents.planner_policy import PlannerPolicy, Ranges
 from autotune.agents.policy import Policy
 from autotune.engines.engine import Engine
 from autotune.engines.profiler import ProfilerOptions, profile
-from autotune.engines.simulated_engine import SimulatedEngine
 from autotune.gym.levers import RUN_FEATURES, SIZES, UNIT_FEATURES, Actions, Features, Watch, neutral_actions
 from autotune.gym.observation import Observation
 from autotune.measurement import Failure

@@ -22,6 +22,7 @@ import pytest
 import tiny_job
 import torch
 from safetensors.torch import save
+from simulated_engine import SimulatedEngine
 
 from autotune import PolicyFileError
 from autotune.agents import bundle
@@ -40,7 +41,6 @@ from autotune.campaign.profiling import cached_profile
 from autotune.catalog import load_job
 from autotune.cli.main import run
 from autotune.engines.profiler import ProfilerOptions
-from autotune.engines.simulated_engine import SimulatedEngine
 from autotune.gym.levers import RUN_FEATURES, UNIT_FEATURES
 from autotune.gym.observation import Observation
 from autotune.physics.planning import PlannerSettings

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_job
+from replay_engine import ReplayEngine, read_trace, space_of
 
-from autotune.engines.replay_engine import ReplayEngine, read_trace, space_of
 from autotune.errors import EngineError, InputError
 from autotune.gym.env import TuningEnv
 from autotune.measurement import Failure

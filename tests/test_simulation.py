@@ -10,8 +10,8 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated_engine import SimulatedEngine, measurement
 
-from autotune.engines.simulated_engine import SimulatedEngine, measurement
 from autotune.gym.observation import GLOBAL_FEATURES, UNIT_FEATURES, Observation
 from autotune.gym.reward import Objective
 from autotune.gym.vec_env import SimulatedVectorEnv

@@ -3,14 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_jobs import perceptron_job
-
-from autotune.campaign.traces import record, schedule, write_rows
-from autotune.engines.replay_engine import read_trace
-from autotune.engines.torch_engine import TorchEngine
-from autotune.measurement import Measurement
-from autotune.physics.moving import Strengths
-from autotune.physics.strengths import (
+from fitted_strengths import (
     Costs,
     FittedStrengths,
     fit,
@@ -20,6 +13,13 @@ from autotune.physics.strengths import (
     fit_switch,
     fit_times,
 )
+from recorded_traces import record, schedule, write_rows
+from replay_engine import read_trace
+from small_jobs import perceptron_job
+
+from autotune.engines.torch_engine import TorchEngine
+from autotune.measurement import Measurement
+from autotune.physics.moving import Strengths
 from autotune.plan import Plan, Precision
 
 TRACES = Path(__file__).parent / "traces"

@@ -39,7 +39,7 @@ class LeverChooser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """Mean and spread of the features in training; arrays of shape (len(RUN_FEATURES),)."""
+    """The range of each feature in training; arrays of shape (len(RUN_FEATURES),)."""
 
     lowest: NDArray[np.float64]
     highest: NDArray[np.float64]

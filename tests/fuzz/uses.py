@@ -25,6 +25,7 @@ import tiny_job
 import torch
 from documents import Form
 from record import DEVICE, SPECIMENS
+from replay_engine import read_trace, space_of
 from small_models import TinyGPT
 
 from autotune import api
@@ -41,7 +42,6 @@ from autotune.campaign.spool import artifact_of, read_cursor, read_rows
 from autotune.campaign.training import validation_env
 from autotune.cli import main
 from autotune.engines.profiler import profile_key
-from autotune.engines.replay_engine import read_trace, space_of
 from autotune.engines.torch_engine import TorchEngine
 from autotune.errors import InputError
 from autotune.files import read_json

@@ -97,7 +97,7 @@ def record(job: Job, plans: Sequence[Plan], *, steps: int, window_steps: int, se
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write recorded windows, one JSON object a line, as ``engines.replay_engine.read_trace`` reads them.
+    """Write recorded windows, one JSON object a line, as ``replay_engine.read_trace`` reads them.
 
     Raises:
         OSError: if the file cannot be written.

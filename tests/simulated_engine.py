@@ -9,33 +9,10 @@ from typing import Any
 import numpy as np
 
 from autotune.errors import EngineError
-from autotune.job import Job
 from autotune.measurement import Failure, GradientStatistics, Measurement, UnitGradient
-from autotune.physics.convergence import Convergence
-from autotune.physics.profile import Profile
 from autotune.physics.simulated_job import SimulatedJob
 from autotune.physics.simulation import Simulation, Windows, World
 from autotune.plan import Plan, PlanSpace
-
-
-def as_simulated(job: Job, profile: Profile, convergence: Convergence) -> SimulatedJob:
-    """Return a job as numbers.
-
-    Args:
-        job: the real job.
-        profile: what its plans cost.
-        convergence: how it converges.
-    """
-    return SimulatedJob(
-        name=job.name,
-        profile=profile,
-        convergence=convergence,
-        target=job.target,
-        goal=job.goal,
-        total_samples=job.total_samples,
-        schedule=job.schedule,
-        splits_to_learn=len(profile.accumulation_choices) > 1,
-    )
 
 
 @dataclass(frozen=True, slots=True)
