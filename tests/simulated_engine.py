@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from simulation import Simulation, Windows, World
 
 from autotune.errors import EngineError
 from autotune.measurement import Failure, GradientStatistics, Measurement, UnitGradient
 from autotune.physics.simulated_job import SimulatedJob
-from autotune.physics.simulation import Simulation, Windows, World
 from autotune.plan import Plan, PlanSpace
 
 

@@ -12,6 +12,7 @@ import pytest
 import tiny_job
 import torch
 from simulated_engine import SimulatedEngine
+from simulation import MOVING
 
 from autotune import GradientStatistics, InputError, Measurement, Plan, Precision, TorchEngine
 from autotune.agents.lever_network import BareNetwork, LeverNetwork
@@ -27,7 +28,6 @@ from autotune.physics.moving import MovingRuns, Strengths, draw_course
 from autotune.physics.planning import Planner, PlannerSettings
 from autotune.physics.profile import Profile
 from autotune.physics.simulated_job import SimulatedJob
-from autotune.physics.simulation import MOVING
 from autotune.physics.solver import SAFETY_MARGIN, Goal, smallest, solve, solve_each
 from autotune.physics.synthetic import draw_job
 from autotune.physics.time_model import seconds_per_step

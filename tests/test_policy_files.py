@@ -23,6 +23,7 @@ import tiny_job
 import torch
 from safetensors.torch import save
 from simulated_engine import SimulatedEngine
+from simulation import MOVING
 
 from autotune import PolicyFileError
 from autotune.agents import bundle
@@ -44,7 +45,6 @@ from autotune.engines.profiler import ProfilerOptions
 from autotune.gym.levers import RUN_FEATURES, UNIT_FEATURES
 from autotune.gym.observation import Observation
 from autotune.physics.planning import PlannerSettings
-from autotune.physics.simulation import MOVING
 from autotune.physics.synthetic import draw_job
 from autotune.plan import Plan
 

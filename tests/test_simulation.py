@@ -1,23 +1,17 @@
-"""Simulated runs: the same contract as real ones, and the same features whether one run is stepped or a thousand."""
+"""The simulated engine of these tests: it costs what profiles say, and converges as its model says."""
 
 from __future__ import annotations
 
 import dataclasses
 
-import gymnasium
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from simulated_engine import SimulatedEngine, measurement
+from simulated_engine import SimulatedEngine
+from simulation import MOVING, Simulation, World
 
-from autotune.gym.observation import GLOBAL_FEATURES, UNIT_FEATURES, Observation
-from autotune.gym.reward import Objective
-from autotune.gym.vec_env import SimulatedVectorEnv
 from autotune.physics.memory_model import peak_bytes
-from autotune.physics.simulation import MOVING, Simulation, World
-from autotune.physics.synthetic import Shape, draw_job, draw_profile, varied
+from autotune.physics.synthetic import draw_job
 from autotune.physics.time_model import seconds_per_step
 from autotune.plan import Precision
 
@@ -100,128 +94,6 @@ def test_events_change_length_budget_and_noise() -> None:
         seen.append((lanes.length[0], lanes.budget[0], lanes.noise_factor[0]))
     assert len(set(seen)) == 5
     assert all(0.5 <= length <= 1.5 and 0.8e12 <= budget <= 1.25e12 for length, budget, _ in seen)
-
-
-@settings(deadline=None, max_examples=15)
-@given(st.integers(0, 1000), st.sampled_from([0.1, 0.5]))
-def test_a_variation_keeps_recomputation_dearer_than_saving(seed: int, spread: float) -> None:
-    generator = np.random.default_rng(seed)
-    profile = varied(generator, draw_profile(generator, Shape(units=4, precisions=THREE)), spread)
-    for segment in profile.tables[0].segments:
-        for name, cost in segment.costs.items():
-            if name.endswith("recompute"):
-                assert cost.seconds >= segment.costs[name.replace("recompute", "save")].seconds
-
-
-def vector_env(**changes: object) -> SimulatedVectorEnv:
-    return SimulatedVectorEnv(some_jobs(), 8, **{"max_windows": 6, "max_units": 12, **changes})
-
-
-def test_features_and_rewards_of_many_lanes_are_those_of_each_alone() -> None:
-    env = vector_env()
-    env.reset(seed=4)
-    env.action_space.seed(4)
-    references = None
-    for _ in range(5):
-        lanes, simulation = range(env.num_envs), env.simulation
-        before = env._previous_loss.copy()
-        actions = env.action_space.sample()
-        k, choices = env.decode(actions)
-        state = simulation.snapshot()
-        window = simulation.run(k, choices, env.window_steps)
-        windows = [measurement(simulation, window, lane) for lane in lanes]
-        progress = simulation.progress()
-        simulation.restore(state)
-        observation, rewards, terminated, truncated, infos = env.step(actions)
-        finals = dict(zip(infos.get("final_lanes", []), range(8), strict=False))
-        for lane in lanes:
-            job = env.jobs[int(state[0].job[lane])]
-            reference = dataclasses.replace(
-                windows[lane],
-                loss=env_reference(env, "loss", lane, references),
-                failure=None,
-                peak_bytes=int(env_reference(env, "peak", lane, references)),
-                seconds_per_step=job.profile.batch_size / env_reference(env, "throughput", lane, references),
-                samples_per_step=float(job.profile.batch_size),
-                learning_rate=env_reference(env, "rate", lane, references),
-                gradient=dataclasses.replace(windows[lane].gradient, norm=env_reference(env, "norm", lane, references)),
-            )
-            seen = Observation(
-                space=job.profile.space,
-                plan=simulation.told.decode(int(state[0].job[lane]), int(k[lane]), choices[lane]),
-                window=windows[lane],
-                reference=reference,
-                previous_loss=None if np.isnan(before[lane]) else before[lane],
-                memory_budget_bytes=windows[lane].memory_budget_bytes,
-                batch_size=job.profile.batch_size,
-                adaptive=job.profile.batching == "adaptive",
-                progress=float(progress[lane]),
-            )
-            arrays = seen.arrays(12)
-            own = (
-                {name: rows[finals[lane]] for name, rows in infos["final_obs"].items()}
-                if lane in finals
-                else {name: rows[lane] for name, rows in observation.items()}
-            )
-            named = dict(zip(GLOBAL_FEATURES, zip(arrays["global"], own["global"], strict=True), strict=True))
-            for name, (alone, together) in named.items():
-                assert together == pytest.approx(alone, rel=1e-4, abs=1e-5), name
-            table = arrays["units"].reshape(12, -1)
-            for name, alone, together in zip(UNIT_FEATURES, table.T, own["units"].reshape(12, -1).T, strict=True):
-                np.testing.assert_allclose(together, alone, rtol=1e-4, atol=1e-5, err_msg=name)
-            assert rewards[lane] == pytest.approx(Objective().reward(seen), rel=1e-4)
-        assert not (terminated & truncated).any()
-        references = {
-            name: getattr(env._reference, name).copy() for name in ("loss", "norm", "throughput", "peak", "rate")
-        }
-
-
-def env_reference(env: SimulatedVectorEnv, name: str, lane: int, before: dict | None) -> float:
-    """Return what a lane's baseline saw before the step: a lane that ended has another baseline already."""
-    return float((getattr(env._reference, name) if before is None else before[name])[lane])
-
-
-def test_observations_stay_in_their_space_and_rewards_are_finite() -> None:
-    env = vector_env(world=dataclasses.replace(MOVING, length_rate=0.3, budget_rate=0.3))
-    observation, _ = env.reset(seed=0)
-    env.action_space.seed(0)
-    ended = 0
-    for _ in range(40):
-        assert env.observation_space.contains(observation)
-        observation, rewards, terminated, truncated, _ = env.step(env.action_space.sample())
-        assert np.isfinite(rewards).all()
-        ended += int((terminated | truncated).sum())
-    assert ended > 0
-
-
-def test_rollouts_repeat_exactly_under_one_seed() -> None:
-    def rollout():
-        env = vector_env()
-        env.reset(seed=9)
-        env.action_space.seed(9)
-        return [env.step(env.action_space.sample())[:2] for _ in range(12)]
-
-    for (one, reward), (two, again) in zip(rollout(), rollout(), strict=True):
-        np.testing.assert_array_equal(reward, again)
-        for name in one:
-            np.testing.assert_array_equal(one[name], two[name])
-
-
-def test_the_price_solver_keeps_every_lane_within_its_budget() -> None:
-    env = vector_env(world=World(), max_windows=1000)
-    env.reset(seed=2)
-    for _ in range(3):
-        _, _, _, _, infos = env.step(env.planned(margin=0.0))
-        assert not infos["over_budget"].any()
-
-
-def test_a_vector_of_simulated_runs_is_made_by_gymnasium() -> None:
-    env = gymnasium.make_vec(
-        "autotune/Simulated-v0", num_envs=3, vectorization_mode="vector_entry_point", max_windows=2
-    )
-    observation, _ = env.reset(seed=0)
-    assert observation["global"].shape == (3, len(GLOBAL_FEATURES))
-    env.close()
 
 
 def test_the_single_environment_runs_on_a_simulated_engine() -> None:

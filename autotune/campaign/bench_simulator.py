@@ -16,7 +16,8 @@ from autotune.campaign.arms import named_arm
 from autotune.campaign.convergence import cached_convergence
 from autotune.campaign.profiling import cached_profile
 from autotune.campaign.protocol import Protocol
-from autotune.gym.vec_env import SimulatedVectorEnv
+from autotune.gym.levers import SIZES, Actions
+from autotune.gym.simulated_env import SimulatedVectorEnv
 from autotune.job import Job
 from autotune.mechanics.devices import device_name
 from autotune.physics.synthetic import draw_job
@@ -27,44 +28,40 @@ _JOBS = 256
 
 
 def bench_simulator(*, seconds: float, seed: int) -> dict[str, Any]:
-    """Return decisions per second of one process, with raw actions and with the price solver in the loop.
+    """Return decisions per second of one process.
 
-    A decision is one window of one lane: plan decoded, costs and convergence simulated, features and reward computed,
-    ended episodes begun again.
+    A decision is one window of one lane: levers decoded, a plan made, costs and convergence simulated, features and
+    reward computed, and its share of beginning the next run.
 
     Args:
-        seconds: how long each of the two is measured.
+        seconds: how long it is measured.
         seed: of jobs, runs and actions.
     """
     generator = np.random.default_rng(seed)
     jobs = [draw_job(generator) for _ in range(_JOBS)]
     env = SimulatedVectorEnv(jobs, _LANES, seed=seed)
     env.reset(seed=seed)
-    sizes = env.sizes
-    actions = generator.integers(0, sizes, (16, _LANES, len(sizes)))
-    raw = _rate(env, lambda number: actions[number % len(actions)], seconds)
-    priced = _rate(env, lambda _number: env.planned(), seconds)
+    actions = generator.integers(0, SIZES, (16, _LANES, len(SIZES)))
     depths = [sum(unit.recomputable for unit in job.profile.units) for job in jobs]
     return {
         "version": 1,
         "benchmark": "simulator",
         "device": device_name(),
-        "decisions_per_s": raw,
-        "decisions_per_s_price_solver": priced,
+        "decisions_per_s": _rate(env, actions, seconds),
         "lanes": _LANES,
         "jobs": _JOBS,
         "recomputable_units": {"min": min(depths), "median": float(np.median(depths)), "max": max(depths)},
     }
 
 
-def _rate(env: SimulatedVectorEnv, act: Callable[[int], Any], seconds: float) -> float:
-    """Return the median rate of ten blocks: a neighbour on the machine slows some of them."""
+def _rate(env: SimulatedVectorEnv, actions: Actions, seconds: float) -> float:
+    """Return the median rate of whole runs, at least three: other load on the machine slows some of them."""
     rates: list[float] = []
-    env.step(act(0))
-    for _ in range(10):
-        began, steps = time.perf_counter(), 0
-        while time.perf_counter() - began < seconds / 10:
-            env.step(act(steps))
+    until = time.perf_counter() + seconds
+    while len(rates) < 3 or time.perf_counter() < until:
+        began, steps, ended = time.perf_counter(), 0, False
+        while not ended:
+            ended = bool(env.step(actions[steps % len(actions)])[2].all())
             steps += 1
         rates.append(steps * env.num_envs / (time.perf_counter() - began))
     return float(np.median(rates))

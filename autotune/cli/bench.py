@@ -111,10 +111,7 @@ def simulator(
         if found is not None:
             bars.stage(f"{found.name}: real runs of five plans", 1)
             document["ranking"] = rank_plans(found, runs_dir, paired_seeds(seeds))
-    line = (
-        f"{document['decisions_per_s']:,.0f} decisions/s with raw actions, "
-        f"{document['decisions_per_s_price_solver']:,.0f} with the price solver in the loop"
-    )
+    line = f"{document['decisions_per_s']:,.0f} decisions/s"
     if found is not None:
         line += f"; rank correlation with real runs of {found.name}: {document['ranking']['rank_correlation']:.2f}"
     _finish(document, "simulator", line, runs_dir, as_json)

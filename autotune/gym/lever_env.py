@@ -10,13 +10,13 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium import spaces
 from numpy.typing import NDArray
 
 from autotune.errors import InputError
 from autotune.gym.env import TuningEnv
-from autotune.gym.levers import LIMIT, RUN_FEATURES, SIZES, UNIT_FEATURES, Features, levers_of
+from autotune.gym.levers import SIZES, Features, levers_of
 from autotune.gym.planned_run import PlannedRun
+from autotune.gym.spaces import lever_spaces
 from autotune.physics.planning import PlannerSettings, Situation
 from autotune.physics.profile import Profile
 
@@ -43,15 +43,8 @@ class LeverEnv(gymnasium.Env[dict[str, Features], NDArray[np.int64]]):
         if profile.units != env.plan_space.units:
             raise InputError("the profile's units are not the job's", where=f"profile of {profile.job}")
         self.env = env
-        self.action_space = spaces.MultiDiscrete(np.array(SIZES, dtype=np.int64))
-        units = len(profile.units) * len(UNIT_FEATURES)
-        # Gymnasium's Dict is a space of dictionaries, which its own type does not say.
-        self.observation_space: Any = spaces.Dict(
-            {
-                "run": spaces.Box(-LIMIT, LIMIT, shape=(len(RUN_FEATURES),), dtype=np.float32),
-                "units": spaces.Box(-LIMIT, LIMIT, shape=(units,), dtype=np.float32),
-            }
-        )
+        self.observation_space: Any
+        self.observation_space, self.action_space = lever_spaces(len(profile.units))
         self._profile = profile
         self._settings = settings or PlannerSettings()
         self._run: PlannedRun

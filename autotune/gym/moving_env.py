@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from autotune.gym.levers import Actions, Features, Watch, levers_of
 from autotune.physics.clairvoyant import run_planner
 from autotune.physics.moving import Course, MovingRuns, Strengths, draw_course
-from autotune.physics.planning import Planner, PlannerSettings
+from autotune.physics.planning import Planner, PlannerSettings, Seen
 from autotune.physics.simulated_job import SimulatedJob
 
 _SCALE = 100.0
@@ -36,6 +36,7 @@ class MovingEnv:
         lanes: runs at once.
         runs: the runs.
         course: what happens.
+        seen: what the last window saw.
         planner_seconds: shape (lanes, windows), what the planner alone takes on the same course.
     """
 
@@ -52,6 +53,7 @@ class MovingEnv:
     ) -> None:
         self.lanes = lanes
         self.course: Course
+        self.seen: Seen
         self._watch: Watch
         self._planner: Planner
         self.clones = clones
@@ -70,6 +72,15 @@ class MovingEnv:
     @generator_state.setter
     def generator_state(self, state: dict[str, Any]) -> None:
         self._generator.bit_generator.state = state
+
+    def reseed(self, seed: int) -> None:
+        """Draw courses from another seed from now on."""
+        self._generator = np.random.default_rng(seed)
+
+    @property
+    def ended(self) -> bool:
+        """Tell whether the runs have ended."""
+        return self.runs.window >= self.runs.windows
 
     def reset(self, course: Course | None = None) -> tuple[Features, Features]:
         """Begin other runs and return the first observation; see :meth:`Watch.features`.
@@ -117,8 +128,8 @@ class MovingEnv:
         situation = self.runs.situation()
         self._watch.observe(seen, situation.noise_scale)
         won = (self.planner_seconds[:, window] - seen.total_s) / self.planner_seconds.sum(axis=1)
-        done = self.runs.window >= self.runs.windows
-        return self._watch.features(situation), (_SCALE * won).astype(np.float32), done
+        self.seen = seen
+        return self._watch.features(situation), (_SCALE * won).astype(np.float32), self.ended
 
 
 def planner_rise(env: MovingEnv, rises: Sequence[float] = (0.0, 0.02, 0.05, 0.1, 0.15, 0.25)) -> float:

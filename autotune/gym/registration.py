@@ -26,7 +26,7 @@ def register_environments() -> None:
     """Register ``autotune/Tuning-v0``, one environment per reference job, and ``autotune/Simulated-v0``, once.
 
     Measured times are part of what is observed on real jobs, so these are declared non-deterministic; simulated runs
-    come as a vector of environments only and repeat exactly.
+    repeat exactly.
     """
     from gymnasium.envs.registration import register, registry
 
@@ -37,7 +37,11 @@ def register_environments() -> None:
         if name not in registry:
             register(name, _ENTRY_POINT, nondeterministic=True, kwargs=arguments)
     if "autotune/Simulated-v0" not in registry:
-        register("autotune/Simulated-v0", vector_entry_point="autotune.gym.vec_env:SimulatedVectorEnv")
+        register(
+            "autotune/Simulated-v0",
+            "autotune.gym.simulated_env:SimulatedEnv",
+            vector_entry_point="autotune.gym.simulated_env:SimulatedVectorEnv",
+        )
 
 
 class _Watcher:

@@ -1,10 +1,14 @@
-"""State the environment's spaces: an action is a plan, an observation the named features."""
+"""The spaces of environments: an action is a plan, or moves the levers of a planner; an observation is features."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
+from autotune.gym.levers import RUN_FEATURES, SIZES
+from autotune.gym.levers import UNIT_FEATURES as LEVER_UNIT_FEATURES
 from autotune.gym.observation import GLOBAL_FEATURES, LIMIT, UNIT_FEATURES
 from autotune.plan import PlanSpace
 
@@ -16,8 +20,21 @@ def action_space(space: PlanSpace) -> spaces.MultiDiscrete:
 
 def observation_space(max_units: int) -> spaces.Dict:
     """Return the bounds of :meth:`Observation.arrays`."""
+    return spaces.Dict({"global": _box(len(GLOBAL_FEATURES)), "units": _box(max_units * len(UNIT_FEATURES))})
 
-    def box(size: int) -> spaces.Box:
-        return spaces.Box(-LIMIT, LIMIT, shape=(size,), dtype=np.float32)
 
-    return spaces.Dict({"global": box(len(GLOBAL_FEATURES)), "units": box(max_units * len(UNIT_FEATURES))})
+def lever_spaces(units: int) -> tuple[Any, spaces.MultiDiscrete]:
+    """Return the observation space and the action space of one run whose planner's levers are moved.
+
+    An observation holds ``run``, shape (len(RUN_FEATURES),), and ``units``, shape (units x len(UNIT_FEATURES),), zeros
+    for units that a job does not have. An action is ``MultiDiscrete(SIZES)``; see :mod:`autotune.gym.levers`.
+
+    Args:
+        units: units of the deepest job.
+    """
+    seen = spaces.Dict({"run": _box(len(RUN_FEATURES)), "units": _box(units * len(LEVER_UNIT_FEATURES))})
+    return seen, spaces.MultiDiscrete(np.array(SIZES, dtype=np.int64))
+
+
+def _box(size: int) -> spaces.Space[Any]:
+    return spaces.Box(-LIMIT, LIMIT, shape=(size,), dtype=np.float32)

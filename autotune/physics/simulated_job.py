@@ -27,7 +27,6 @@ class SimulatedJob:
         target: the metric at which it has arrived.
         goal: whether the metric shall be small (``min``) or large (``max``).
         total_samples: samples after which a run that has not arrived ends.
-        truth: what it really costs; ``None``: what its profile says.
         schedule: its learning-rate schedule.
         splits_to_learn: whether a whole batch may be cut in two so that the noise scale is learnt at k = 1.
     """
@@ -38,7 +37,6 @@ class SimulatedJob:
     target: float
     total_samples: float
     goal: str = "min"
-    truth: Profile | None = None
     schedule: WarmupCosine | None = None
     splits_to_learn: bool = True
 
@@ -71,23 +69,12 @@ class JobArrays:
     """What differs between jobs, besides costs, as arrays over jobs; see :class:`SimulatedJob`."""
 
     loss: Curves
-    metric: Curves
     noise_reference: Floats
     noise_loss: Floats
     noise_exponent: Floats
     noise_factor: Floats
-    batch: Floats
-    adaptive: Flags
-    target: Floats
-    sign: Floats
-    total_samples: Floats
-    switch_s: Floats
     splits: Flags
-    warmup: Floats
-    minimum: Floats
-    scheduled: Flags
     squared_errors: Floats
-    unit_share: Floats
 
     @classmethod
     def of(cls, jobs: Sequence[SimulatedJob], arrays: CostArrays) -> JobArrays:
@@ -98,33 +85,18 @@ class JobArrays:
             arrays: what they cost, which says how many units and choices there is room for.
         """
         models = [job.convergence for job in jobs]
-        schedules = [job.schedule or WarmupCosine() for job in jobs]
-        shape = (len(jobs), arrays.max_units)
-        squared_errors, unit_share = np.zeros((*shape, arrays.max_choices)), np.zeros(shape)
+        squared_errors = np.zeros((len(jobs), arrays.max_units, arrays.max_choices))
         for number, job in enumerate(jobs):
-            parameters = sum(unit.num_parameters for unit in job.profile.units)
-            unit_share[number, : len(job.profile.units)] = 1 / np.sqrt(max(parameters, 1))
             for place, unit in enumerate(job.profile.units):
                 errors = job.convergence.squared_errors.get(unit.name, {})
                 for index, precision in enumerate(job.profile.precisions):
                     squared_errors[number, place, 2 * index : 2 * index + 2] = errors.get(str(precision), 0.0)
         return cls(
             loss=Curves.of([model.loss for model in models]),
-            metric=Curves.of([model.metric for model in models]),
             noise_reference=np.array([model.noise.reference for model in models]),
             noise_loss=np.array([model.noise.reference_loss for model in models]),
             noise_exponent=np.array([model.noise.exponent for model in models]),
             noise_factor=np.array([model.noise_factor for model in models]),
-            batch=np.array([float(job.profile.batch_size) for job in jobs]),
-            adaptive=np.array([job.profile.batching == "adaptive" for job in jobs]),
-            target=np.array([job.target for job in jobs]),
-            sign=np.array([1.0 if job.goal == "min" else -1.0 for job in jobs]),
-            total_samples=np.array([float(job.total_samples) for job in jobs]),
-            switch_s=np.array([job.profile.switch_s for job in jobs]),
             splits=np.array([job.splits_to_learn and job.profile.batching == "fixed" for job in jobs]),
-            warmup=np.array([schedule.warmup_frac for schedule in schedules]),
-            minimum=np.array([schedule.minimum_frac for schedule in schedules]),
-            scheduled=np.array([job.schedule is not None for job in jobs]),
             squared_errors=squared_errors,
-            unit_share=unit_share,
         )

@@ -7,7 +7,7 @@ sizes, speed ratios and keepers drawn widely, 16-bit formats that are slower tha
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -110,8 +110,6 @@ def draw_job(
     *,
     depth: tuple[int, int] = (2, 48),
     precisions: tuple[Precision, ...] = (Precision.FP32, Precision.BF16),
-    around: Profile | None = None,
-    cost_error_frac: float = 0.0,
 ) -> SimulatedJob:
     """Return a job drawn at random.
 
@@ -119,25 +117,19 @@ def draw_job(
         generator: of the draw.
         depth: recomputable units, from and to; shallow jobs are as frequent as deep ones on a logarithmic scale.
         precisions: allowed precisions.
-        around: a measured profile that the job's is a variation of; ``None`` draws everything.
-        cost_error_frac: standard deviation of the logarithm of each piece's true seconds, against the profile that a
-            planner is told.
     """
-    if around is None:
-        units = round(math.exp(generator.uniform(math.log(depth[0]), math.log(depth[1] + 1))) - 0.5)
-        profile = draw_profile(
-            generator,
-            Shape(
-                units=min(max(units, depth[0]), depth[1]),
-                accumulation_choices=((1, 2, 4), (1, 2, 4, 8), (1,))[generator.choice(3, p=(0.4, 0.4, 0.2))],
-                precisions=precisions,
-                identical=bool(generator.random() < 0.5),
-                batching="adaptive" if generator.random() < 0.5 else "fixed",
-                batch_size=int(2 ** generator.integers(3, 9)),
-            ),
-        )
-    else:
-        profile = varied(generator, around, 0.3)
+    units = round(math.exp(generator.uniform(math.log(depth[0]), math.log(depth[1] + 1))) - 0.5)
+    profile = draw_profile(
+        generator,
+        Shape(
+            units=min(max(units, depth[0]), depth[1]),
+            accumulation_choices=((1, 2, 4), (1, 2, 4, 8), (1,))[generator.choice(3, p=(0.4, 0.4, 0.2))],
+            precisions=precisions,
+            identical=bool(generator.random() < 0.5),
+            batching="adaptive" if generator.random() < 0.5 else "fixed",
+            batch_size=int(2 ** generator.integers(3, 9)),
+        ),
+    )
     convergence = draw_convergence(generator, profile)
     loss = float(convergence.loss.at(math.exp(generator.uniform(math.log(50), math.log(500)))))
     steps = convergence.steps_to(loss, profile.batch_size)
@@ -147,7 +139,6 @@ def draw_job(
         convergence=convergence,
         target=loss,
         total_samples=1.5 * steps * profile.batch_size,
-        truth=varied(generator, profile, cost_error_frac, sizes=False) if cost_error_frac else None,
         schedule=WarmupCosine(),
     )
 
@@ -175,55 +166,6 @@ def draw_convergence(generator: np.random.Generator, profile: Profile) -> Conver
             }
             for unit in profile.units
         },
-    )
-
-
-def varied(generator: np.random.Generator, profile: Profile, spread: float, *, sizes: bool = True) -> Profile:
-    """Return a profile whose pieces cost more or less than another's.
-
-    Args:
-        generator: of the draw.
-        profile: the other.
-        spread: standard deviation of the logarithm of each factor; one factor per unit and precision, so that
-            recomputing stays dearer than saving.
-        sizes: whether bytes vary too, by one factor per unit.
-    """
-    speed = {
-        (unit.name, str(precision)): math.exp(generator.normal(0, spread))
-        for unit in profile.units
-        for precision in profile.precisions
-    }
-    size = {unit.name: math.exp(generator.normal(0, spread)) if sizes else 1.0 for unit in profile.units}
-
-    def segment(one: Segment) -> Segment:
-        if one.unit is None:
-            return one
-        costs = {
-            name: _times(cost, speed[one.unit, name.partition("/")[0]], size[one.unit])
-            for name, cost in one.costs.items()
-        }
-        return replace(one, costs=costs)
-
-    def changed(tables: tuple[StepTable, ...]) -> tuple[StepTable, ...]:
-        return tuple(replace(table, segments=tuple(segment(one) for one in table.segments)) for table in tables)
-
-    return replace(
-        profile,
-        tables=changed(profile.tables),
-        uniform_tables={name: changed(tables) for name, tables in profile.uniform_tables.items()},
-    )
-
-
-def _times(cost: Cost, seconds: float, size: float) -> Cost:
-    def bytes_of(pair: tuple[int, int]) -> tuple[int, int]:
-        return int(pair[0] * size), int(pair[1] * size)
-
-    return Cost(
-        forward_s=cost.forward_s * seconds,
-        backward_s=cost.backward_s * seconds,
-        saved_bytes=int(cost.saved_bytes * size),
-        forward_peak_bytes=bytes_of(cost.forward_peak_bytes),
-        backward_peak_bytes=bytes_of(cost.backward_peak_bytes),
     )
 
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from autotune.job import WarmupCosine
 from autotune.physics.convergence import step_efficiency
 from autotune.physics.cost_arrays import CostArrays, Floats, Indices, Plans
 from autotune.physics.noise_scale import NoiseScaleAverage
-from autotune.physics.simulated_job import Flags, JobArrays, SimulatedJob
+from autotune.physics.simulated_job import Curves, Flags, JobArrays, SimulatedJob
 
 _DECAY = NoiseScaleAverage().decay
 
@@ -176,6 +177,41 @@ class Windows:
     unit_underflow: Floats
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MoreArrays:
+    """What else differs between jobs, as arrays over jobs."""
+
+    metric: Curves
+    batch: Floats
+    adaptive: Flags
+    target: Floats
+    sign: Floats
+    total_samples: Floats
+    switch_s: Floats
+    warmup: Floats
+    minimum: Floats
+    scheduled: Flags
+    unit_share: Floats
+
+    @classmethod
+    def of(cls, jobs: Sequence[SimulatedJob]) -> _MoreArrays:
+        schedules = [job.schedule or WarmupCosine() for job in jobs]
+        units = [sum(unit.num_parameters for unit in job.profile.units) for job in jobs]
+        return cls(
+            metric=Curves.of([job.convergence.metric for job in jobs]),
+            batch=np.array([float(job.profile.batch_size) for job in jobs]),
+            adaptive=np.array([job.profile.batching == "adaptive" for job in jobs]),
+            target=np.array([job.target for job in jobs]),
+            sign=np.array([1.0 if job.goal == "min" else -1.0 for job in jobs]),
+            total_samples=np.array([float(job.total_samples) for job in jobs]),
+            switch_s=np.array([job.profile.switch_s for job in jobs]),
+            warmup=np.array([schedule.warmup_frac for schedule in schedules]),
+            minimum=np.array([schedule.minimum_frac for schedule in schedules]),
+            scheduled=np.array([job.schedule is not None for job in jobs]),
+            unit_share=1 / np.sqrt(np.maximum(units, 1)),
+        )
+
+
 class Simulation:
     """Run lanes of simulated jobs.
 
@@ -187,7 +223,6 @@ class Simulation:
 
     Attributes:
         told: what planners are told that plans cost.
-        true: what they really cost.
         lanes: the runs' state.
     """
 
@@ -197,11 +232,9 @@ class Simulation:
         self.jobs = tuple(jobs)
         self.world = world or World()
         self.told = CostArrays([job.profile for job in jobs], max_units=max_units)
-        truths = [job.truth or job.profile for job in jobs]
-        same = all(job.truth is None for job in jobs)
-        self.true = self.told if same else CostArrays(truths, max_units=max_units)
         self._generator = np.random.default_rng(seed)
         self._facts = JobArrays.of(self.jobs, self.told)
+        self._more = _MoreArrays.of(self.jobs)
         self.lanes = Lanes.begin(np.zeros(0, dtype=np.int64))
 
     def reseed(self, seed: int) -> None:
@@ -224,21 +257,21 @@ class Simulation:
     def batch(self, k: Indices) -> Floats:
         """Return each lane's effective batch in samples, given the number of its k."""
         job = self.lanes.job
-        times = np.where(self._facts.adaptive[job], self.told.accumulation_steps[job, k], 1)
-        return np.asarray(self._facts.batch[job] * times)
+        times = np.where(self._more.adaptive[job], self.told.accumulation_steps[job, k], 1)
+        return np.asarray(self._more.batch[job] * times)
 
     def metric(self) -> Floats:
         """Return each lane's metric."""
-        return self._facts.metric.take(self.lanes.job).at(self.lanes.effort)
+        return self._more.metric.take(self.lanes.job).at(self.lanes.effort)
 
     def arrived(self) -> Flags:
         """Tell which lanes have met their target."""
         job = self.lanes.job
-        return np.asarray(self._facts.sign[job] * self.metric() <= self._facts.sign[job] * self._facts.target[job])
+        return np.asarray(self._more.sign[job] * self.metric() <= self._more.sign[job] * self._more.target[job])
 
     def progress(self) -> Floats:
         """Return the share of its samples that each lane has consumed, at most 1."""
-        return np.minimum(self.lanes.samples / self._facts.total_samples[self.lanes.job], 1.0)
+        return np.minimum(self.lanes.samples / self._more.total_samples[self.lanes.job], 1.0)
 
     def run_some(self, where: Indices, k: Indices, choices: Indices, steps: int) -> Windows:
         """Run a window of some lanes; arrays are theirs. See :meth:`run`."""
@@ -259,12 +292,12 @@ class Simulation:
         """
         lanes, plans = self.lanes, Plans(job=self.lanes.job, k=k, choices=choices)
         self._happen()
-        peak = self.true.peak_bytes(plans, lanes.length)
+        peak = self.told.peak_bytes(plans, lanes.length)
         over = peak > lanes.budget
         done = np.where(over, 1, steps)
-        seconds = self.true.seconds_per_step(plans, lanes.length) * np.exp(lanes.drift)
+        seconds = self.told.seconds_per_step(plans, lanes.length) * np.exp(lanes.drift)
         switched = self._note_plan(plans)
-        total = seconds * done + switched * self._facts.switch_s[lanes.job]
+        total = seconds * done + switched * self._more.switch_s[lanes.job]
         loss, batch, square, noise = self._train(plans, done)
         samples = batch * done
         lanes.seconds += total
@@ -367,7 +400,7 @@ class Simulation:
 
     def _units(self, norm: Floats, batch: Floats, noise: Floats, variance: Floats) -> dict[str, Floats]:
         """Return per-unit statistics: shares of the whole that stay as they are."""
-        share = self._facts.unit_share[self.lanes.job]
+        share = np.repeat(self._more.unit_share[self.lanes.job][:, None], self.told.max_units, axis=1)
         ratio = np.where(np.isnan(variance), np.nan, batch / np.maximum(noise, 1e-9))
         return {
             "unit_rms": norm[:, None] * share,
@@ -376,14 +409,14 @@ class Simulation:
         }
 
     def _learning_rate(self) -> Floats:
-        facts, lanes = self._facts, self.lanes
+        more, lanes = self._more, self.lanes
         job = lanes.job
-        done = np.minimum(lanes.samples / facts.total_samples[job], 1.0)
-        warmup, minimum = facts.warmup[job], facts.minimum[job]
+        done = np.minimum(lanes.samples / more.total_samples[job], 1.0)
+        warmup, minimum = more.warmup[job], more.minimum[job]
         share = np.clip((done - warmup) / np.maximum(1 - warmup, 1e-12), 0.0, 1.0)
         cosine = minimum + (1 - minimum) * 0.5 * (1 + np.cos(np.pi * share))
         rate = np.where(done <= warmup, done / np.maximum(warmup, 1e-12), cosine)
-        return np.where(facts.scheduled[job], rate, 1.0)
+        return np.where(more.scheduled[job], rate, 1.0)
 
     def _normal(self, deviation: float) -> Floats:
         n = len(self.lanes.job)
