@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import autotune
 from autotune.cli.main import run
 
 JOB = Path(__file__).parent / "tiny_job.py"
@@ -370,3 +371,8 @@ def test_the_working_directory_is_where_modules_are_looked_for(tmp_path: Path) -
         command[:1] = [sys.executable, "-m", "autotune.cli.main"]
     answer = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {}, check=False)
     assert answer.returncode == 0, answer.stderr
+
+
+def test_python_runs_the_package_as_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "autotune", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"autotune {autotune.__version__}"

@@ -24,7 +24,7 @@ from autotune.physics.synthetic import draw_job
 from autotune.physics.time_model import seconds_per_step
 
 _LANES = 512
-_JOBS = 256
+_JOBS, _DEPTH = 64, (2, 16)
 
 
 def bench_simulator(*, seconds: float, seed: int) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def bench_simulator(*, seconds: float, seed: int) -> dict[str, Any]:
         seed: of jobs, runs and actions.
     """
     generator = np.random.default_rng(seed)
-    jobs = [draw_job(generator) for _ in range(_JOBS)]
+    jobs = [draw_job(generator, depth=_DEPTH) for _ in range(_JOBS)]
     env = SimulatedVectorEnv(jobs, _LANES, seed=seed)
     env.reset(seed=seed)
     actions = generator.integers(0, SIZES, (16, _LANES, len(SIZES)))

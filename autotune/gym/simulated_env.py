@@ -24,8 +24,8 @@ from autotune.physics.planning import PlannerSettings
 from autotune.physics.simulated_job import SimulatedJob
 from autotune.physics.synthetic import draw_job
 
-# Jobs that are drawn where none are given.
-_JOBS = 64
+# Jobs that are drawn where none are given, and their recomputable units: as many as the shipped policy's training has.
+_JOBS, _DEPTH = 16, (2, 16)
 
 
 class SimulatedVectorEnv(VectorEnv[dict[str, Features], Actions, Any]):
@@ -36,7 +36,7 @@ class SimulatedVectorEnv(VectorEnv[dict[str, Features], Actions, Any]):
     whether it ran out of memory.
 
     Args:
-        jobs: the jobs that runs are drawn from; ``None`` draws 64 of all kinds.
+        jobs: the jobs that runs are drawn from; ``None`` draws 16.
         num_envs: runs.
         strengths: how strongly conditions move.
         windows: windows of a run.
@@ -112,7 +112,7 @@ class SimulatedEnv(gymnasium.Env[dict[str, Features], NDArray[np.int64]]):
     """One simulated run; see :class:`SimulatedVectorEnv`.
 
     Args:
-        jobs: the jobs that runs are drawn from; ``None`` draws 64 of all kinds.
+        jobs: the jobs that runs are drawn from; ``None`` draws 16.
         strengths: how strongly conditions move.
         windows: windows of a run.
         settings: how the planner plans where no lever is moved.
@@ -179,7 +179,7 @@ def _moving(
     if lanes < 1 or windows < 1 or (jobs is not None and not jobs):
         raise InputError("num_envs, windows or the number of jobs is below 1", where="environment")
     generator = np.random.default_rng(seed)
-    drawn = [draw_job(generator) for _ in range(_JOBS)] if jobs is None else jobs
+    drawn = [draw_job(generator, depth=_DEPTH) for _ in range(_JOBS)] if jobs is None else jobs
     return MovingEnv(drawn, strengths, lanes, windows=windows, settings=settings, seed=seed)
 
 

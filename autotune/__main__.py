@@ -1,0 +1,5 @@
+"""Run the command line as ``python -m autotune``."""
+
+from autotune.cli.main import main
+
+main()
