@@ -141,6 +141,28 @@ def test_a_framework_that_reports_its_steps_leaves_no_probe_on_the_parameters() 
     tuner.detach()
 
 
+@pytest.mark.parametrize("left_out", ["backward", "update"])
+def test_a_loop_that_does_not_name_a_phase_is_told_which(left_out: str) -> None:
+    model = deep_gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    tuner = autotune.attach(model, optimizer, "exact", memory_budget_bytes=10**9, runs_dir=None)
+    for batch in token_batches(12):
+        tuner.begin_step(batch)
+        tuner.tell_phase("forward")
+        loss = gpt_loss(model, batch)
+        if left_out != "backward":
+            tuner.tell_phase("backward")
+        loss.backward()
+        if left_out != "update":
+            tuner.tell_phase("update")
+        optimizer.step()
+        optimizer.zero_grad()
+        tuner.end_step()
+    assert tuner.attached
+    assert f"no phase '{left_out}'" in " ".join(tuner.locks.values())
+    tuner.detach()
+
+
 def test_a_unit_that_may_not_be_recomputed_is_not_recomputed_in_the_first_step_either() -> None:
     class Draws(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

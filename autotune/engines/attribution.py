@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from autotune.errors import EngineError
 from autotune.mechanics.step_trace import Block, Place, StepTrace
 from autotune.physics.memory_model import levels
 from autotune.physics.profile import Boundary
@@ -62,10 +63,12 @@ def attribute(trace: StepTrace, recomputed: Collection[str], gradients: Sequence
         recomputed: names of the units whose activations were recomputed.
         gradients: what each segment's backward pass leaves, as another trace of the same k shows it; ``None`` for this
             one's. A shared parameter's gradient is left by one or another of its users and must not count twice.
+
+    Raises:
+        EngineError: if the trace has no backward pass or no update.
     """
     count = 2 * len(trace.calls) + 1
-    turn = next(time for time, place in zip(trace.times, trace.places, strict=True) if place.phase == "backward")
-    end = next(time for time, place in zip(trace.times, trace.places, strict=True) if place.phase == "update")
+    turn, end = _begin_of(trace, "backward"), _begin_of(trace, "update")
     saved, left = [0] * count, [0] * count
     allocates = {"forward": [False] * count, "backward": [False] * count}
     passing, boundaries = _boundaries(trace, recomputed, turn)
@@ -121,6 +124,19 @@ def as_boundary(key: BoundaryKey, seen: Sequence[Passing]) -> Boundary:
         held=any(passing.stays and not passing.keepers for passing in seen),
         keepers={},
     )
+
+
+def _begin_of(trace: StepTrace, phase: str) -> float:
+    """Return when a phase of a step begins.
+
+    Raises:
+        EngineError: if the trace has none.
+    """
+    began = (time for time, place in zip(trace.times, trace.places, strict=True) if place.phase == phase)
+    found = next(began, None)
+    if found is None:
+        raise EngineError(f"the traced step has no phase {phase!r}; a loop of one's own names it by tell_phase()")
+    return found
 
 
 def _boundaries(
