@@ -21,11 +21,11 @@ from autotune.live.limits import Stage
 from autotune.live.placement import Placements, usable
 from autotune.live.scores import Expected
 from autotune.live.shadow import AUTOCAST_TOLERANCE, FP32_TOLERANCE, Outcome, k_lock, precision_lock
-from autotune.live.signals import any_error
 from autotune.live.signature import Signature
 from autotune.live.uses import Probing, Shadowing, Timing, Tracing, Use
 from autotune.mechanics import devices
 from autotune.mechanics.controls import has_16_bit_parameters
+from autotune.mechanics.signals import any_error
 from autotune.mechanics.step_trace import Phase, rest_of, seconds_by_place
 from autotune.physics.profile import Profile
 from autotune.plan import Plan, PlanSpace, Precision

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from autotune.live.surroundings import Surroundings, own_attributes
 from autotune.mechanics import randomness
 from autotune.mechanics.activations import WRITTEN, Recomputation, undone
-from autotune.mechanics.copies import CopyError, Loans, TensorCopy, copied, dissolve, state_of, twin_of
+from autotune.mechanics.copies import CopyError, Loans, TensorCopy, Weights, copied, dissolve, state_of, twin_of
 from autotune.mechanics.memory_meter import strided
 
 # Relative differences, by 2-norms, up to which two passes over one input differ by rounding alone: so many units in the
@@ -81,6 +82,15 @@ def _like(context: Context, lend: TensorCopy) -> Context:
 
 def compared(unit: Unit) -> str | None:
     """Return what speaks against a unit's recomputation, by passes over copies."""
+    weights = Weights(unit.module)
+    try:
+        reason = _compared(unit)
+    finally:
+        written = weights.put_back()
+    return "it writes to its own weights" if written else reason
+
+
+def _compared(unit: Unit) -> str | None:
     found: list[_Outcome] = []
     if randomness.draws_on_host(lambda: found.append(unit.passes(recomputes=False))):
         return DRAWS
@@ -89,7 +99,8 @@ def compared(unit: Unit) -> str | None:
     if saved.writes:
         return WRITTEN
     # What is only made once, such as a table that is kept, is there by now.
-    around = Surroundings(unit.module, own=() if unit.forward is None else own_attributes(unit.module))
+    handed = tree_leaves((unit.args, dict(unit.kwargs)))
+    around = Surroundings(unit.module, own=() if unit.forward is None else own_attributes(unit.module), handed=handed)
     recomputed = unit.passes(recomputes=True)
     if recomputed.barred is not None:
         return recomputed.barred

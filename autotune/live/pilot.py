@@ -30,7 +30,6 @@ from autotune.live.phases import Profiled, Unprofiled
 from autotune.live.placement import Placements, usable
 from autotune.live.ranks import Ranks
 from autotune.live.shadow import Outcome
-from autotune.live.signals import any_error
 from autotune.live.signature import Signature
 from autotune.live.step_peaks import StepPeaks
 from autotune.live.unit_calls import UnitCalls
@@ -39,6 +38,7 @@ from autotune.live.wires import Reading, Wires, compiled_graphs
 from autotune.measurement import Measurement
 from autotune.mechanics import controls
 from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe
+from autotune.mechanics.signals import any_error
 from autotune.mechanics.step_trace import Phase
 from autotune.physics.profile import Profile
 from autotune.plan import Plan

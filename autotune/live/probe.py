@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from autotune.live.passes import DRAWS, Unit, compared, distance, tensors_in
 from autotune.live.reachable import source_of
-from autotune.live.signals import any_error
 from autotune.live.surroundings import Surroundings, own_attributes
 from autotune.mechanics import randomness
 from autotune.mechanics.activations import WRITTEN, hooks_within
@@ -32,6 +31,7 @@ from autotune.mechanics.controls import ControlledForward
 from autotune.mechanics.copies import CopyError
 from autotune.mechanics.devices import is_out_of_memory
 from autotune.mechanics.kept import Kept, is_carrier
+from autotune.mechanics.signals import any_error
 
 
 class UnitProbe:
@@ -61,6 +61,7 @@ class UnitProbe:
         # Why calls were not probed, and what the unit's code could reach after the one that was.
         self._intercepted: str | None = None
         self._around: Surroundings | None = None
+        self._weights: dict[int, str] = {}
         # What a pass over copies returned, until the call itself has.
         self._copied: list[torch.Tensor] | None = None
         module.__dict__["forward"] = self
@@ -153,9 +154,12 @@ class UnitProbe:
         Args:
             handed: what it is handed.
         """
-        # Copies of the others are made at each call.
-        own = [(name, value) for name, value in own_attributes(self.module) if not is_carrier(value)]
+        # Copies of the others, but for tensors, are made at each call.
+        own: list[tuple[str, Any]] = []
+        for name, value in own_attributes(self.module):
+            own += [(name, one) for one in tensors_in(value)] if is_carrier(value) else [(name, value)]
         self._around = Surroundings(self.module, own=own, handed=handed, named=True)
+        self._weights = _norms(self.module)
         if isinstance(self._inner, ControlledForward):
             self._inner.recomputation.around = self._around
 
@@ -173,14 +177,22 @@ class UnitProbe:
             self.reason = self.reason or WRITTEN
         self._kept = []
         try:
-            self.reason = self.reason or self._read_otherwise()
+            self.reason = self.reason or self._read_otherwise() or self._weighs_otherwise()
         except any_error() as error:  # whatever it is, the unit is left alone
             self.reason = _told(error)
+        self._weights = {}
 
     def _read_otherwise(self) -> str | None:
         """Return what speaks against recomputing: that its code reads something else now than in its first call."""
         changed = None if self._around is None else self._around.changed(grown=True)
         return None if changed is None else f"it reads {changed}, which is another one by the time of its backward pass"
+
+    def _weighs_otherwise(self) -> str | None:
+        """Return what speaks against recomputing: that its weights have other values than in its first call."""
+        then, now = self._weights, _norms(self.module) if self._weights else {}
+        if any(then.get(weight, norm) != norm for weight, norm in now.items()):
+            return "its weights have other values by the time of its backward pass"
+        return None
 
     @contextmanager
     def _uncontrolled(self) -> Iterator[None]:
@@ -202,6 +214,14 @@ class UnitProbe:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the module's plain bound forward."""
         return getattr, (self.module, "forward")
+
+
+def _norms(module: nn.Module) -> dict[int, str]:
+    """Return the 2-norm of each trained weight that is here now, by identity; shards are gathered and let go again."""
+    weights = [one for one in module.parameters() if one.requires_grad and type(one) is nn.Parameter]
+    here = [one for one in weights if one.untyped_storage().size() > 0]
+    with torch.no_grad():
+        return {id(one): repr(float(torch.linalg.vector_norm(one))) for one in here}
 
 
 def structural_lock(module: nn.Module) -> str | None:
@@ -230,7 +250,8 @@ def storage_lock(
     own = forward.original if isinstance(forward, ControlledForward) else forward
     itself = getattr(own, "__self__", None) is not module
     try:
-        around = Surroundings(module, own=own_attributes(module) if itself else ())
+        handed = tree_leaves((args, dict(kwargs)))
+        around = Surroundings(module, own=own_attributes(module) if itself else (), handed=handed)
         if around.refusal is not None:
             return around.refusal
         before = randomness.capture()

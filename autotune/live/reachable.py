@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dis
 import random
+import weakref
 from collections.abc import Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -55,36 +56,63 @@ def bound_in(code: CodeType) -> frozenset[str]:
     return frozenset(own).union(*inner)
 
 
-def plain_function(found: Any) -> Any:
-    """Return the function behind a method, a property or a wrapper."""
+def plain_functions(found: Any) -> list[FunctionType]:
+    """Return the functions behind a method, a property or a decorated function: the wrapper, and what it wraps."""
     if isinstance(found, property):
         found = found.fget
     found = getattr(found, "__func__", found)
-    return getattr(found, "__wrapped__", None) or found
+    functions: list[FunctionType] = []
+    while found is not None and found not in functions:
+        if isinstance(found, FunctionType):
+            functions.append(found)
+        found = getattr(found, "__wrapped__", None)
+    return functions
+
+
+def forward_of(part: nn.Module) -> Any:
+    """Return the forward that somebody has put on a module itself, behind what this package puts there; or ``None``."""
+    found: Any = vars(part).get("forward")
+    while is_trusted(type(found).__module__) and hasattr(found, "original"):
+        found = found.original
+    return found
 
 
 def source_of(module: nn.Module) -> str | None:
     """Return what generator, but torch's, a unit's forward pass can come to draw from, by names; ``None`` for none."""
     parts = list(module.modules())
-    waiting = [found for part in parts for found in (type(part).forward, vars(part).get("forward"))]
+    waiting = [found for part in parts for found in (type(part).forward, forward_of(part))]
     waiting += [
         hook for part in parts if part is not module for kind in HOOKS for hook in vars(part).get(kind, {}).values()
     ]
     met: set[int] = set()
     while waiting and len(met) < _MOST_FUNCTIONS:
-        function = plain_function(waiting.pop())
-        if not isinstance(function, FunctionType) or id(function) in met or is_trusted(function.__module__):
-            continue
-        met.add(id(function))
-        names = names_in(function.__code__)
-        if _imports_one(function.__code__):
+        for function in plain_functions(waiting.pop()):
+            if id(function) in met or is_trusted(function.__module__):
+                continue
+            met.add(id(function))
+            found = _source_in(function, parts, waiting)
+            if found is not None:
+                return found
+    return None
+
+
+def _source_in(function: FunctionType, parts: list[nn.Module], waiting: list[Any]) -> str | None:
+    """Return what generator a function names; ``None`` for none.
+
+    Args:
+        function: the function.
+        parts: of the unit.
+        waiting: takes in the functions that it may call.
+    """
+    names = names_in(function.__code__)
+    if _imports_one(function.__code__):
+        return _HOST
+    for found in _named(function, names, parts):
+        if _is_generator(found, names):
             return _HOST
-        for found in _named(function, names, parts):
-            if _is_generator(found, names):
-                return _HOST
-            if isinstance(found, _OF_ITS_OWN):
-                return _OWN
-            waiting += _functions_of(found, names)
+        if isinstance(found, _OF_ITS_OWN):
+            return _OWN
+        waiting += functions_of(found, names)
     return None
 
 
@@ -106,8 +134,10 @@ def _named(function: FunctionType, names: frozenset[str], parts: list[nn.Module]
                     yield vars(base)[name]
 
 
-def _functions_of(found: Any, names: frozenset[str]) -> list[Any]:
+def functions_of(found: Any, names: frozenset[str]) -> list[Any]:
     """Return the functions that code with such names may call of an object."""
+    if type(found) in weakref.ProxyTypes:
+        return []
     if isinstance(found, FunctionType | MethodType | property | staticmethod | classmethod):
         return [found]
     if isinstance(found, ModuleType):

@@ -13,9 +13,9 @@ import operator
 import random
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -23,16 +23,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from autotune.live.reachable import HOOKS, bound_in, is_trusted, names_in, plain_function
+from autotune.live.reachable import HOOKS, bound_in, forward_of, functions_of, is_trusted, names_in, plain_functions
 from autotune.mechanics.copies import attributes_of, same_bits, slots_of
 
 logger = logging.getLogger(__name__)
 
 # Objects that are looked at, and how many functions deep: a function calls others.
-_MOST_OBJECTS, _DEPTH = 5000, 3
+_MOST_OBJECTS, _DEPTH = 5000, 8
 # Tensors up to this size are copied.
 _MOST_BYTES = 2**27
 _OF_MODULES = frozenset(vars(nn.Module()))
+# What a class holds and nobody changes in its place; the code of functions is looked into where it is called.
+_FUNCTIONS = (FunctionType, classmethod, staticmethod, property)
+_OF_CLASSES = (*_FUNCTIONS, type, MethodType, BuiltinFunctionType)
 _PLAIN = (bool, int, float, complex, str, bytes)
 _LEFT_OUT: tuple[type, ...] = (*_PLAIN, type(None), weakref.ProxyType, weakref.CallableProxyType)
 
@@ -65,8 +68,9 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Values:
-    """A tensor's values, and how often it was written to before; ``None`` for those of a very large one."""
+    """A tensor, how often it was written to before, and a copy of its values; ``None`` for those of a large one."""
 
+    tensor: torch.Tensor
     version: int
     copy: torch.Tensor | None
 
@@ -93,6 +97,8 @@ class Surroundings:
         named: bool = False,
     ) -> None:
         self._seen: list[_Seen] = []
+        # Caches of functions, and how many results they held: a copy of the unit may fill them with its own.
+        self._caches: list[tuple[Any, int]] = []
         # The unit's own parts are copied, or watched by their attributes.
         self._met: set[int] = set(map(id, module.modules()))
         self.refusal: str | None = None
@@ -102,13 +108,14 @@ class Surroundings:
             self._take(name, value)
         self._named = None
         for kind in dict.fromkeys(base for part in module.modules() for base in type(part).__mro__):
-            if not is_trusted(kind.__module__):
-                self._take_class(kind)
+            self._take_class(kind)
         for name, function in _functions(module):
             self._look_into(name, function, _DEPTH)
-        for one in handed:
-            if isinstance(one, FunctionType | MethodType):
-                self._look_into("a function that it is handed", one, _DEPTH)
+        # Whatever else the unit's code may call by names: of what the unit holds, and of what it is handed.
+        names = _names_in(module)
+        for name, value in (*own_attributes(module), *(("what it is handed", one) for one in handed)):
+            for function in functions_of(value, names):
+                self._look_into(name, function, _DEPTH)
 
     def changed(self, *, grown: bool = False) -> str | None:
         """Return the name of the first object that is not what it was; ``None`` if all are.
@@ -119,7 +126,10 @@ class Surroundings:
         return next((one.name for one in self._seen if not one.is_same(grown=grown)), None)
 
     def restore(self) -> None:
-        """Put back what is not what it was."""
+        """Put back what is not what it was; a cache that was empty is empty again."""
+        for cache, results in self._caches:
+            if not results and cache.cache_info().currsize:
+                cache.cache_clear()
         for one in self._seen:
             try:
                 if not one.is_same():
@@ -129,10 +139,12 @@ class Surroundings:
 
     @contextmanager
     def as_they_were(self) -> Iterator[None]:
-        """Run the body with all but tensors as it was; what the body changes of that is forgotten."""
-        changed = [one for one in self._seen if not isinstance(one.then, _Values) and not one.is_same(grown=True)]
+        """Run the body with all as it was; what the body changes of that is forgotten."""
+        changed = [one for one in self._seen if not one.is_same(grown=True)]
         now = [one.now() for one in changed]
-        for one in changed:
+        for place, one in enumerate(changed):
+            if isinstance(one.then, _Values):
+                now[place] = replace(now[place], copy=one.then.tensor.detach().clone())
             one.put(one.then)
         try:
             yield
@@ -141,27 +153,30 @@ class Surroundings:
                 one.put(value)
 
     def _look_into(self, name: str, function: Any, depth: int) -> None:
-        """Take in what a function's code names, and what its closure holds."""
+        """Take in what a function's code names, what its closure holds, and all that it may call by names."""
         if isinstance(function, MethodType):
             self._take(f"{name}.__self__", function.__self__)
-        function = plain_function(function)
-        if not isinstance(function, FunctionType) or id(function) in self._met or not depth:
-            return
-        self._met.add(id(function))
-        if is_trusted(function.__module__):
-            return
+        for one in plain_functions(function):
+            if id(one) not in self._met and depth:
+                self._met.add(id(one))
+                if not is_trusted(one.__module__):
+                    self._look_into_code(one, depth - 1)
+
+    def _look_into_code(self, function: FunctionType, depth: int) -> None:
+        names = names_in(function.__code__)
         for held in (function.__dict__, function.__kwdefaults__ or {}, function.__defaults__ or ()):
-            self._take(f"what {function.__name__} holds", held, depth - 1)
+            self._take(f"what {function.__name__} holds", held, depth)
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             try:
-                self._take(key, cell.cell_contents, depth - 1)
+                found = cell.cell_contents
             except ValueError:
                 continue
+            self._take_named(key, found, names, depth)
             self._seen.append(_cell(key, cell))
         self._seen += [_name(function.__globals__, key) for key in bound_in(function.__code__)]
-        self._take_names(function.__globals__, names_in(function.__code__), depth - 1)
+        self._take_names(function.__globals__, names, depth)
 
-    def _take_names(self, where: dict[str, Any], names: Collection[str], depth: int) -> None:
+    def _take_names(self, where: dict[str, Any], names: frozenset[str], depth: int) -> None:
         """Take in what names stand for in a module."""
         for key in names:
             found = where.get(key)
@@ -172,11 +187,21 @@ class Surroundings:
                     self._met.add(id(found))
                     self._take_names(vars(found), names, depth - 1)
             else:
-                self._take(key, found, depth)
+                self._take_named(key, found, names, depth)
+
+    def _take_named(self, name: str, value: Any, names: frozenset[str], depth: int) -> None:
+        """Take in what a name stands for, and the functions of it that code with such names may call."""
+        self._take(name, value, depth)
+        for function in functions_of(value, names):
+            self._look_into(name, function, depth)
 
     def _take_class(self, kind: type) -> None:
+        """Take in the attributes of a class, but for its functions, and not those of the classes above."""
+        if is_trusted(kind.__module__) or id(kind) in self._met:
+            return
+        self._met.add(id(kind))
         for key, value in list(vars(kind).items()):
-            if not key.startswith("_abc") and not key.startswith("__") and not callable(value):
+            if not key.startswith(("_abc", "__")) and not isinstance(value, _OF_CLASSES):
                 self._seen.append(_attribute(kind, key))
                 self._take(f"{kind.__name__}.{key}", value)
 
@@ -184,26 +209,32 @@ class Surroundings:
         # A proxy says that it is what it stands for, which may be gone: its class proper is asked.
         if issubclass(type(value), _LEFT_OUT) or id(value) in self._met or len(self._seen) > _MOST_OBJECTS:
             return
-        if isinstance(value, FunctionType | MethodType):
+        if isinstance(value, weakref.ReferenceType):
+            self._take(name, value(), depth)
+        elif isinstance(value, FunctionType | MethodType):
             self._look_into(name, value, depth)
-            return
-        if isinstance(value, tuple):
-            for key, item in _items(value):
-                self._take(f"{name}{key}", item, depth)
-            return
-        if isinstance(value, Iterator) and not hasattr(value, "write"):
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self._met.add(id(value))
+            self._caches.append((value, value.cache_info().currsize))
+        elif isinstance(value, Iterator) and not hasattr(value, "write"):
             self.refusal = f"its code can reach {name}, an iterator, which cannot be set back"
-            return
-        try:
-            found = _snapshot(name, value, self._named)
-        except Exception:  # noqa: BLE001 - whatever it is (a generator of the system's, say), it does not let itself be read
-            return
-        if found is None:
-            return
-        self._met.add(id(value))
-        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and found.then.copy is None:
-            self.refusal = f"its code can reach {name}, which is too large to be copied and which it may change"
-        self._seen.append(found)
+        else:
+            self._take_object(name, value, depth)
+
+    def _take_object(self, name: str, value: Any, depth: int) -> None:
+        for kind in (value if isinstance(value, type) else type(value)).__mro__:
+            self._take_class(kind)
+        if not isinstance(value, tuple):
+            try:
+                found = _snapshot(name, value, self._named)
+            except Exception:  # noqa: BLE001 - whatever it is (a generator of the system's, say), it does not let itself be read
+                return
+            if found is None:
+                return
+            self._met.add(id(value))
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and found.then.copy is None:
+                self.refusal = f"its code can reach {name}, which is too large to be copied and which it may change"
+            self._seen.append(found)
         for key, item in _items(value):
             self._take(f"{name}{key}", item, depth)
 
@@ -219,8 +250,8 @@ def _functions(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for part in module.modules():
         for base in type(part).__mro__:
             if not is_trusted(base.__module__):
-                yield from ((name, plain_function(value)) for name, value in vars(base).items())
-        yield "forward", vars(part).get("forward")
+                yield from ((name, value) for name, value in vars(base).items() if isinstance(value, _FUNCTIONS))
+        yield "forward", forward_of(part)
         if part is not module:
             for kind in HOOKS:
                 yield from (("a hook", hook) for hook in vars(part)[kind].values())
@@ -228,7 +259,7 @@ def _functions(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _names_in(module: nn.Module) -> frozenset[str]:
     """Return the names that the code of a unit uses."""
-    functions = (function for _, function in _functions(module) if isinstance(function, FunctionType))
+    functions = (function for _, found in _functions(module) for function in plain_functions(found))
     return frozenset().union(*(names_in(function.__code__) for function in functions))
 
 
@@ -267,7 +298,7 @@ def _object(name: str, value: Any, named: frozenset[str] | None) -> _Seen:
 
     def put(then: Sequence[tuple[str, Any]]) -> None:
         for key in dict(now()).keys() - dict(then).keys():
-            delattr(value, key)
+            object.__delattr__(value, key)
         for key, held in then:
             object.__setattr__(value, key, held)
 
@@ -275,6 +306,13 @@ def _object(name: str, value: Any, named: frozenset[str] | None) -> _Seen:
         return [(key, held) for key, held in attributes_of(value).items() if named is None or key in named]
 
     return _Seen(name, now, now(), put, _same_pairs)
+
+
+def _bytes(name: str, value: Any) -> _Seen:
+    def put(then: bytes) -> None:
+        value[:] = then
+
+    return _Seen(name, lambda: bytes(value), bytes(value), put, operator.eq)
 
 
 def _array(name: str, value: Any) -> _Seen:
@@ -311,8 +349,8 @@ def _tensor(name: str, value: Any) -> _Seen:
         # By value as well: what is written by `.data` is not counted.
         return one.version == two.version and (copy is None or not dense or same_bits(value.detach().cpu(), copy))
 
-    then = _Values(value._version, copy)
-    return _Seen(name, lambda: _Values(value._version, None), then, lambda then: _write(value, then.copy), same)
+    then = _Values(value, value._version, copy)
+    return _Seen(name, lambda: _Values(value, value._version, None), then, lambda then: _write(value, then.copy), same)
 
 
 def _is_trained(tensor: torch.Tensor) -> bool:
@@ -389,6 +427,7 @@ _KINDS: tuple[tuple[Any, Callable[[str, Any], _Seen]], ...] = (
     ((list, deque), _sequence),
     (dict, _mapping),
     (set, _set),
+    (bytearray, _bytes),
     (torch.Generator, _torch_generator),
     (random.Random, _python_generator),
     (np.random.Generator, _numpy_generator),

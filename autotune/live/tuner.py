@@ -26,9 +26,9 @@ from autotune.live.limits import KILL_VARIABLE, Mode, is_disabled
 from autotune.live.pilot import Pilot
 from autotune.live.scaled_loss import is_scaled
 from autotune.live.shadow import Attempt, undone
-from autotune.live.signals import any_error
 from autotune.live.signature import Trained, bytes_of, signature_of
 from autotune.mechanics import controls, devices, stepping
+from autotune.mechanics.signals import any_error
 from autotune.mechanics.step_trace import Phase
 from autotune.mechanics.stepping import Count, Update, WholeTensors
 from autotune.physics.learning_rate import batch_factor

@@ -9,10 +9,12 @@ the graphs. Whether a recomputation repeats the forward pass is found out on a s
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,9 +32,10 @@ from autotune.mechanics.buffers import (
     lost_buffer,
     replaced_buffers,
 )
-from autotune.mechanics.copies import CopyError, TensorCopy, copied
-from autotune.mechanics.kept import Kept, Reads, few, is_carrier, without_graph
+from autotune.mechanics.copies import CopyError, TensorCopy, copied, is_unchanged
+from autotune.mechanics.kept import Kept, Objects, Reads, is_carrier, without_graph
 from autotune.mechanics.repeats import Repeats, is_due
+from autotune.mechanics.signals import any_error
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +62,7 @@ class _Again(AbstractContextManager[None]):
     Args:
         recomputation: of the module.
         parts: the module's parts.
-        copies: what some attributes hold now, in copies, by the place of the part and by name.
+        objects: copies of what it is handed and holds now; ``None`` for nothing.
         repeats: compares what the bodies save; ``None`` for nothing.
     """
 
@@ -67,26 +70,29 @@ class _Again(AbstractContextManager[None]):
         self,
         recomputation: Recomputation,
         parts: Sequence[nn.Module],
-        copies: Mapping[int, Mapping[str, Any]] | None = None,
+        objects: Objects | None = None,
         repeats: Repeats | None = None,
     ) -> None:
         module = recomputation.module
         self.repeats = repeats
         self.recomputation = recomputation
-        # Each dictionary of the module's parts, and what it held.
+        self.objects = objects or Objects({}, {})
+        # What stands for what it was handed, while a body runs.
+        self.handed: Mapping[int, Any] = {}
+        # What is handed over itself, if it is alive and unchanged, or whatever it is; how a tensor of theirs is found.
+        self.originals: dict[int, Callable[[], Any]] = {}
+        self.insists = False
+        self.tensor: TensorCopy = _itself
+        # Each dictionary of the module's parts, and what it held; the parts' own ones come first, by place.
+        self._own: list[tuple[int, dict[str, Any], dict[str, Any]]] = []
         self._then: list[tuple[dict[str, Any], dict[str, Any]]] = []
         # Each weight, and whether it was trained.
         self._weights: list[tuple[nn.Parameter, bool]] = []
-        # What held copies instead of what it held: to keep that would keep other passes' graphs alive.
-        self._copies: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
         for place, part in enumerate(parts):
             if not isinstance(part, torch.jit.ScriptModule):
-                own = part.__dict__
-                then = own.copy()
-                self._then.append((own, then))
-                if copies and place in copies:
-                    then.update(copies[place])
-                    self._copies.append((then, copies[place]))
+                # Copies stand for what it held: to keep that would keep other passes' graphs alive.
+                then = {**part.__dict__, **self.objects.attributes.get(place, {})}
+                self._own.append((place, part.__dict__, then))
                 if part._modules:
                     self._then.append((part._modules, part._modules.copy()))
                 # torch.func.functional_call runs a module with other weights than it has. A dictionary of another
@@ -104,15 +110,42 @@ class _Again(AbstractContextManager[None]):
     def runs(self) -> bool:
         return bool(self._entered)
 
+    def has_run(self, leaves: Sequence[Any]) -> None:
+        """Note which of the objects that the module was handed it left as they were: they are handed over themselves.
+
+        Code may ask whether it is handed the very one that it was handed before.
+
+        Args:
+            leaves: what it was handed.
+        """
+        for place, copy in self.objects.handed.items():
+            original = leaves[place]
+            if original is not copy and is_unchanged(original, copy):
+                with suppress(TypeError):
+                    self.originals[place] = weakref.ref(original)
+
     def drop(self, unused: TensorCopy) -> None:
-        """Forget tensors that attributes hold, once the module has run.
+        """Forget tensors that objects hold, once the module has run.
 
         Args:
             unused: returns what stands for a tensor from now on.
         """
-        for then, copies in self._copies:
-            then.update({name: copied(value, unused) for name, value in copies.items()})
-        self._copies = []
+        self.objects = self.objects.copied(unused)
+        for place, _, then in self._own:
+            then.update(self.objects.attributes.get(place, {}))
+
+    def _made_again(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Return each dictionary of the parts and what it held, with other copies of objects at each time."""
+        alive = {place: found() for place, found in self.originals.items()}
+        known = {
+            place: one
+            for place, one in alive.items()
+            if self.insists or (one is not None and is_unchanged(one, self.objects.handed[place]))
+        }
+        again = self.objects.copied(self.tensor, known)
+        self.handed = again.handed
+        own = [(held, {**then, **again.attributes.get(place, {})}) for place, held, then in self._own]
+        return [*own, *self._then]
 
     def __enter__(self) -> None:
         self.recomputation.count += 1
@@ -124,8 +157,9 @@ class _Again(AbstractContextManager[None]):
         stack.callback(_put_flags, flags)
         if self.recomputation.around is not None:
             stack.enter_context(self.recomputation.around.as_they_were())
-        stack.callback(_restore, [(own, then if _holds(own, then) else own.copy()) for own, then in self._then])
-        _restore(self._then)
+        former = self._made_again()
+        stack.callback(_restore, [(own, then if _holds(own, then) else own.copy()) for own, then in former])
+        _restore(former)
         others = [(weight, trained) for weight, trained in self._weights if weight.requires_grad != trained]
         for weight, trained in others:
             stack.callback(weight.requires_grad_, not trained)
@@ -169,63 +203,80 @@ def _holds(own: dict[str, Any], then: dict[str, Any]) -> bool:
     return len(own) == len(then) and all(map(operator.is_, own.values(), then.values()))
 
 
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _itself(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class _First:
+    """What only the first run of a call needs; it is forgotten afterwards, so that nothing is kept alive by it.
+
+    Attributes:
+        args: what the unit is called with.
+        kwargs: the same, by keyword.
+        leaves: of both.
+        inputs: what checkpoint is handed.
+        reads: sees which tensors of objects are used.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    leaves: Sequence[Any]
+    inputs: Sequence[torch.Tensor | None]
+    reads: Reads
 
 
 @dataclass(slots=True)
 class _Call:
-    """Run one call of a unit, and run it again as it was.
+    """One call of a unit, which can be run again as it was.
 
     Attributes:
         forward: the unit's forward.
-        args: what it was called with; gone once it has run, so that nothing is kept alive by it.
-        kwargs: the same, by keyword.
-        shape: of both.
-        objects: copies of what is no tensor, by place.
-        originals: objects that are handed over themselves, by place.
+        shape: of its arguments.
+        tensors: those it was handed that nothing has computed, by place: code may ask for the very one.
         kept: what it was handed, where that is kept besides.
-        held: what objects hold, otherwise.
+        held: the tensors that objects hold, otherwise.
         again: puts the unit back to what it was.
+        first: what its first run needs; ``None`` once it has run.
     """
 
     forward: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
     shape: TreeSpec
-    objects: dict[int, Any]
+    tensors: Mapping[int, torch.Tensor]
     kept: Kept | None
     held: Kept | None
     again: _Again
-    originals: dict[int, Any] = field(default_factory=dict)
+    first: _First | None
 
     def run(self, *leaves: Any) -> Any:
         """Run it; with the leaves that checkpoint kept, where it is run again."""
-        if not self.again.runs:
-            return self.forward(*self.args, **self.kwargs)
+        if self.first is not None and not self.again.runs:
+            return self.forward(*self.first.args, **self.first.kwargs)
         found = list(leaves[: self.shape.num_leaves]) if self.kept is None else self.kept.leaves()
-        for place, value in self.objects.items():
-            found[place] = copied(value, _itself if self.kept is None else self.kept.then)
-        for place, value in self.originals.items():
+        for place, value in (*self.tensors.items(), *self.again.handed.items()):
             found[place] = value
         if self.held is not None and self.held.written:
             self.again.recomputation.bar_late(WRITTEN)
         args, kwargs = tree_unflatten(found, self.shape)
         return self.forward(*args, **kwargs)
 
-    def has_run(self, reads: Reads) -> None:
-        """Forget what only its first run needs, and of other units' tensors what it did not use.
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[None]]:
+        """Return what the first run and the later ones run within."""
+        watch: AbstractContextManager[Any] = nullcontext()
+        if self.first is not None and self.first.reads.tensors:
+            watch = self.first.reads
+        return watch if self.again.repeats is None else self.again.repeats.first(watch), self.again
 
-        Args:
-            reads: has seen what it used.
-        """
-        self.args, self.kwargs = (), {}
+    def has_run(self) -> None:
+        """Forget what only its first run needs, and of other units' tensors what it did not use."""
+        assert self.first is not None
+        first, self.first = self.first, None
+        self.again.has_run(first.leaves)
         # What is kept besides is found by the tensors themselves.
-        if reads.tensors and self.kept is None:
+        if first.reads.tensors and self.kept is None:
             if self.held is not None:
-                self.held.drop(reads.left)
-            self.objects = {place: copied(value, reads.left) for place, value in self.objects.items()}
-            self.again.drop(reads.left)
+                self.held.drop(first.reads.left)
+            self.again.drop(first.reads.left)
 
 
 def undone(module: nn.Module) -> AbstractContextManager[None]:
@@ -270,46 +321,64 @@ class Recomputation:
     _last: _Call | None = None
     # The identities of what each part's attributes held at the call before.
     _held: list[list[int]] = field(default_factory=list)
+    # Of the arguments last called with.
+    _shape: TreeSpec | None = None
     # Whether a recomputation differed, where only the device knows.
     _differs: torch.Tensor | None = None
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call ``forward`` so that autograd keeps its inputs only.
+        """Call ``forward`` so that autograd keeps its inputs only."""
+        try:
+            call = self._prepared(forward, args, kwargs)
+        except any_error() as error:  # whatever it is, the unit is left alone
+            self.barred, call = f"{type(error).__name__}: {error}", None
+        if call is None or call.first is None:
+            return forward(*args, **kwargs)
+        result = checkpoint(
+            call.run, *call.first.inputs, use_reentrant=False, preserve_rng_state=True, context_fn=call.contexts
+        )
+        try:
+            call.has_run()
+        except any_error() as error:  # whatever it is, the unit is left alone from now on
+            self.barred = f"{type(error).__name__}: {error}"
+        again = call.again
+        if drop_constants(self.module, again.buffers):
+            again.constants = {**constants_of(self.module), **again.constants}
+        return result
+
+    def _prepared(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call | None:
+        """Return a call that can be run again; ``None`` if the unit may not be recomputed.
 
         Tensors anywhere in the arguments are handed over one by one: checkpoint finds the device whose generator it
         must keep by looking at its positional arguments.
         """
         leaves, shape = tree_flatten((args, dict(kwargs)))
         parts, reads = list(self.module.modules()), Reads()
-        found = None
-        if not self._is_barred(parts):
-            self._look_for_carriers(parts)
-            found = self._copied(leaves, parts, reads)
-        if found is None:
-            return forward(*args, **kwargs)
-        objects, attributes = found
+        if self._is_barred(parts):
+            return None
+        self._look_for_carriers(parts)
+        objects = self._copied(leaves, parts, reads)
+        if objects is None:
+            return None
+        if shape != self._shape:
+            # A tuple's own class may not let itself be made again: that is better known now than in backward.
+            tree_unflatten(leaves, shape)
+            self._shape = shape
+        self._calls += 1
         kept = Kept(leaves) if self.keeps else None
+        held = Kept(reads.met_all, copies=False) if kept is None and reads.met_all else None
+        again = _Again(self, parts, objects, Repeats() if self.checks and is_due(self._calls) else None)
         if kept is not None:
             self.kept.append(kept)
-        copies = [copy for place, copy in objects.items() if copy is not leaves[place]]
-        held = Kept(copies, copies=False) if kept is None and copies else None
-        self._calls += 1
-        again = _Again(self, parts, attributes, Repeats() if self.checks and is_due(self._calls) else None)
-        call = _Call(forward, args, kwargs, shape, objects, kept, held, again)
-        self._last = call if self.keeps else None
-
-        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[None]]:
-            watch: AbstractContextManager[Any] = reads if reads.tensors else nullcontext()
-            return watch if again.repeats is None else again.repeats.first(watch), again
-
+            again.tensor = kept.then
+        given = {place: leaf for place, leaf in enumerate(leaves) if kept is None and isinstance(leaf, torch.Tensor)}
         # Whatever checkpoint is handed, it refuses to use once somebody has written to it.
-        tensors = [without_graph(leaf) if kept is None and isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-        tensors += _elsewhere(tensors, leaves, parts)
-        result = checkpoint(call.run, *tensors, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
-        call.has_run(reads)
-        if drop_constants(self.module, again.buffers):
-            again.constants = {**constants_of(self.module), **again.constants}
-        return result
+        inputs = [without_graph(given[place]) if place in given else None for place in range(len(leaves))]
+        first = _First(args, kwargs, leaves, [*inputs, *_elsewhere(inputs, leaves, parts)], reads)
+        tensors = {place: leaf for place, leaf in given.items() if leaf.grad_fn is None}
+        call = _Call(forward, shape, tensors, kept, held, again, first)
+        self._last = call if self.keeps else None
+        return call
 
     def take(self, repeats: Repeats) -> None:
         """Note the result of a comparison."""
@@ -336,7 +405,9 @@ class Recomputation:
             leaves: what it was handed.
         """
         if self._last is not None:
-            self._last.originals = {place: leaves[place] for place in self._last.objects}
+            again = self._last.again
+            again.insists = True
+            again.originals = {place: functools.partial(_itself, leaves[place]) for place in again.objects.handed}
 
     def settle(self) -> None:
         """Note that backward begins: a unit whose inputs were written to is barred from the next step on."""
@@ -372,10 +443,8 @@ class Recomputation:
             self.bar_late(_DIFFERS)
         return self.barred is not None
 
-    def _copied(
-        self, leaves: Sequence[Any], parts: Sequence[nn.Module], reads: Reads
-    ) -> tuple[dict[int, Any], dict[int, dict[str, Any]]] | None:
-        """Return copies of the arguments that are no tensors, by place, and of attributes, by part and name.
+    def _copied(self, leaves: Sequence[Any], parts: Sequence[nn.Module], reads: Reads) -> Objects | None:
+        """Return copies of the arguments that are no tensors, and of attributes that a pass may put something into.
 
         Args:
             leaves: the arguments.
@@ -385,20 +454,16 @@ class Recomputation:
         Returns:
             ``None``, the unit being barred, if something cannot be copied.
         """
+        handed = {place: leaf for place, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+        attributes = {
+            place: {name: value for name, value in vars(parts[place]).items() if name in names}
+            for place, names in self.carriers.items()
+            if place < len(parts)
+        }
         try:
-            objects = enumerate(leaves)
-            handed = {place: copied(leaf, reads.met) for place, leaf in objects if not isinstance(leaf, torch.Tensor)}
+            return Objects(handed, attributes).copied(reads.met)
         except CopyError as error:
-            self.barred = f"it is handed a {error}, which cannot be copied and which it may change"
-            return None
-        try:
-            return handed, {
-                place: {name: few(value, reads) for name, value in vars(parts[place]).items() if name in names}
-                for place, names in self.carriers.items()
-                if place < len(parts)
-            }
-        except CopyError as error:
-            self.barred = f"it has a {error}, which cannot be copied and which it may change"
+            self.barred = f"it is handed, or has, a {error}, which cannot be copied and which it may change"
             return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import random
 import sys
 import threading
@@ -25,7 +26,9 @@ import torch
 from torch import nn
 
 from autotune.mechanics.devices import is_accelerator
+from autotune.mechanics.memory_meter import strided
 
+_WEAK = (weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType)
 # What nothing can change, and what is one for the whole process.
 _SHARED = (
     type(None),
@@ -38,11 +41,8 @@ _SHARED = (
     Enum,
     type,
     FunctionType,
-    BuiltinFunctionType,
     ModuleType,
-    weakref.ReferenceType,
-    weakref.ProxyType,
-    weakref.CallableProxyType,
+    *_WEAK,
     type(threading.Lock()),
     type(threading.RLock()),
     np.generic,
@@ -68,8 +68,8 @@ class CopyError(Exception):
     """Name the type of an object that cannot be copied."""
 
 
-class _Copier:
-    """Copy trees of objects that may refer to each other.
+class Copier:
+    """Copies trees of objects that may refer to each other; an object that is met again has the same copy.
 
     Args:
         tensor: returns the copy of a tensor.
@@ -81,7 +81,22 @@ class _Copier:
         self._known: dict[int, Any] = {}
         self._originals: list[Any] = []
 
+    def copy(self, value: Any) -> Any:
+        """Return a copy of an object and of all that it leads to.
+
+        Raises:
+            CopyError: naming the type that cannot be copied.
+        """
+        try:
+            return self.copied(value)
+        except CopyError:
+            raise
+        except Exception as error:
+            # Of somebody else's class, or too deep.
+            raise CopyError(type(value).__name__) from error
+
     def copied(self, value: Any) -> Any:
+        """Return a copy, as :meth:`copy` does; whatever a class of somebody else's raises comes through."""
         if _is_shared(value) or _belongs_to_process(value):
             return value
         if id(value) in self._known:
@@ -95,11 +110,8 @@ class _Copier:
             return made
         if isinstance(value, torch.Generator):
             return self.know(value, value.clone_state())
-        if isinstance(value, MethodType):
-            return self.know(value, MethodType(value.__func__, self.copied(value.__self__)))
-        if isinstance(value, functools.partial):
-            keywords = self.copied(value.keywords)
-            return self.know(value, functools.partial(value.func, *self.copied(value.args), **keywords))
+        if isinstance(value, MethodType | BuiltinFunctionType | functools.partial):
+            return self.know(value, self._callable(value))
         if isinstance(value, _CONTAINERS):
             return self._container(value)
         return self._object(value)
@@ -108,6 +120,17 @@ class _Copier:
         if _is_named(value):
             return value
         return self._plain_object(value) if _is_plain(value) else self._otherwise(value)
+
+    def _callable(self, value: Any) -> Any:
+        if isinstance(value, functools.partial):
+            return functools.partial(value.func, *self.copied(value.args), **self.copied(value.keywords))
+        owner = value.__self__
+        if isinstance(value, MethodType):
+            return MethodType(value.__func__, self.copied(owner))
+        if owner is None or isinstance(owner, ModuleType | type):
+            return value
+        # A method of a copy, such as ``found.append``.
+        return getattr(self.copied(owner), value.__name__)
 
     def know(self, value: Any, made: Any) -> Any:
         """Take one object for the copy of another, and return it."""
@@ -171,15 +194,7 @@ def copied(value: Any, tensor: TensorCopy = lambda tensor: tensor) -> Any:
     Raises:
         CopyError: naming the type that cannot be copied.
     """
-    if _is_shared(value):
-        return value
-    try:
-        return _Copier(tensor).copied(value)
-    except CopyError:
-        raise
-    except Exception as error:
-        # Of somebody else's class, or too deep.
-        raise CopyError(type(value).__name__) from error
+    return value if _is_shared(value) else Copier(tensor).copy(value)
 
 
 def _is_shared(value: Any) -> bool:
@@ -217,6 +232,26 @@ class Loans:
         self._lent = []
 
 
+class Weights:
+    """The values of a module's trained weights, which passes over its copies share and some write to.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        trained = (one for one in module.parameters() if one.requires_grad)
+        # On the host: the step may need all that the device has.
+        self._then = [(part, part.detach().to("cpu", copy=True)) for one in trained for part in strided(one.detach())]
+
+    def put_back(self) -> bool:
+        """Write back what was written over, and tell whether anything was."""
+        written = [(now, then) for now, then in self._then if not same_bits(now.detach().cpu(), then)]
+        for now, then in written:
+            now.data.copy_(then)
+        return bool(written)
+
+
 def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
     """Tell whether two tensors hold the same values, those that are no numbers included."""
     return bool(torch.isclose(one, two, 0, 0, True).all())
@@ -238,7 +273,7 @@ def twin_of(module: nn.Module, lend: TensorCopy) -> nn.Module:
             return lend(tensor)
         return nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
 
-    copier = _Copier(alike)
+    copier = Copier(alike)
     # Whoever runs the twin's forward meets none of the hooks round it.
     for name, hooks in vars(module).items():
         if "hooks" in name and isinstance(hooks, OrderedDict):
@@ -266,6 +301,37 @@ def dissolve(twin: nn.Module) -> None:
         vars(part).clear()
 
 
+def is_unchanged(value: Any, copy: Any) -> bool:
+    """Tell whether an object still holds what it held when a copy was made of it that shares its tensors."""
+    return _is_unchanged(value, copy, set())
+
+
+def _is_unchanged(value: Any, copy: Any, met: set[int]) -> bool:
+    if value is copy or id(value) in met:
+        return True
+    if type(value) is not type(copy) or isinstance(value, torch.Tensor) or len(met) > _MOST_OBJECTS:
+        return False
+    if issubclass(type(value), bool | int | float | complex | str | bytes):
+        return bool(value == copy)
+    met.add(id(value))
+    if isinstance(value, dict):
+        if list(value) != list(copy):
+            return False
+        pairs = list(zip(value.values(), copy.values(), strict=True))
+    elif isinstance(value, list | tuple | deque):
+        if len(value) != len(copy):
+            return False
+        pairs = list(zip(value, copy, strict=True))
+    elif _is_plain(value) or slots_of(type(value)):
+        pairs = []
+    else:
+        return False
+    one, two = attributes_of(value), attributes_of(copy)
+    if one.keys() != two.keys():
+        return False
+    return all(_is_unchanged(*pair, met) for pair in (*pairs, *((one[name], two[name]) for name in one)))
+
+
 def state_of(value: Any) -> dict[str, Any]:
     """Return all values that an object leads to, by path: tensors but trained parameters, numbers, generators' states.
 
@@ -275,7 +341,8 @@ def state_of(value: Any) -> dict[str, Any]:
 
 
 def _state(path: str, value: Any, met: set[int]) -> Iterator[tuple[str, Any]]:
-    if issubclass(type(value), bool | int | float | complex | str | bytes | np.generic):
+    if _is_shared(value) and not issubclass(type(value), _WEAK):
+        # Nothing but another one can be in its place.
         yield path, value
         return
     if _is_shared(value) or _belongs_to_process(value) or id(value) in met or len(met) > _MOST_OBJECTS:
@@ -302,6 +369,8 @@ def _state_of_tensor(path: str, value: torch.Tensor, met: set[int]) -> Iterator[
     if not own or (not value.requires_grad and value.nbytes <= _FROZEN_BYTES):
         # On the host: what is compared takes no room that passes need.
         yield path, value.detach().cpu().clone()
+    if value.is_leaf and value.grad is not None:
+        yield f"{path}.grad", value.grad.detach().cpu().clone()
     for name, item in vars(value).items() if own else ():
         yield from _state(f"{path}.{name}", item, met)
 
@@ -317,12 +386,30 @@ def _state_of_parts(path: str, value: Any, met: set[int]) -> Iterator[tuple[str,
             yield from _state(f"{path}[{place}]", item, met)
     elif isinstance(value, set | frozenset):
         yield f"{path}#", len(value)
-    elif isinstance(value, MethodType):
+        yield f"{path}{{}}", str(sorted(repr(item) for item in value if isinstance(item, str | bytes | int | float)))
+    else:
+        yield from _state_of_other(path, value, met)
+    for name, item in attributes_of(value).items():
+        yield from _state(f"{path}.{name}", item, met)
+
+
+def _state_of_other(path: str, value: Any, met: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yield what is neither a container's nor an attribute's."""
+    if isinstance(value, MethodType):
+        yield f"{path}.__func__", value.__func__
+        yield from _state(f"{path}.__self__", value.__self__, met)
+    elif isinstance(value, BuiltinFunctionType):
+        yield f"{path}.__name__", value.__name__
         yield from _state(f"{path}.__self__", value.__self__, met)
     elif isinstance(value, functools.partial):
         yield from _state(f"{path}.args", (value.args, value.keywords), met)
-    for name, item in attributes_of(value).items():
-        yield from _state(f"{path}.{name}", item, met)
+    elif isinstance(value, bytearray):
+        yield path, bytes(value)
+    elif isinstance(value, io.StringIO | io.BytesIO):
+        yield path, value.getvalue()
+    elif isinstance(value, Iterator) and type(value).__module__ in ("itertools", "builtins"):
+        # What is left of it, as ``count(3)``.
+        yield path, repr(value.__reduce__())
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
@@ -339,6 +426,9 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 def own_dict(value: Any) -> dict[str, Any]:
     """Return an object's ``__dict__``, empty if it has none; no code of its class's own runs."""
+    if isinstance(value, threading.local):
+        # Another one in each thread.
+        return value.__dict__
     try:
         found: dict[str, Any] = object.__getattribute__(value, "__dict__")
     except AttributeError:

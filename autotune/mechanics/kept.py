@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from autotune.mechanics.buffers import version_of
-from autotune.mechanics.copies import CopyError, TensorCopy, copied, own_dict
+from autotune.mechanics.copies import Copier, CopyError, TensorCopy, copied, own_dict
 
 _HARMLESS = {"__get__", "size", "numel", "nelement", "element_size", "untyped_storage", "data_ptr"}
 # What a call may put something into, and how many items of it are copied at each call.
@@ -91,19 +92,23 @@ class Reads(TorchFunctionMode):
     """Finds out which tensors with a gradient, of those that objects hold, are used while this is active.
 
     Attributes:
-        tensors: those tensors, by identity.
+        met_all: all tensors that objects hold, but for parameters.
+        tensors: those with a gradient, by identity.
         used: the identities of those that were used.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.met_all: list[torch.Tensor] = []
         self.tensors: dict[int, torch.Tensor] = {}
         self.used: set[int] = set()
 
     def met(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take in a tensor that an object holds, and return it."""
-        if tensor.requires_grad and not isinstance(tensor, Absent | nn.Parameter):
-            self.tensors[id(tensor)] = tensor
+        if not isinstance(tensor, Absent | nn.Parameter):
+            self.met_all.append(tensor)
+            if tensor.requires_grad:
+                self.tensors[id(tensor)] = tensor
         return tensor
 
     def left(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -137,11 +142,50 @@ def without_graph(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
 
 
-def few(value: Any, reads: Reads) -> Any:
-    """Return a copy of an attribute; of one that is too large for a copy at each call, refuse it."""
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """What a unit was handed besides tensors, and what it held that a pass may put something into.
+
+    Attributes:
+        handed: by its place among the arguments' leaves.
+        attributes: by the place of the unit's part that has them, and by name.
+    """
+
+    handed: Mapping[int, Any]
+    attributes: Mapping[int, Mapping[str, Any]]
+
+    def copied(self, tensor: TensorCopy, known: Mapping[int, Any] | None = None) -> Objects:
+        """Return copies of all, which lead to each other as the originals do.
+
+        Args:
+            tensor: returns the copy of a tensor.
+            known: what stands for some of what was handed instead of a copy, by place.
+
+        Raises:
+            CopyError: naming a type that cannot be copied, or an attribute too large for a copy at each call.
+        """
+        copier = Copier(tensor)
+        for place, value in (known or {}).items():
+            copier.know(self.handed[place], value)
+        handed = {place: copier.copy(value) for place, value in self.handed.items()}
+        return Objects(
+            handed,
+            {
+                place: {name: copier.copy(few(value)) for name, value in attributes.items()}
+                for place, attributes in self.attributes.items()
+            },
+        )
+
+
+def few(value: Any) -> Any:
+    """Return an attribute, unless it is too large for a copy at each call.
+
+    Raises:
+        CopyError: if it is.
+    """
     if isinstance(value, _MUTABLE) and len(value) > _MOST_ITEMS:
         raise CopyError(f"{type(value).__name__} of over {_MOST_ITEMS} items")
-    return copied(value, reads.met)
+    return value
 
 
 def is_carrier(value: Any) -> bool:
