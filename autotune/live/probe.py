@@ -66,6 +66,12 @@ class UnitProbe:
         self._copied: list[torch.Tensor] | None = None
         module.__dict__["forward"] = self
 
+    @property
+    def original(self) -> Callable[..., Any]:
+        """Return the unit's own forward."""
+        inner = self._inner
+        return inner.original if isinstance(inner, ControlledForward) else inner
+
     def remove(self) -> None:
         """Give the unit its forward back."""
         if self.calls == 0:

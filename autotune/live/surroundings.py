@@ -11,6 +11,7 @@ import functools
 import logging
 import operator
 import random
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -114,6 +115,10 @@ class Surroundings:
         # Whatever else the unit's code may call by names: of what the unit holds, and of what it is handed.
         names = _names_in(module)
         for name, value in (*own_attributes(module), *(("what it is handed", one) for one in handed)):
+            if isinstance(value, weakref.ReferenceType):
+                self._take(name, value())
+            elif type(value) in weakref.ProxyTypes:
+                self.refusal = f"its code can reach {name}, a weak proxy: what that stands for cannot be set back"
             for function in functions_of(value, names):
                 self._look_into(name, function, _DEPTH)
 
@@ -295,12 +300,15 @@ def _mapping(name: str, value: Any) -> _Seen:
 
 def _object(name: str, value: Any, named: frozenset[str] | None) -> _Seen:
     """Return an object with its attributes as they are, also those in slots."""
+    # Round what a class of somebody else's does there; attributes of a thread's own have no other way.
+    local = isinstance(value, threading.local)
+    put_in, delete = (setattr, delattr) if local else (object.__setattr__, object.__delattr__)
 
     def put(then: Sequence[tuple[str, Any]]) -> None:
         for key in dict(now()).keys() - dict(then).keys():
-            object.__delattr__(value, key)
+            delete(value, key)
         for key, held in then:
-            object.__setattr__(value, key, held)
+            put_in(value, key, held)
 
     def now() -> list[tuple[str, Any]]:
         return [(key, held) for key, held in attributes_of(value).items() if named is None or key in named]

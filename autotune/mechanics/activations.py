@@ -13,8 +13,8 @@ import functools
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,9 +31,10 @@ from autotune.mechanics.buffers import (
     fresh_buffers,
     lost_buffer,
     replaced_buffers,
+    version_of,
 )
 from autotune.mechanics.copies import CopyError, TensorCopy, copied, is_unchanged
-from autotune.mechanics.kept import Kept, Objects, Reads, is_carrier, without_graph
+from autotune.mechanics.kept import Kept, Objects, Reads, is_carrier, objects_of, without_graph
 from autotune.mechanics.repeats import Repeats, is_due
 from autotune.mechanics.signals import any_error
 
@@ -100,6 +101,9 @@ class _Again(AbstractContextManager[None]):
                 if part._parameters and type(part._parameters) is dict:
                     self._then.append((part._parameters, part._parameters.copy()))
                     self._weights += [(one, one.requires_grad) for one in part._parameters.values() if one is not None]
+        for held in objects_of(parts):
+            self._then.append((held, held.copy()))
+        self._versions = [(one, version_of(one)) for one in _tensors_of(parts)]
         self.buffers, self.constants = {}, {}
         if any(part._buffers for part in parts):
             self.buffers, self.constants = copy_buffers(module), constants_of(module)
@@ -110,19 +114,41 @@ class _Again(AbstractContextManager[None]):
     def runs(self) -> bool:
         return bool(self._entered)
 
-    def has_run(self, leaves: Sequence[Any]) -> None:
-        """Note which of the objects that the module was handed it left as they were: they are handed over themselves.
+    def has_run(self, leaves: Sequence[Any], reads: Reads) -> None:
+        """Note what the first run did.
 
-        Code may ask whether it is handed the very one that it was handed before.
+        Objects that it left as they were are handed over themselves: code may ask whether it is handed the very one
+        that it was handed before. Of its own tensors that it wrote to, others stand in.
 
         Args:
             leaves: what it was handed.
+            reads: has seen which tensors of objects it used.
         """
         for place, copy in self.objects.handed.items():
             original = leaves[place]
             if original is not copy and is_unchanged(original, copy):
-                with suppress(TypeError):
+                try:
                     self.originals[place] = weakref.ref(original)
+                except TypeError:
+                    # A list or dictionary: it may be kept, unless it keeps what others have computed.
+                    if not reads.tensors:
+                        self.originals[place] = functools.partial(_itself, original)
+        written = {id(one): one for one, version in self._versions if version_of(one) != version}
+        if written:
+            self.recomputation.bar_late("it has begun to write to its own weights or other tensors")
+            self._replace(
+                {name: one.detach().clone().requires_grad_(one.requires_grad) for name, one in written.items()}
+            )
+        self._versions = []
+
+    def _replace(self, others: Mapping[int, torch.Tensor]) -> None:
+        """Have what is run again write to other tensors."""
+        for then in (*(then for _, _, then in self._own), *(then for _, then in self._then)):
+            for name, value in then.items():
+                if id(value) in others:
+                    other = others[id(value)]
+                    is_weight = isinstance(value, nn.Parameter)
+                    then[name] = nn.Parameter(other, requires_grad=other.requires_grad) if is_weight else other
 
     def drop(self, unused: TensorCopy) -> None:
         """Forget tensors that objects hold, once the module has run.
@@ -181,6 +207,14 @@ class _Again(AbstractContextManager[None]):
         if lost is not None:
             self.recomputation.bar_late(f"its buffer {lost!r} was written to, of which it keeps no copy")
         return replaced_buffers(module, fresh_buffers(module, self.buffers, self.constants))
+
+
+def _tensors_of(parts: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """Return the weights and other tensors that parts have, but for buffers."""
+    held: Iterator[Any] = (
+        one for part in parts for owner in (part.__dict__, part._parameters) for one in owner.values()
+    )
+    return [one for one in held if type(one) in (torch.Tensor, nn.Parameter)]
 
 
 def _put_flags(wanted: list[Any]) -> None:
@@ -271,7 +305,7 @@ class _Call:
         """Forget what only its first run needs, and of other units' tensors what it did not use."""
         assert self.first is not None
         first, self.first = self.first, None
-        self.again.has_run(first.leaves)
+        self.again.has_run(first.leaves, first.reads)
         # What is kept besides is found by the tensors themselves.
         if first.reads.tensors and self.kept is None:
             if self.held is not None:

@@ -24,6 +24,7 @@ _HARMLESS = {"__get__", "size", "numel", "nelement", "element_size", "untyped_st
 # What a call may put something into, and how many items of it are copied at each call.
 _MUTABLE = (list, dict, set, deque)
 _MOST_ITEMS = 256
+_LIBRARIES = ("builtins", "torch", "numpy", "autotune", "collections", "functools", "weakref", "_thread", "threading")
 
 
 class Kept:
@@ -208,3 +209,19 @@ def is_carrier(value: Any) -> bool:
             waiting += one if isinstance(one, list | tuple | set | frozenset | deque) else ()
             waiting += one.values() if isinstance(one, dict) else own_dict(one).values()
     return carries
+
+
+def objects_of(parts: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    """Return the ``__dict__`` of each object, of a class of somebody's own, that is an attribute of a module.
+
+    Args:
+        parts: the modules.
+    """
+    held = {id(one): one for part in parts for one in part.__dict__.values() if _is_somebodys(one)}
+    # An object without a ``__dict__`` has one of nobody's, which stays empty.
+    return [own_dict(one) for one in held.values()]
+
+
+def _is_somebodys(value: Any) -> bool:
+    kind = type(value)
+    return kind.__module__.partition(".")[0] not in _LIBRARIES and not isinstance(value, nn.Module | type)
