@@ -172,7 +172,9 @@ def states(model: nn.Module) -> list[Any]:
     found: list[Any] = []
     for part in model.modules():
         for name, value in vars(part).items():
-            if isinstance(value, int | float | list) and not name.startswith("_"):
+            if isinstance(value, list):
+                found.append([item.tolist() if isinstance(item, torch.Tensor) else item for item in value])
+            elif isinstance(value, int | float) and not name.startswith("_"):
                 found.append(value)
             elif isinstance(value, torch.Tensor):
                 found.append(value.tolist())

@@ -1,0 +1,438 @@
+"""Units whose code reaches further than the unit: whatever it changes or reads there, training is the user's own."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from small_models import TinyGPT
+from test_live import RESTLESS, Wanders
+from test_live_state import Part, train, with_blocks
+from torch import nn
+
+import autotune
+
+LOCAL = threading.local()
+
+
+class Counter:
+    """Counts for all of its class."""
+
+    total = 0
+    seen: ClassVar[list[int]] = []
+
+    @classmethod
+    def hit(cls) -> None:
+        cls.total += 1
+
+    @staticmethod
+    def note() -> None:
+        Counter.seen.append(1)
+
+    def add(self) -> None:
+        Counter.total += 1
+
+
+class Phase(Enum):
+    UP = 1
+    DOWN = 2
+
+
+class Scale:
+    """What a forward pass runs within."""
+
+    current: Scale | None = None
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+class Meter:
+    total = 0.0
+    hidden: torch.Tensor | None = None
+    phase = Phase.UP
+
+
+COUNTER = Counter()
+
+
+def third() -> None:
+    second_global["calls"] += 1
+
+
+second_global = {"calls": 0}
+
+
+def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Count a function's calls in its wrapper."""
+    calls = [0]
+
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        calls[0] += 1
+        return function(*args) * (1 + 0.001 * calls[0])
+
+    return wrapper
+
+
+@functools.lru_cache
+def table(width: int) -> torch.Tensor:
+    return torch.rand(width)
+
+
+class Doubles(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        Doubles.calls += 1
+        return x * (1 + 0.001 * Doubles.calls)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+class NamesAClass(Part):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Counter.total += 1
+        return super().forward(x) / (1 + 0.001 * Counter.total)
+
+
+class CallsAClassMethod(Part):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Counter.hit()
+        Counter.note()
+        return super().forward(x) / (1 + 0.001 * Counter.total)
+
+
+class CallsAnObject(Part):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        COUNTER.add()
+        return super().forward(x) / (1 + 0.001 * Counter.total)
+
+
+class OwnsAnObject(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = Counter()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.counter.add()
+        return super().forward(x) / (1 + 0.001 * Counter.total)
+
+
+class CallsAnAutogradFunction(Part):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(Doubles.apply(x))
+
+
+class CallsDeep(Part):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def first() -> None:
+            third()
+
+        first()
+        return super().forward(x) / (1 + 0.001 * second_global["calls"])
+
+
+class ReadsWhatIsSetRound(Part):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (Scale.current.value if Scale.current else 1.0)
+
+
+class ReadsAThreadsOwn(Part):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        LOCAL.calls = getattr(LOCAL, "calls", 0) + 1
+        return super().forward(x) / (1 + 0.001 * LOCAL.calls)
+
+
+def decorated() -> nn.Module:
+    """Return a model with a forward whose wrapper counts."""
+
+    class Decorated(Part):
+        forward = counted(Part.forward)
+
+    return with_blocks(Decorated)
+
+
+class HoldsAnAppend(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.note = Counter.seen.append
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.note(1)
+        return super().forward(x) / (1 + 0.001 * len(Counter.seen))
+
+
+class Flips(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Meter()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.meter.phase = Phase.DOWN if self.meter.phase is Phase.UP else Phase.UP
+        return super().forward(x) * (1.1 if self.meter.phase is Phase.UP else 1.0)
+
+
+class CountsOn(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers, self.raw = itertools.count(1), bytearray(b"\0")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.raw[0] = (self.raw[0] + 1) % 7
+        return super().forward(x) / (1 + 0.001 * next(self.numbers) + 0.01 * self.raw[0])
+
+
+class DrawsATableOnce(Part):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * table(8)
+
+
+class WritesToItsWeights(Part):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear.weight.data.mul_(0.999)
+        return super().forward(x)
+
+
+class SetsUpByItsFirstInput(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.ready = nn.Parameter(torch.ones(8)), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.ready:
+            self.scale.data.div_(x.detach().std() + 0.1)
+            self.ready = True
+        return super().forward(x * self.scale)
+
+
+class RunsBackwardInside(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            self.inner(x.detach()).mean().backward()
+        return super().forward(x) * (1 + self.inner.weight.grad.abs().mean())
+
+
+class MetersEveryFifthCall(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter, self.calls = Meter(), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls % 5 == 0:
+            self.meter.total += 1.0
+        return super().forward(x)
+
+
+class HidesInAnObjectLate(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter, self.calls = Meter(), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.meter.hidden is not None:
+            x = x + 0.1 * self.meter.hidden
+        found = super().forward(x)
+        if self.calls > 4:
+            self.meter.hidden = found.detach().mean((0, 1))
+        return found
+
+
+def owned() -> nn.Module:
+    """Return a model whose blocks count in their owner, by weak references."""
+
+    class Counts(Part):
+        owner: Any
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.owner().calls += 1
+            return super().forward(x) / (1 + 0.001 * self.owner().calls)
+
+    model = with_blocks(Counts)
+    model.calls = 0
+    for block in model.blocks:
+        block.owner = weakref.ref(model)
+    return model
+
+
+def patched() -> nn.Module:
+    """Return a model on whose blocks somebody has put another forward."""
+    model = TinyGPT()
+    for block in model.blocks:
+
+        def forward(x: torch.Tensor, own: Any = block.forward) -> torch.Tensor:
+            Counter.seen.append(1)
+            return own(x) / (1 + 0.001 * len(Counter.seen))
+
+        block.forward = forward
+    return model
+
+
+class Sources(nn.Module):
+    """A model that hands the same object to all blocks, at every step, and looks whether it is the same."""
+
+    class Block(Part):
+        source: Any = None
+
+        def forward(self, x: torch.Tensor, source: Any = None) -> torch.Tensor:
+            if self.source is not source:
+                self.source = source
+                return super().forward(x)
+            return super().forward(x * 1.1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.blocks = nn.ModuleList(Sources.Block() for _ in range(3))
+        self.source = Meter()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.source)
+        return self.head(x)
+
+
+class RewritesItsList(nn.Module):
+    """A model that writes to tensors in its blocks' lists before backward."""
+
+    class Block(Part):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = [torch.ones(8)]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * self.parts[0].clone())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.blocks = nn.ModuleList(RewritesItsList.Block() for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+            block.parts[0].mul_(1.05)
+        return self.head(x)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{
+        kind.__name__: functools.partial(with_blocks, kind)
+        for kind in (
+            NamesAClass,
+            CallsAClassMethod,
+            CallsAnObject,
+            OwnsAnObject,
+            CallsAnAutogradFunction,
+            CallsDeep,
+            ReadsAThreadsOwn,
+            HoldsAnAppend,
+            Flips,
+            CountsOn,
+            DrawsATableOnce,
+            WritesToItsWeights,
+            SetsUpByItsFirstInput,
+            RunsBackwardInside,
+            MetersEveryFifthCall,
+            HidesInAnObjectLate,
+        )
+    },
+    "decorated": decorated,
+    "owned": owned,
+    "patched": patched,
+    "the same object": Sources,
+    "rewritten list": RewritesItsList,
+}
+
+
+def trained(make: Callable[[], nn.Module], budget: int | None, policy: Any) -> tuple[Any, Any]:
+    """Return what a training leaves behind, outside of the model too, and its locks."""
+    Counter.total, Counter.seen, Doubles.calls = 0, [], 0
+    second_global["calls"] = 0
+    vars(LOCAL).clear()
+    table.cache_clear()
+    models: list[nn.Module] = []
+
+    def made() -> nn.Module:
+        models.append(make())
+        return models[0]
+
+    found, locks, _ = train(made, budget, policy)
+    outside = [Counter.total, len(Counter.seen), Doubles.calls, dict(second_global), dict(vars(LOCAL))]
+    meters = [vars(part.meter) for part in models[0].modules() if hasattr(part, "meter")]
+    held = [(meter.get("total"), str(meter.get("hidden")), meter.get("phase")) for meter in meters]
+    return (found, outside, held, getattr(models[0], "calls", None)), locks
+
+
+@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_units_reach_stays_the_users(name: str, *, lean: bool) -> None:
+    plain, _ = trained(MODELS[name], None, None)
+    tuned, _ = trained(MODELS[name], 1 if lean else 10**12, "exact" if lean else Wanders())
+    assert tuned == plain
+
+
+@pytest.mark.parametrize(
+    "name", ["Flips", "NamesAClass", "MetersEveryFifthCall", "HidesInAnObjectLate", "the same object"]
+)
+def test_what_can_be_repeated_is_not_locked(name: str) -> None:
+    _, locks = trained(MODELS[name], 1, "exact")
+    assert bool(locks) == (name == "NamesAClass"), locks
+
+
+def test_a_class_that_is_set_round_the_forward_pass_is_read_as_it_was() -> None:
+    @contextmanager
+    def scaled() -> Iterator[None]:
+        Scale.current = Scale(1.3)
+        try:
+            yield
+        finally:
+            Scale.current = None
+
+    def run(*, attached: bool) -> tuple[list[list[float]], dict[str, str]]:
+        torch.manual_seed(0)
+        model = with_blocks(ReadsWhatIsSetRound)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        tuner = None
+        if attached:
+            tuner = autotune.attach(model, optimizer, "exact", memory_budget_bytes=1, limits=RESTLESS, runs_dir=None)
+        for number in range(8):
+            batch = torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(number))
+            for tokens in (batch,) if tuner is None else tuner.micro_batches(batch):
+                with scaled():
+                    loss = model(tokens).square().mean()
+                if tuner is None:
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                else:
+                    tuner.backward(loss)
+            if tuner is not None:
+                tuner.step()
+        locks = {} if tuner is None else dict(tuner.locks)
+        if tuner is not None:
+            tuner.detach()
+        return [parameter.tolist() for parameter in model.parameters()], locks
+
+    plain, (tuned, locks) = run(attached=False)[0], run(attached=True)
+    assert tuned == plain
+    assert "Scale.current" in locks["blocks.0"]
