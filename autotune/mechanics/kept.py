@@ -7,7 +7,7 @@ their activations. What is kept of such tensors is their values, and only of tho
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ _HARMLESS = {"__get__", "size", "numel", "nelement", "element_size", "untyped_st
 # What a call may put something into, and how many items of it are copied at each call.
 _MUTABLE = (list, dict, set, deque)
 _MOST_ITEMS = 256
+_COMMON = frozenset({type(None), bool, int, float, str, list, tuple, dict, set, OrderedDict, torch.Tensor})
 _LIBRARIES = ("builtins", "torch", "numpy", "autotune", "collections", "functools", "weakref", "_thread", "threading")
 
 
@@ -165,6 +166,8 @@ class Objects:
         Raises:
             CopyError: naming a type that cannot be copied, or an attribute too large for a copy at each call.
         """
+        if not self.handed and not self.attributes:
+            return self
         copier = Copier(tensor)
         for place, value in (known or {}).items():
             copier.know(self.handed[place], value)
@@ -224,4 +227,7 @@ def objects_of(parts: Sequence[nn.Module]) -> list[dict[str, Any]]:
 
 def _is_somebodys(value: Any) -> bool:
     kind = type(value)
+    # Nearly all that a module holds is one of these.
+    if kind in _COMMON:
+        return False
     return kind.__module__.partition(".")[0] not in _LIBRARIES and not isinstance(value, nn.Module | type)
