@@ -102,7 +102,10 @@ class _Again(AbstractContextManager[None]):
                     self._then.append((part._parameters, part._parameters.copy()))
                     self._weights += [(one, one.requires_grad) for one in part._parameters.values() if one is not None]
         for held in objects_of(parts):
-            self._then.append((held, held.copy()))
+            # Values alone: an object that takes up what others have computed would keep their graphs alive.
+            values = held.items()
+            then = {name: without_graph(one) if isinstance(one, torch.Tensor) else one for name, one in values}
+            self._then.append((held, then))
         self._versions = [(one, version_of(one)) for one in _tensors_of(parts)]
         self.buffers, self.constants = {}, {}
         if any(part._buffers for part in parts):
@@ -136,9 +139,7 @@ class _Again(AbstractContextManager[None]):
         written = {id(one): one for one, version in self._versions if version_of(one) != version}
         if written:
             self.recomputation.bar_late("it has begun to write to its own weights or other tensors")
-            self._replace(
-                {name: one.detach().clone().requires_grad_(one.requires_grad) for name, one in written.items()}
-            )
+            self._replace({key: one.detach().clone().requires_grad_(one.requires_grad) for key, one in written.items()})
         self._versions = []
 
     def _replace(self, others: Mapping[int, torch.Tensor]) -> None:
@@ -168,7 +169,11 @@ class _Again(AbstractContextManager[None]):
             for place, one in alive.items()
             if self.insists or (one is not None and is_unchanged(one, self.objects.handed[place]))
         }
-        again = self.objects.copied(self.tensor, known)
+        try:
+            again = self.objects.copied(self.tensor, known)
+        except any_error() as error:  # whatever it is, the run goes on
+            self.recomputation.bar_late(f"it holds what cannot be copied any more ({type(error).__name__}: {error})")
+            again = self.objects
         self.handed = again.handed
         own = [(held, {**then, **again.attributes.get(place, {})}) for place, held, then in self._own]
         return [*own, *self._then]
