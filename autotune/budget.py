@@ -20,7 +20,7 @@ _UNITS = {
     "TB": 10**12,
 }
 # An accelerator's allocator reserves whole segments (torch on NVIDIA's GPUs: 2 MiB for small blocks, 20 MiB for those
-# of 1 to 10 MiB, multiples of 2 MiB beyond), and parts of them stay unused. How much hangs on the order of a step's
+# of 1 to 10 MiB, multiples of 2 MiB beyond), and parts of them stay unused. How much depends on the order of a step's
 # blocks, so it is measured while a job is profiled; other plans leave other gaps than those that were seen.
 _FRAGMENTS_RESERVE = 1.5
 # Beyond this share, the allocator gives its cache back and begins anew.

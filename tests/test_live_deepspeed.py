@@ -40,7 +40,7 @@ def test_an_engine_trains_the_same_bits_attached_and_switching(stage: int, tmp_p
         assert plans[0][12:] == plans[1][12:]
     refused = ranks[0]["refusals"]
     assert "mode is rounding" in refused["mode"]
-    assert "stands beside engine" in refused["beside"]
+    assert "cannot be given with engine" in refused["beside"]
     assert "clip_norm is 0.5, and gradient_clipping is 1.0" in refused["clip"]
     assert "managed_gradient_accumulation" in refused["managed"]
     assert "attach(engine=engine)" in refused["as a model"]

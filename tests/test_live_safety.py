@@ -95,7 +95,7 @@ def test_nothing_is_switched_while_gradients_of_somebody_elses_making_are_alive(
     tuner.detach()
 
 
-def test_a_tuner_that_is_too_dear_detaches_itself_and_says_so() -> None:
+def test_tuner_that_costs_too_much_detaches_and_says_so() -> None:
     plain = train(TinyGPT, token_batches, gpt_loss, 210)
     seen: list[tuple[bool, str]] = []
 

@@ -198,7 +198,7 @@ def test_trips_and_refusals_are_shown_with_their_rules(tmp_path: Path) -> None:
     assert f"{len(run.trips)} trips" in verdict(run)
     for _, reason in run.trips:
         assert reason in text
-    assert "what was proposed is no plan" in text
+    assert "the proposal was not a plan" in text
     assert "no plan: 7" in text
 
 

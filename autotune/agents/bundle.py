@@ -276,7 +276,7 @@ def fill(network: nn.Module, weights: bytes, where: str) -> None:
     """
     try:
         tensors = load_tensors(weights)
-        # The library takes a tensor that stands twice, and whatever stands beside tensors.
+        # The library accepts a tensor that is listed twice, and anything after the tensors.
         header = parse_json(weights[8 : 8 + int.from_bytes(weights[:8], "little")].decode(), where=where)
     except (SafetensorError, KeyError, ValueError) as error:
         raise PolicyFileError(f"is not safetensors ({str(error)!r})", where=where) from error

@@ -519,7 +519,9 @@ def session_of(
         InputError: if one of them is wrong, or two contradict each other.
     """
     if ranks is not None and cluster is not None:
-        raise InputError("stands beside ranks", where="--cluster", allowed="one of both: ranks are on one machine")
+        raise InputError(
+            "cannot be combined with ranks", where="--cluster", allowed="one of the two: ranks run on one machine"
+        )
     if ranks is not None:
         require_devices(ranks.count, "--ranks")
     isolate = isolate or ranks is not None or cluster is not None

@@ -119,7 +119,7 @@ def time_error(measured_s: float | None, predicted_s: float | None) -> float | N
 
 
 def in_words(proposal: object) -> str | None:
-    """Return a logged proposal in a few words; ``None`` for what is no plan: policies propose anything."""
+    """Return a logged proposal in a few words; ``None`` if it is not a plan: policies may propose anything."""
     try:
         return str(Plan.from_json(proposal)) if isinstance(proposal, dict) else None
     except InputError:

@@ -202,7 +202,7 @@ def ranks(engine: str, count: int | None, zero_stage: str, config: Path | None) 
     """Return what was asked of DeepSpeed; two ranks where no number was.
 
     Raises:
-        InputError: if an option is wrong, or stands beside another engine.
+        InputError: if an option is wrong, or cannot be combined with the engine.
     """
     if engine not in ("torch", "deepspeed"):
         raise InputError(f"engine is {engine!r}", where="--engine", allowed="torch, deepspeed")

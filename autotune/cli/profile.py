@@ -49,7 +49,9 @@ def command(
     asked = shared.ranks(engine, ranks, zero_stage, ds_config)
     if asked is not None and (validate or convergence or zero_stage == "all"):
         told = "--zero-stage all" if zero_stage == "all" else "--validate or --convergence"
-        raise InputError(f"{told} stands beside", where="--engine deepspeed", allowed="one stage's profile alone")
+        raise InputError(
+            f"cannot be combined with {told}", where="--engine deepspeed", allowed="one stage's profile alone"
+        )
     known = None if fresh or validate or convergence or asked else indexed_profile(job, runs_dir)
     if known is not None:
         _show(known[0], known[1], {}, cached=True, as_json=as_json)

@@ -96,7 +96,7 @@ class Trainer:
             options=EngineOptions(**self._opening["options"]),
             threads=threads,
         )
-        # What the first step of a process costs is no plan's fault.
+        # The cost of a process's first step is not the plan's.
         engine.run(1)
         return engine
 

@@ -15,9 +15,9 @@ from autotune.physics.cost import Constraints, Weights, cost
 from autotune.physics.goodput import efficiency
 
 # A failed window costs more than any plan that fits, but not much more than those that anyone would want: at 3, PPO
-# settled on whatever failed least before it had compared what fits. So dear plans that fit are drawn together below it.
+# settled on whatever failed least before it had compared what fits. So expensive plans that fit come closer together.
 FAILURE_COST = 1.5
-_DEAR = 1.25
+_EXPENSIVE = 1.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +86,9 @@ class Objective:
 
 def drawn_together(total: NDArray[np.float64], baseline: float) -> NDArray[np.float64]:
     """Return costs with those above 1.25 of the baseline's drawn together below that of a failure, in their order."""
-    dear, worst = _DEAR * baseline, FAILURE_COST * baseline
-    beyond = np.maximum(total - dear, 0.0)
-    return np.where(total <= dear, total, worst - (worst - dear) * np.exp(-beyond / (worst - dear)))
+    expensive, worst = _EXPENSIVE * baseline, FAILURE_COST * baseline
+    beyond = np.maximum(total - expensive, 0.0)
+    return np.where(total <= expensive, total, worst - (worst - expensive) * np.exp(-beyond / (worst - expensive)))
 
 
 def overshoot(observation: Observation) -> float:

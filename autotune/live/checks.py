@@ -58,7 +58,7 @@ def choice_of(kind: Any, value: object, key: str) -> Any:
 def updates_through(engine: Any, model: Any, optimizer: Any, mode: Mode, clip_norm: float | None) -> ShardedUpdate:
     """Return what makes updates through a DeepSpeed engine, which stands alone."""
     if model is not None or optimizer is not None:
-        raise AttachError("model or optimizer stands beside engine", where="attach", allowed="the engine alone")
+        raise AttachError("model or optimizer cannot be given with engine", where="attach", allowed="the engine alone")
     return update_of(engine, mode, clip_norm)
 
 

@@ -72,7 +72,7 @@ def judge(proposal: object, now: Situation, limits: Limits) -> Verdict:
     """Judge a policy's proposal, whatever it is."""
     rules: dict[str, str] = {}
     if not isinstance(proposal, Plan):
-        return _refused(now, rules, "plan", f"a {type(proposal).__name__} is no plan", illegal=True)
+        return _refused(now, rules, "plan", f"expected a Plan, got {type(proposal).__name__}", illegal=True)
     # Below it, memory ran out.
     smallest = now.space.accumulation_choices[0]
     is_below = 0 < proposal.accumulation_steps < smallest

@@ -245,6 +245,6 @@ class Knowledge:
         """Score what was predicted of a step; for larger batches nothing was."""
         assert self.latest_peak is not None
         if plan == expected.plan and largest <= expected.largest_bytes:
-            # What the loop has come to hold since then is no plan's doing.
+            # Memory that the loop itself has come to hold since then is not caused by a plan.
             measured = self.latest_peak - max(self._static - expected.static_bytes, 0)
             self.scores.append(Score(predicted_bytes=int(expected.peak_bytes), measured_bytes=measured))

@@ -46,6 +46,6 @@ class OwnTime:
         once_s, run_s = self._once_s + probe_s, self.run_s - probe_s
         return self._own_s / run_s + once_s / (run_s / steps * spread)
 
-    def is_too_dear(self, steps: int, probe_s: float, limit_frac: float) -> bool:
+    def is_too_expensive(self, steps: int, probe_s: float, limit_frac: float) -> bool:
         """Whether the tuner takes more of the run's time than it may."""
         return steps >= _JUDGED_AFTER and self.frac(steps, probe_s) > limit_frac

@@ -583,7 +583,7 @@ class Pilot:
         if news:
             self._take_profile()
         self._decide()
-        self.breaker.open = self.breaker.open or self.too_dear()
+        self.breaker.open = self.breaker.open or self.too_expensive()
         placements = self.placements
         self._agreement.tell(
             Decision(
@@ -726,9 +726,9 @@ class Pilot:
         """Return the tuner's own share of the run's time."""
         return self.time.frac(self.step, self._profiler.probe_s)
 
-    def too_dear(self) -> bool:
+    def too_expensive(self) -> bool:
         """Whether the tuner takes more of the run's time than it may."""
-        return self.time.is_too_dear(self.step, self._profiler.probe_s, self.attached.limits.overhead_frac)
+        return self.time.is_too_expensive(self.step, self._profiler.probe_s, self.attached.limits.overhead_frac)
 
 
 def reserve_of(policy: object) -> float:

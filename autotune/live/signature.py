@@ -1,4 +1,4 @@
-"""Tell what a step's memory hangs on before it runs: the shapes of its batch, what is trained, how often it is called.
+"""Tell what a step's memory depends on before it runs: its batch's shapes, what is trained, how often it is called.
 
 Bytes alone do not tell: 8 sequences of 256 tokens take as many as 64 of 32, and their attention weights eight times
 the room. A batch that is in every dimension as large as one that was measured, or smaller, or larger, needs what its
@@ -26,7 +26,7 @@ _WALK_EVERY = 16
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a step's memory hangs on besides the bytes of its batch.
+    """What a step's memory depends on besides the bytes of its batch.
 
     Attributes:
         shapes: of the batch's tensors.

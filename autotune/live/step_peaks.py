@@ -2,7 +2,7 @@
 
 The allocator tells the largest peak since the user last forgot it. Where a step raised it, that is the step's own peak.
 Where it did not, the step is taken to need what its plan did for a batch at least as small: what happens between steps,
-such as an evaluation, is no plan's doing.
+such as an evaluation, is not caused by a plan.
 """
 
 from __future__ import annotations

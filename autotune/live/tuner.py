@@ -668,7 +668,7 @@ class LiveTuner:
             trips = pilot.breaker.trips
             last = trips[-1][1] if trips else "the first rank's, or its overhead"
             self.detach(f"{len(trips)} trips, the last: {last}")
-        elif not pilot.ranks.many and pilot.too_dear():
+        elif not pilot.ranks.many and pilot.too_expensive():
             self.detach(f"its own share of the run's time is {pilot.overhead_frac():.1%}")
 
 

@@ -1,7 +1,7 @@
 """Copy a module's buffers, so that a forward pass can be repeated from where it began, or undone.
 
 Neither version counters nor identities tell whether a pass wrote to a buffer: BatchNorm's kernels do not count, and a
-replaced tensor's address is used again. So buffers are copied, and compared by value where a copy is dear.
+replaced tensor's address is used again. So buffers are copied, and compared by value where a copy is expensive.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Constant:
 
     def copied(self, tensor: torch.Tensor) -> Constant:
         """Return the same with a copy, if its size allows one."""
-        dear = tensor.nbytes > _KEPT_BYTES or isinstance(tensor, FakeTensor)
-        return self if dear or self.copy is not None else replace(self, copy=tensor.detach().to("cpu", copy=True))
+        expensive = tensor.nbytes > _KEPT_BYTES or isinstance(tensor, FakeTensor)
+        return self if expensive or self.copy is not None else replace(self, copy=tensor.detach().to("cpu", copy=True))
 
 
 _constants: WeakKeyDictionary[nn.Module, dict[str, Constant]] = WeakKeyDictionary()

@@ -12,13 +12,13 @@ from autotune.report.standing import told_steps
 from autotune.report.strips import Course, strip
 from autotune.report.svg import Figure
 
-# Share of the run's time from which the tuner is dear.
-_DEAR = 0.01
+# Share of the run's time from which the tuner counts as expensive.
+_EXPENSIVE = 0.01
 # Rows of the table of decisions; those that changed or refused something come first.
 _ROWS = 200
 _SIZES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _RULES = {
-    "plan": "what was proposed is no plan",
+    "plan": "the proposal was not a plan",
     "space": "the plan lies outside of what the mode allows",
     "predictable": "its peak cannot be predicted",
     "budget": "nothing like it fits the budget",
@@ -46,8 +46,8 @@ def page_of(run: AttachedRun) -> str:
 def _head(run: AttachedRun) -> Html:
     options = ", ".join(f"{key} {value}" for key, value in run.options.items())
     ended = "the log breaks off" if run.ended is None else run.ended
-    dear = (run.overhead_frac or 0.0) > _DEAR
-    late = run.trips or run.summary.get("over_budget_steps") or run.ended is None or dear
+    expensive = (run.overhead_frac or 0.0) > _EXPENSIVE
+    late = run.trips or run.summary.get("over_budget_steps") or run.ended is None or expensive
     figures = [
         ("steps", told_steps(run.steps, run.total_steps).removeprefix("step ")),
         ("switches", f"{len(run.schedule):,}"),

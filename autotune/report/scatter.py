@@ -22,7 +22,7 @@ class Dot:
 
     Attributes:
         number: of its arm, which gives its shape and colour.
-        name: what stands beside it.
+        name: the label beside it.
         x: its x.
         y: its y.
         spread: lowest and highest y of what it is the mean of; the same number twice for a single one.
