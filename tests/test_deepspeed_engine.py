@@ -186,10 +186,12 @@ def test_a_profile_of_ranks_tells_what_their_plans_need(stage: int) -> None:
     peaks = peaks_of(job, ranks, plans)
     # What a rank needs is the same whatever was trained before.
     again = peaks_of(job, ranks, plans[::-1])
-    assert [again[plan] for plan in plans] == pytest.approx([peaks[plan] for plan in plans], rel=0.01)
+    # Stage 3 gathers weights ahead of their use in the background: whether one more is there at the peak is chance.
+    rel = 0.03 if stage == 3 else 0.01
+    assert [again[plan] for plan in plans] == pytest.approx([peaks[plan] for plan in plans], rel=rel)
     missed = [peak_bytes(found, plan) / peaks[plan] - 1 for plan in plans]
     # On a busy machine a rank's peak may be seen too high; a k between those profiled is interpolated.
-    assert min(missed) > -0.01
+    assert min(missed) > -rel
     assert max(missed) < 0.12
     assert done == sorted(done)
 

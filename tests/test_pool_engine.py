@@ -270,7 +270,7 @@ def test_clusters_and_methods_that_do_not_go_together_are_refused(
     assert refused("--cluster", "local:2", "--method", "ppo") == 2
     assert "random, optuna, optuna-prices" in capsys.readouterr().err
     assert refused("--cluster", "local:2", "--method", "random", "--engine", "deepspeed") == 2
-    assert "ranks are on one machine" in capsys.readouterr().err
+    assert "ranks run on one machine" in capsys.readouterr().err
     assert refused("--cluster", "somewhere", "--method", "random") == 2
     assert "local:N" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

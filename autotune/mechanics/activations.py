@@ -80,10 +80,11 @@ class _Again(AbstractContextManager[None]):
         self.objects = objects or Objects({}, {})
         # What stands for what it was handed, while a body runs.
         self.handed: Mapping[int, Any] = {}
-        # What is handed over itself, if it is alive and unchanged, or whatever it is; how a tensor of theirs is found.
+        # What is handed over itself, if it is alive and unchanged, or whatever it is.
         self.originals: dict[int, Callable[[], Any]] = {}
         self.insists = False
-        self.tensor: TensorCopy = _itself
+        # What it was handed, where that is kept besides.
+        self.kept: Kept | None = None
         # Each dictionary of the module's parts, and what it held; the parts' own ones come first, by place.
         self._own: list[tuple[int, dict[str, Any], dict[str, Any]]] = []
         self._then: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -164,13 +165,15 @@ class _Again(AbstractContextManager[None]):
     def _made_again(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Return each dictionary of the parts and what it held, with other copies of objects at each time."""
         alive = {place: found() for place, found in self.originals.items()}
+        # Copies lead to other tensors where those that it was handed have been written to.
+        written = self.kept is not None and self.kept.written
         known = {
             place: one
             for place, one in alive.items()
-            if self.insists or (one is not None and is_unchanged(one, self.objects.handed[place]))
+            if self.insists or (one is not None and not written and is_unchanged(one, self.objects.handed[place]))
         }
         try:
-            again = self.objects.copied(self.tensor, known)
+            again = self.objects.copied(_itself if self.kept is None else self.kept.then, known)
         except any_error() as error:  # whatever it is, the run goes on
             self.recomputation.bar_late(f"it holds what cannot be copied any more ({type(error).__name__}: {error})")
             again = self.objects
@@ -409,7 +412,7 @@ class Recomputation:
         again = _Again(self, parts, objects, Repeats() if self.checks and is_due(self._calls) else None)
         if kept is not None:
             self.kept.append(kept)
-            again.tensor = kept.then
+            again.kept = kept
         given = {place: leaf for place, leaf in enumerate(leaves) if kept is None and isinstance(leaf, torch.Tensor)}
         # Whatever checkpoint is handed, it refuses to use once somebody has written to it.
         inputs = [without_graph(given[place]) if place in given else None for place in range(len(leaves))]
