@@ -16,6 +16,7 @@ from typing import Any
 
 from autotune.errors import InputError, WorkerLostError
 from autotune.scratch import ScratchFolder
+from autotune.variables import variable
 
 # Workers on one machine, cores of one worker, and ports.
 _MOST, _LAST_PORT = 1024, 65_535
@@ -251,15 +252,12 @@ def _loopback_alone() -> Iterator[None]:
     from ray._private import ray_constants
 
     # It reads the variable when it is imported, which may be long ago.
-    before, ray_constants.ENABLE_RAY_CLUSTER = (os.environ.get(_CLUSTERS), ray_constants.ENABLE_RAY_CLUSTER), False
-    os.environ[_CLUSTERS] = "0"
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
-        yield
+        with variable(_CLUSTERS, "0"):
+            yield
     finally:
-        variable, ray_constants.ENABLE_RAY_CLUSTER = before
-        os.environ.pop(_CLUSTERS)
-        if variable is not None:
-            os.environ[_CLUSTERS] = variable
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def _short_folder() -> Path:

@@ -17,6 +17,7 @@ from pathlib import Path
 from autotune.errors import InputError, JobError
 from autotune.files import read_bytes
 from autotune.job import DataSource
+from autotune.variables import variable
 
 # The folder crosses process borders in the environment, as jobs do by name.
 DATA_VARIABLE = "AUTOTUNE_DATA"
@@ -94,15 +95,8 @@ def pointed_at(folder: str | Path | None) -> Iterator[None]:
     if not _is(stat.S_ISDIR, Path(folder)):
         allowed = "a folder with CIFAR-10 or WikiText-2"
         raise JobError(f"{str(folder)!r:.{_SHOWN}} is no folder", where="--data", allowed=allowed)
-    former = os.environ.get(DATA_VARIABLE)
-    os.environ[DATA_VARIABLE] = str(Path(folder).absolute())
-    try:
+    with variable(DATA_VARIABLE, str(Path(folder).absolute())):
         yield
-    finally:
-        if former is None:
-            del os.environ[DATA_VARIABLE]
-        else:
-            os.environ[DATA_VARIABLE] = former
 
 
 def locate(folder: Path, layouts: Sequence[Layout]) -> Located:

@@ -64,11 +64,23 @@ class Meter:
 COUNTER = Counter()
 
 
+def first() -> None:
+    second()
+
+
+def second() -> None:
+    third()
+
+
 def third() -> None:
-    second_global["calls"] += 1
+    fourth()
 
 
-second_global = {"calls": 0}
+def fourth() -> None:
+    CALLED["calls"] += 1
+
+
+CALLED = {"calls": 0}
 
 
 def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,11 +149,8 @@ class CallsAnAutogradFunction(Part):
 
 class CallsDeep(Part):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        def first() -> None:
-            third()
-
         first()
-        return super().forward(x) / (1 + 0.001 * second_global["calls"])
+        return super().forward(x)
 
 
 class ReadsWhatIsSetRound(Part):
@@ -225,7 +234,7 @@ class RunsBackwardInside(Part):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():
             self.inner(x.detach()).mean().backward()
-        return super().forward(x) * (1 + self.inner.weight.grad.abs().mean())
+        return super().forward(x)
 
 
 class MetersEveryFifthCall(Part):
@@ -367,7 +376,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def trained(make: Callable[[], nn.Module], budget: int | None, policy: Any) -> tuple[Any, Any]:
     """Return what a training leaves behind, outside of the model too, and its locks."""
     Counter.total, Counter.seen, Doubles.calls = 0, [], 0
-    second_global["calls"] = 0
+    CALLED["calls"] = 0
     vars(LOCAL).clear()
     table.cache_clear()
     models: list[nn.Module] = []
@@ -377,7 +386,7 @@ def trained(make: Callable[[], nn.Module], budget: int | None, policy: Any) -> t
         return models[0]
 
     found, locks, _ = train(made, budget, policy)
-    outside = [Counter.total, len(Counter.seen), Doubles.calls, dict(second_global), dict(vars(LOCAL))]
+    outside = [Counter.total, len(Counter.seen), Doubles.calls, dict(CALLED), dict(vars(LOCAL))]
     meters = [vars(part.meter) for part in models[0].modules() if hasattr(part, "meter")]
     held = [(meter.get("total"), str(meter.get("hidden")), meter.get("phase")) for meter in meters]
     return (found, outside, held, getattr(models[0], "calls", None)), locks

@@ -10,8 +10,8 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from autotune.engines.supervisor import die_with_parent
 from autotune.errors import WorkerLostError
 from autotune.files import write_atomic
 from autotune.scratch import ScratchFolder
+from autotune.variables import variable
 
 # Trains one seed: the recipe as a JSON object, the seed, the folder of its files, the process that waits for it.
 Train = Callable[[dict[str, Any], int, str, int], None]
@@ -74,21 +75,12 @@ def _train(train: Train, recipe: dict[str, Any], seed: int, folder: str, parent:
     train(recipe, seed, folder, parent)
 
 
-@contextmanager
-def _without_working_directory() -> Iterator[None]:
+def _without_working_directory() -> AbstractContextManager[None]:
     """Have Python processes that are started meanwhile not look into the working directory for libraries.
 
     What is started with ``-c``, as multiprocessing does it, looks there first, for the standard library too.
     """
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONSAFEPATH"]
-        else:
-            os.environ["PYTHONSAFEPATH"] = before
+    return variable("PYTHONSAFEPATH", "1")
 
 
 class LocalSeeds:

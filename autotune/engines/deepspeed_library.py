@@ -13,8 +13,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 
@@ -24,6 +23,7 @@ from torch import distributed
 from autotune.engines.rendezvous import store_of_ranks
 from autotune.errors import InputError
 from autotune.mechanics import devices
+from autotune.variables import variable
 
 _INSTALL = "pip install 'torch>=2.11,<2.14' wheel ninja && pip install --no-build-isolation 'deepspeed>=0.19'"
 _EXTENSIONS = "TORCH_EXTENSIONS_DIR"
@@ -85,7 +85,7 @@ def _compile(library: ModuleType) -> None:
         return
     folder = _folder()
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "autotune.lock").open("wb") as held, _compiled_in(folder):
+    with (folder / "autotune.lock").open("wb") as held, variable(_EXTENSIONS, str(folder)):
         fcntl.flock(held, fcntl.LOCK_EX)
         (folder / builder.NAME / "lock").unlink(missing_ok=True)
         with redirect_stdout(sys.stderr):
@@ -98,16 +98,3 @@ def _folder() -> Path:
 
     root = Path(os.environ.get(_EXTENSIONS) or get_default_build_root())
     return root / f"autotune-{sys.implementation.cache_tag}-torch-{torch.__version__}"
-
-
-@contextmanager
-def _compiled_in(folder: Path) -> Iterator[None]:
-    before = os.environ.get(_EXTENSIONS)
-    os.environ[_EXTENSIONS] = str(folder)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_EXTENSIONS]
-        else:
-            os.environ[_EXTENSIONS] = before

@@ -14,7 +14,7 @@ import logging
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -118,7 +118,7 @@ class _Again(AbstractContextManager[None]):
     def runs(self) -> bool:
         return bool(self._entered)
 
-    def has_run(self, leaves: Sequence[Any], reads: Reads) -> None:
+    def has_run(self, leaves: Sequence[Any]) -> None:
         """Note what the first run did.
 
         Objects that it left as they were are handed over themselves: code may ask whether it is handed the very one
@@ -126,17 +126,13 @@ class _Again(AbstractContextManager[None]):
 
         Args:
             leaves: what it was handed.
-            reads: has seen which tensors of objects it used.
         """
         for place, copy in self.objects.handed.items():
             original = leaves[place]
             if original is not copy and is_unchanged(original, copy):
-                try:
+                # One that nobody can refer to weakly has a copy after all.
+                with suppress(TypeError):
                     self.originals[place] = weakref.ref(original)
-                except TypeError:
-                    # A list or dictionary: it may be kept, unless it keeps what others have computed.
-                    if not reads.tensors:
-                        self.originals[place] = functools.partial(_itself, original)
         written = {id(one): one for one, version in self._versions if version_of(one) != version}
         if written:
             self.recomputation.bar_late("it has begun to write to its own weights or other tensors")
@@ -313,7 +309,7 @@ class _Call:
         """Forget what only its first run needs, and of other units' tensors what it did not use."""
         assert self.first is not None
         first, self.first = self.first, None
-        self.again.has_run(first.leaves, first.reads)
+        self.again.has_run(first.leaves)
         # What is kept besides is found by the tensors themselves.
         if first.reads.tensors and self.kept is None:
             if self.held is not None:

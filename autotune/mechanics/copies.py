@@ -88,15 +88,14 @@ class Copier:
             CopyError: naming the type that cannot be copied.
         """
         try:
-            return self.copied(value)
+            return self._copied(value)
         except CopyError:
             raise
         except Exception as error:
             # Of somebody else's class, or too deep.
             raise CopyError(type(value).__name__) from error
 
-    def copied(self, value: Any) -> Any:
-        """Return a copy, as :meth:`copy` does; whatever a class of somebody else's raises comes through."""
+    def _copied(self, value: Any) -> Any:
         if _is_shared(value) or _belongs_to_process(value):
             return value
         if id(value) in self._known:
@@ -106,7 +105,7 @@ class Copier:
         if isinstance(value, torch.Tensor):
             made = self.know(value, self._tensor(value))
             if isinstance(value, nn.Parameter) and made is not value:
-                vars(made).update({name: self.copied(item) for name, item in vars(value).items()})
+                vars(made).update({name: self._copied(item) for name, item in vars(value).items()})
             return made
         if isinstance(value, torch.Generator):
             return self.know(value, value.clone_state())
@@ -123,14 +122,14 @@ class Copier:
 
     def _callable(self, value: Any) -> Any:
         if isinstance(value, functools.partial):
-            return functools.partial(value.func, *self.copied(value.args), **self.copied(value.keywords))
+            return functools.partial(value.func, *self._copied(value.args), **self._copied(value.keywords))
         owner = value.__self__
         if isinstance(value, MethodType):
-            return MethodType(value.__func__, self.copied(owner))
+            return MethodType(value.__func__, self._copied(owner))
         if owner is None or isinstance(owner, ModuleType | type):
             return value
         # A method of a copy, such as ``found.append``.
-        return getattr(self.copied(owner), value.__name__)
+        return getattr(self._copied(owner), value.__name__)
 
     def know(self, value: Any, made: Any) -> Any:
         """Take one object for the copy of another, and return it."""
@@ -140,27 +139,27 @@ class Copier:
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, tuple | frozenset):
-            items = [self.copied(item) for item in value]
+            items = [self._copied(item) for item in value]
             return self.know(value, _constant(type(value), items))
         # A shallow copy keeps what a subclass has besides its items.
         made = self.know(value, copy.copy(value))
         if isinstance(value, dict):
             for key, item in value.items():
-                dict.__setitem__(made, key, self.copied(item))
+                dict.__setitem__(made, key, self._copied(item))
         elif isinstance(value, set):
             made.clear()
-            made.update(self.copied(item) for item in value)
+            made.update(self._copied(item) for item in value)
         else:
             for place, item in enumerate(value):
-                made[place] = self.copied(item)
+                made[place] = self._copied(item)
         if type(value) not in _PLAIN_CONTAINERS and hasattr(value, "__dict__"):
-            vars(made).update({name: self.copied(item) for name, item in vars(value).items()})
+            vars(made).update({name: self._copied(item) for name, item in vars(value).items()})
         return made
 
     def _plain_object(self, value: Any) -> Any:
         made = self.know(value, object.__new__(type(value)))
         for name, item in vars(value).items():
-            vars(made)[name] = self.copied(item)
+            vars(made)[name] = self._copied(item)
         return made
 
     def _otherwise(self, value: Any) -> Any:
@@ -278,7 +277,7 @@ def twin_of(module: nn.Module, lend: TensorCopy) -> nn.Module:
     for name, hooks in vars(module).items():
         if "hooks" in name and isinstance(hooks, OrderedDict):
             copier.know(hooks, OrderedDict())
-    twin: nn.Module = copier.copied(module)
+    twin: nn.Module = copier.copy(module)
     return twin
 
 

@@ -12,7 +12,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -25,6 +25,7 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
 from autotune.errors import InputError, first_line
+from autotune.variables import variable
 
 AnyDevice = torch.device | str
 
@@ -268,16 +269,9 @@ def traces_memory(device: AnyDevice) -> bool:
     )
 
 
-@contextmanager
-def quiet_profiler() -> Iterator[None]:
+def quiet_profiler() -> AbstractContextManager[None]:
     """Keep the library behind the profiler from printing two lines per use on stderr."""
-    level = os.environ.get("KINETO_LOG_LEVEL")
-    os.environ["KINETO_LOG_LEVEL"] = level or "99"
-    try:
-        yield
-    finally:
-        if level is None:
-            del os.environ["KINETO_LOG_LEVEL"]
+    return variable("KINETO_LOG_LEVEL", os.environ.get("KINETO_LOG_LEVEL") or "99")
 
 
 def autocast_dtypes(device: AnyDevice) -> tuple[torch.dtype, ...]:

@@ -175,18 +175,14 @@ class Objects:
         return Objects(
             handed,
             {
-                place: {name: copier.copy(few(value)) for name, value in attributes.items()}
+                place: {name: copier.copy(_few(value)) for name, value in attributes.items()}
                 for place, attributes in self.attributes.items()
             },
         )
 
 
-def few(value: Any) -> Any:
-    """Return an attribute, unless it is too large for a copy at each call.
-
-    Raises:
-        CopyError: if it is.
-    """
+def _few(value: Any) -> Any:
+    """Return an attribute, or raise if it is too large for a copy at each call."""
     if isinstance(value, _MUTABLE) and len(value) > _MOST_ITEMS:
         raise CopyError(f"{type(value).__name__} of over {_MOST_ITEMS} items")
     return value
@@ -215,17 +211,17 @@ def is_carrier(value: Any) -> bool:
 
 
 def objects_of(parts: Sequence[nn.Module]) -> list[dict[str, Any]]:
-    """Return the ``__dict__`` of each object, of a class of somebody's own, that is an attribute of a module.
+    """Return the ``__dict__`` of each attribute of a module that is an object of the user's own class.
 
     Args:
         parts: the modules.
     """
-    held = {id(one): one for part in parts for one in part.__dict__.values() if _is_somebodys(one)}
-    # An object without a ``__dict__`` has one of nobody's, which stays empty.
+    held = {id(one): one for part in parts for one in part.__dict__.values() if _is_users_own(one)}
+    # Where an object has no ``__dict__``, an empty one stands for it.
     return [own_dict(one) for one in held.values()]
 
 
-def _is_somebodys(value: Any) -> bool:
+def _is_users_own(value: Any) -> bool:
     kind = type(value)
     # Nearly all that a module holds is one of these.
     if kind in _COMMON:
