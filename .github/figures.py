@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.budget import format_bytes
-from autotune.campaign.verdicts import interval
+from autotune.records.verdicts import interval
 
 BENCHMARKS = Path(__file__).parent.parent / "runs" / "benchmarks"
 POLICY_ROWS = {

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from autotune.gym.registration import register_with_gymnasium
 
 if TYPE_CHECKING:
-    from autotune.api import compare, reproduce, resume, tune
     from autotune.catalog import load_job
-    from autotune.cluster import ClusterOptions
+    from autotune.commands import compare, reproduce, resume, tune
     from autotune.engines.deepspeed_engine import DeepSpeedEngine
     from autotune.engines.isolated_engine import IsolatedEngine, RankOptions
+    from autotune.engines.ray_cluster import ClusterOptions
     from autotune.engines.torch_engine import EngineOptions, TorchEngine
     from autotune.errors import (
         AttachError,
@@ -90,9 +90,9 @@ register_with_gymnasium()
 _LAZY = {
     name: module
     for module, names in {
-        "autotune.api": ("compare", "reproduce", "resume", "tune"),
+        "autotune.commands": ("compare", "reproduce", "resume", "tune"),
         "autotune.catalog": ("load_job",),
-        "autotune.cluster": ("ClusterOptions",),
+        "autotune.engines.ray_cluster": ("ClusterOptions",),
         "autotune.engines.deepspeed_engine": ("DeepSpeedEngine",),
         "autotune.engines.isolated_engine": ("IsolatedEngine", "RankOptions"),
         "autotune.engines.torch_engine": ("EngineOptions", "TorchEngine"),

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.errors import InputError, JobError
-from autotune.files import read_bytes
+from autotune.io.environment_variables import variable
+from autotune.io.files import read_bytes
 from autotune.job import DataSource
-from autotune.variables import variable
 
 # The folder crosses process borders in the environment, as jobs do by name.
 DATA_VARIABLE = "AUTOTUNE_DATA"

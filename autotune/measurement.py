@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from autotune.documents import STRICT, validated
 from autotune.errors import InputError
+from autotune.io.documents import STRICT, validated
 
 MEASUREMENT_VERSION = 1
 ABSENT = "absent"

@@ -15,8 +15,8 @@ from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from autotune.documents import STRICT, validated
 from autotune.errors import PlanError
+from autotune.io.documents import STRICT, validated
 from autotune.optimizers import KINDS
 from autotune.units import Unit
 

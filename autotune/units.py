@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from autotune.documents import STRICT
 from autotune.errors import JobError
+from autotune.io.documents import STRICT
 
 if TYPE_CHECKING:
     from torch import nn

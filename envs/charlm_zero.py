@@ -23,8 +23,8 @@ def main() -> None:
     parser.add_argument("--plan", type=Path, help="a plan file, as autotune tune writes it")
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()
-    from autotune.campaign.runs import read_plan
     from autotune.engines.deepspeed_engine import DeepSpeedEngine
+    from autotune.records.run_directory import read_plan
 
     engine = DeepSpeedEngine(job(), zero_stage=arguments.zero_stage)
     if arguments.plan is not None:

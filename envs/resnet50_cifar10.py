@@ -18,7 +18,7 @@ from torch import nn
 
 from autotune import DataSource, Job, JobError, WarmupCosine
 from autotune.data import Layout, Located, data_folder, locate, read_file
-from autotune.plain_pickle import load_plain_pickle
+from autotune.io.plain_pickle import load_plain_pickle
 
 BATCH, CLASSES, PIXELS, BLOCKS = 128, 10, 3 * 32 * 32, (3, 4, 6, 3)
 EVALUATED_AT_ONCE = 500

@@ -14,10 +14,10 @@ from torch import nn
 import autotune
 from autotune.agents.policy import StaticPolicy
 from autotune.campaign.comparison import compare
-from autotune.campaign.protocol import Arm, Protocol
-from autotune.files import write_json
 from autotune.gym.observation import Observation
+from autotune.io.files import write_json
 from autotune.plan import Plan, PlanSpace
+from autotune.records.protocol import Arm, Protocol
 from autotune.report.writing import write_campaign
 
 

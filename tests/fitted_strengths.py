@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.physics.memory_model import choices
-from autotune.physics.moving import Strengths
-from autotune.physics.profile import Profile
-from autotune.physics.time_model import seconds_per_step
+from autotune.cost_model.memory_model import choices
+from autotune.cost_model.profile import Profile
+from autotune.cost_model.time_model import seconds_per_step
 from autotune.plan import Plan
+from autotune.simulator.moving_conditions import Strengths
 
 Floats = NDArray[np.float64]
 Row = Mapping[str, Any]

@@ -12,7 +12,7 @@ import torch
 
 from autotune.engines.batch_stream import BatchStream
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
-from autotune.files import write_atomic
+from autotune.io.files import write_atomic
 from autotune.job import Job
 from autotune.measurement import Measurement
 from autotune.mechanics import randomness

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from autotune.errors import EngineError, InputError
-from autotune.files import read_json_lines
+from autotune.io.files import read_json_lines
 from autotune.measurement import Failure, Measurement
 from autotune.plan import Plan, PlanSpace, Precision
 from autotune.units import Unit

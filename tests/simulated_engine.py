@@ -11,8 +11,8 @@ from simulation import Simulation, Windows, World
 
 from autotune.errors import EngineError
 from autotune.measurement import Failure, GradientStatistics, Measurement, UnitGradient
-from autotune.physics.simulated_job import SimulatedJob
 from autotune.plan import Plan, PlanSpace
+from autotune.simulator.simulated_job import SimulatedJob
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices, Plans
+from autotune.cost_model.noise_scale import NoiseScaleAverage
 from autotune.job import WarmupCosine
-from autotune.physics.convergence import step_efficiency
-from autotune.physics.cost_arrays import CostArrays, Floats, Indices, Plans
-from autotune.physics.noise_scale import NoiseScaleAverage
-from autotune.physics.simulated_job import Curves, Flags, JobArrays, SimulatedJob
+from autotune.simulator.convergence import step_efficiency
+from autotune.simulator.simulated_job import Curves, Flags, JobArrays, SimulatedJob
 
 _DECAY = NoiseScaleAverage().decay
 
@@ -287,7 +287,7 @@ class Simulation:
 
         Args:
             k: shape (n,), number of each lane's k among its job's.
-            choices: shape (n, max_units); see :func:`autotune.physics.cost_arrays.choice_index`.
+            choices: shape (n, max_units); see :func:`autotune.cost_model.cost_arrays.choice_index`.
             steps: optimizer steps of the window; one that is over its budget ends after its first.
         """
         lanes, plans = self.lanes, Plans(job=self.lanes.job, k=k, choices=choices)

@@ -18,20 +18,20 @@ from torch import nn
 
 import autotune
 from autotune.budget import allocated_within
-from autotune.engines.profiler import ProfilerOptions, profile
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.profile import Profile
+from autotune.cost_model.solver import SAFETY_MARGIN, solve
+from autotune.cost_model.time_model import seconds_per_step
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
-from autotune.engines.watched import WatchedEngine
+from autotune.live.controller import reserve_of
 from autotune.live.limits import Limits
-from autotune.live.pilot import reserve_of
-from autotune.live.probe import storage_lock
 from autotune.measurement import Failure
 from autotune.mechanics import devices
-from autotune.mechanics.flops import matmul_peak
 from autotune.mechanics.step_trace import StepTracer
-from autotune.physics.memory_model import peak_bytes
-from autotune.physics.profile import Profile
-from autotune.physics.solver import SAFETY_MARGIN, solve
-from autotune.physics.time_model import seconds_per_step
+from autotune.profiling.flops import matmul_peak
+from autotune.profiling.probe import storage_lock
+from autotune.profiling.profiler import ProfilerOptions, profile
+from autotune.profiling.tracing_engine import WatchedEngine
 
 DEVICE = "fake"
 LIVELY = Limits(decide_every=5, pause_steps=5, min_steps_between_switches=5, overhead_frac=10.0)
@@ -499,7 +499,7 @@ def test_the_pieces_of_a_step_are_timed_on_the_device(accelerator: ModuleType, m
 
 def test_the_rate_of_products_is_the_devices(accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", accelerator.clock)
-    monkeypatch.setattr("autotune.mechanics.flops._ACCELERATORS_SIDES", (256,))
+    monkeypatch.setattr("autotune.profiling.flops._ACCELERATORS_SIDES", (256,))
     accelerator.speed(flop_s=1e-9)
     assert matmul_peak(torch.float32, DEVICE) < 1.1e9
 

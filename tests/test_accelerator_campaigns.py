@@ -18,13 +18,13 @@ from ranks import run_on_ranks
 from test_accelerator import BATCH_BYTES, DEVICE, LIVELY, Loop, _asked_anew, allocated, engine, plain_peak  # noqa: F401
 
 import autotune
-from autotune.campaign.profiling import validate
 from autotune.cli.main import run
 from autotune.engines.isolated_engine import IsolatedEngine
-from autotune.engines.profiler import ProfilerOptions, profile
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.measurement import Failure
 from autotune.plan import Precision
+from autotune.profiling.profile_cache import validate
+from autotune.profiling.profiler import ProfilerOptions, profile
 
 JOB = str(Path(device_jobs.__file__)) + ":job"
 pytestmark = pytest.mark.slow

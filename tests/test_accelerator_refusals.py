@@ -13,16 +13,16 @@ import torch
 from test_accelerator import DEVICE, LIVELY, Loop, _asked_anew, engine  # noqa: F401
 
 import autotune
+from autotune.campaign.baselines import measure_references
 from autotune.campaign.comparison import pilot
-from autotune.campaign.references import measure_references
-from autotune.campaign.windows import make_engine
 from autotune.cli.main import run
-from autotune.engines.profiler import ProfilerOptions, profile
 from autotune.engines.torch_engine import TorchEngine
+from autotune.engines.tuning_windows import make_engine
 from autotune.errors import InputError
 from autotune.mechanics import devices, randomness
 from autotune.mechanics.precision import excluded_precisions, useful_precisions
 from autotune.plan import Precision
+from autotune.profiling.profiler import ProfilerOptions, profile
 
 JOB = str(Path(device_jobs.__file__)) + ":job"
 

@@ -11,7 +11,7 @@ import sqlalchemy
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from autotune.addresses import HIDDEN, scrubbed, sqlite_address, without_secrets
+from autotune.io.addresses import HIDDEN, scrubbed, sqlite_address, without_secrets
 
 # Long and odd enough not to occur by chance in what may be shown.
 SECRETS = st.text(st.sampled_from("aZ9:@/?#&=%+ ;,'[]{}\\$é"), min_size=1, max_size=8).map(lambda text: f"Qx{text}xQ")

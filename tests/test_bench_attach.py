@@ -13,14 +13,14 @@ import tiny_job
 import torch
 
 from autotune import Job, Limits, Settings
-from autotune.campaign.attached_arms import Arm, LiveArm, endless
-from autotune.campaign.bench_attach import bench_attach
-from autotune.campaign.bench_followed import Course, bench_followed
-from autotune.campaign.followed_arm import FollowedArm, follow
-from autotune.campaign.runs import benchmark_folder
-from autotune.campaign.tuner_rooms import COLLECTION, FORWARD, LOOP, ROOMS, Rooms
+from autotune.bench.attached_arms import Arm, LiveArm, endless
+from autotune.bench.bench_attach import bench_attach
+from autotune.bench.bench_followed import Course, bench_followed
+from autotune.bench.followed_arm import FollowedArm, follow
+from autotune.bench.tuner_rooms import COLLECTION, FORWARD, LOOP, ROOMS, Rooms
 from autotune.cli.main import run
 from autotune.mechanics import controls
+from autotune.records.run_directory import benchmark_folder
 
 JOB = str(Path(tiny_job.__file__))
 UNBOUND = Limits(overhead_frac=1.0)

@@ -9,8 +9,8 @@ import pytest
 import tiny_job
 
 from autotune import Job, load_job
-from autotune.campaign.attached_arms import endless
-from autotune.campaign.bench_batching import ConstantArm, bench_growing_noise
+from autotune.bench.attached_arms import endless
+from autotune.bench.bench_batching import ConstantArm, bench_growing_noise
 from autotune.cli.main import run
 from autotune.errors import InputError
 

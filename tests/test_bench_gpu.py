@@ -18,16 +18,16 @@ import tiny_job
 import torch
 from torch import nn
 
-from autotune.campaign import gpu_parts
-from autotune.campaign.bench_gpu import GpuBenchSettings, bench_gpu, run_in_process, verdict
-from autotune.campaign.runs import benchmark_folder
+from autotune.bench import gpu_parts
+from autotune.bench.bench_gpu import GpuBenchSettings, bench_gpu, run_in_process, verdict
 from autotune.catalog import load_job
 from autotune.cli.main import run
-from autotune.engines.inspection import classify
-from autotune.engines.processes import WorkersError
+from autotune.engines.job_checks import classify
+from autotune.engines.worker_processes import WorkersError
 from autotune.errors import InputError, one_line
 from autotune.measurement import Failure
 from autotune.mechanics import devices
+from autotune.records.run_directory import benchmark_folder
 
 JOB = str(Path(__file__).parent / "tiny_job.py")
 ARMS = ["baseline", "paper", "uniform-bf16", "sqrt", "exact", "ppo"]
@@ -322,8 +322,8 @@ def test_a_model_is_built_on_the_device_or_moved_there_where_that_fails() -> Non
 
 RUN = f"""
 from autotune.campaign import gpu_parts
-import autotune.cli.bench, autotune.campaign.bench_gpu
-from autotune.agents.bundle import shipped_policy
+import autotune.cli.bench, autotune.bench.bench_gpu
+from autotune.agents.policy_folder import shipped_policy
 shipped_policy()
 asked = {{"job": {JOB!r}, "device": "cpu", "seed": 0, "data": None, "jobs": [{JOB!r}], "attached_steps": 20}}
 found = {{}}

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from autotune.agents.bundle import LeverTraining, save_levers
-from autotune.agents.lever_network import LeverNetwork
 from autotune.agents.planner_policy import Ranges
+from autotune.agents.policy_folder import LeverTraining, save_levers
+from autotune.agents.policy_network import LeverNetwork
 from autotune.agents.recipe import JobsRecipe, Recipe
-from autotune.campaign.bench_policy import bench_policy
+from autotune.bench.bench_policy import bench_policy
 from autotune.campaign.moving_worlds import GROUPS, ToldRises, drive, period_rule, strengths_of
 from autotune.campaign.policy_judging import BenchSettings, load_judged
 from autotune.cli.main import run
 from autotune.errors import InputError, PolicyFileError, RunDirectoryError
 from autotune.gym.levers import RUN_FEATURES, levers_of
 from autotune.gym.moving_env import MovingEnv
-from autotune.physics.moving import Strengths
-from autotune.physics.planning import Planner, PlannerSettings
-from autotune.physics.synthetic import draw_job
+from autotune.simulator.moving_conditions import Strengths
+from autotune.simulator.online_planner import Planner, PlannerSettings
+from autotune.simulator.random_jobs import draw_job
 
 STRENGTHS = Strengths(
     noise_error=0.5,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from autotune.campaign.runs import benchmark_folder
 from autotune.cli import bench
 from autotune.cli.main import run
+from autotune.records.run_directory import benchmark_folder
 
 JOB = Path(__file__).parent / "tiny_job.py"
 

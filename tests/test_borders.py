@@ -12,16 +12,16 @@ from small_models import TinyConvolution
 from torch import nn
 
 from autotune import Job, TorchEngine
-from autotune.campaign.profiling import validate
-from autotune.engines.profiler import ProfilerOptions, profile
+from autotune.cost_model.cost_arrays import CostArrays, Plans
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.price_solver import PriceSolver
+from autotune.cost_model.solver import samples_of_progress, solve
+from autotune.cost_model.time_model import seconds_per_step
 from autotune.engines.torch_engine import EngineOptions
 from autotune.mechanics import controls
-from autotune.physics.cost_arrays import CostArrays, Plans
-from autotune.physics.memory_model import peak_bytes
-from autotune.physics.price_solver import PriceSolver
-from autotune.physics.solver import samples_of_progress, solve
-from autotune.physics.time_model import seconds_per_step
 from autotune.plan import Plan, Precision, Storage
+from autotune.profiling.profile_cache import validate
+from autotune.profiling.profiler import ProfilerOptions, profile
 
 BF16, FP32 = Precision.BF16, Precision.FP32
 QUICK = ProfilerOptions(seconds=1.0, max_rounds=2, calibration_plans=3)

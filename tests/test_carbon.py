@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.cli.main import run
+from autotune.cost_model.carbon import JOULES_PER_KWH, Intensity, iso, parse_length, parse_time, schedule
 from autotune.errors import InputError
-from autotune.physics.carbon import JOULES_PER_KWH, Intensity, iso, parse_length, parse_time, schedule
 
 HOUR = 3600.0
 BEGIN = datetime(2025, 3, 1, tzinfo=UTC).timestamp()

@@ -21,12 +21,12 @@ from known_problem import distinct_plans
 from test_train import LONG, recipe_file
 
 from autotune import ClusterOptions, InputError, api
-from autotune.campaign.runs import RunDirectory
-from autotune.cluster import places
 from autotune.engines.cluster_pool import cluster_pool
 from autotune.engines.pool_engine import PoolEngine
+from autotune.engines.ray_cluster import places
 from autotune.engines.torch_engine import EngineOptions
 from autotune.measurement import Failure
+from autotune.records.run_directory import RunDirectory
 
 pytestmark = [
     pytest.mark.slow,
@@ -62,7 +62,7 @@ def processes() -> set[str]:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             words = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if "autotune.engines.child" in words or "raylet" in words:
+            if "autotune.engines.worker_main" in words or "raylet" in words:
                 found.add(f"{path.parent.name} {words[:80]}")
     return found
 

@@ -15,9 +15,9 @@ from scipy import stats
 import autotune
 from autotune.agents.policy import StaticPolicy
 from autotune.campaign.comparison import GATE, find_horizon, pilot
-from autotune.campaign.protocol import Arm, Protocol, RunRecord
-from autotune.campaign.verdicts import bootstrap_interval, gated, interval, judge, sign_flip, upper_bound
-from autotune.report.tables import alone_lines, comparison_table, plan_lines, verdict_line
+from autotune.records.protocol import Arm, Protocol, RunRecord
+from autotune.records.verdicts import bootstrap_interval, gated, interval, judge, sign_flip, upper_bound
+from autotune.report.terminal_tables import alone_lines, comparison_table, plan_lines, verdict_line
 
 PROTOCOL = Protocol(
     job="j", arms=("baseline", "a"), seeds=tuple(range(10)), horizon_samples=100, memory_budget_bytes=None

@@ -16,12 +16,12 @@ from torch import nn
 import autotune
 from autotune import InputError, RunDirectoryError
 from autotune.agents.study_store import checked
-from autotune.campaign.journal import _sum as journal_sum
-from autotune.campaign.verdicts import ratio_of
 from autotune.cli.main import run as run_command
-from autotune.documents import LEAST_RATIO
-from autotune.files import parse_json
+from autotune.io.documents import LEAST_RATIO
+from autotune.io.files import parse_json
 from autotune.mechanics.devices import device_name
+from autotune.records.journal import _sum as journal_sum
+from autotune.records.verdicts import ratio_of
 from autotune.report.html import Html
 from autotune.report.svg import Figure
 from autotune.report.writing import write_figures

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autotune.cost_model.goodput import efficiency, goodput, optimal_batch
 from autotune.errors import ProfileError
-from autotune.physics.convergence import (
+from autotune.plan import Plan, Precision
+from autotune.simulator.convergence import (
     Convergence,
     Curve,
     NoiseLaw,
@@ -20,8 +22,6 @@ from autotune.physics.convergence import (
     fit_noise,
     step_efficiency,
 )
-from autotune.physics.goodput import efficiency, goodput, optimal_batch
-from autotune.plan import Plan, Precision
 
 positive = st.floats(1e-2, 1e5)
 CURVE = Curve(asymptote=1.0, drop=4.0, scale=10.0, exponent=0.7)

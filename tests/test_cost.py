@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.physics.cost import (
+from autotune.cost_model.paper_equations import (
     Constraints,
     Weights,
     accumulated_gradient,

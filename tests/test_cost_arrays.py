@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.physics.cost_arrays import CostArrays, Plans
-from autotune.physics.memory_model import peak_bytes
-from autotune.physics.synthetic import Shape, draw_profile
-from autotune.physics.time_model import seconds_per_step
+from autotune.cost_model.cost_arrays import CostArrays, Plans
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.time_model import seconds_per_step
 from autotune.plan import Precision
+from autotune.simulator.random_jobs import Shape, draw_profile
 
 THREE = (Precision.FP32, Precision.BF16, Precision.FP16)
 

@@ -21,12 +21,12 @@ from kills import JOB, kill_campaigns
 from test_env import SPACE
 from test_resume import tell
 
-from autotune.addresses import without_secrets
 from autotune.agents.optuna_search import OptunaSearch, _StudySearch
 from autotune.agents.study_store import StudyStore, checked
-from autotune.campaign.runs import RunDirectory
 from autotune.cli.main import run
 from autotune.errors import InputError
+from autotune.io.addresses import without_secrets
+from autotune.records.run_directory import RunDirectory
 
 reachable = pytest.mark.skipif(
     not postgres.available() or importlib.util.find_spec("psycopg") is None, reason="there is no PostgreSQL here"

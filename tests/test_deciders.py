@@ -19,18 +19,18 @@ from safetensors.torch import save
 from test_env import SPACE, plain_window, replay_env
 
 from autotune import GradientStatistics, Measurement, Plan, PolicyFileError, Precision, Storage
-from autotune.agents import bundle, ppo
-from autotune.agents.network import Layout, LearnedPolicy, PolicyNetwork, most_likely
+from autotune.agents import policy_folder, ppo
 from autotune.agents.optuna_search import OptunaSearch
+from autotune.agents.plan_network import Layout, LearnedPolicy, PolicyNetwork, most_likely
 from autotune.agents.policy import Policy
 from autotune.agents.rules import PAPER_ACCUMULATION, RULES, PaperPolicy, rule_policy
 from autotune.agents.search import RandomSearch, Search
 from autotune.agents.study_store import STORAGE_FILE
-from autotune.gym.env import TuningEnv
 from autotune.gym.observation import Observation
+from autotune.gym.plan_env import TuningEnv
 from autotune.measurement import Failure
-from autotune.physics.synthetic import draw_job
 from autotune.plan import PlanSpace
+from autotune.simulator.random_jobs import draw_job
 
 
 def observe(plan: Plan, window: Measurement, budget: int | None = None) -> Observation:
@@ -304,18 +304,18 @@ def test_ppo_that_starts_at_a_plan_first_plays_near_it_and_repeats_under_a_seed(
     assert plays == first_plays()
 
 
-TRAINING = bundle.Training(job="tiny", seed=0, windows=1, steps=1, memory_budget_bytes=None)
+TRAINING = policy_folder.Training(job="tiny", seed=0, windows=1, steps=1, memory_budget_bytes=None)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    bundle.save_policy(tmp_path / "policy", PolicyNetwork(), TRAINING)
+    policy_folder.save_policy(tmp_path / "policy", PolicyNetwork(), TRAINING)
     return tmp_path / "policy"
 
 
 def test_a_policy_survives_its_round_trip_and_no_pickle_is_written(folder: Path) -> None:
-    loaded = bundle.load_policy(folder)
+    loaded = policy_folder.load_policy(folder)
     assert sorted(path.name for path in folder.iterdir()) == ["README.md", "manifest.json", "policy.safetensors"]
     torch.manual_seed(0)
     for name, tensor in PolicyNetwork().state_dict().items():
@@ -395,7 +395,7 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
 def test_a_damaged_or_hostile_policy_is_one_clear_error(case: str, folder: Path) -> None:
     HOSTILE[case](folder)
     with pytest.raises(PolicyFileError, match=r"manifest\.json|policy\.safetensors|probe") as caught:
-        bundle.load_policy(folder)
+        policy_folder.load_policy(folder)
     assert "\n" not in str(caught.value)
     assert not Path("/tmp/autotune-was-here").exists()
 
@@ -403,7 +403,7 @@ def test_a_damaged_or_hostile_policy_is_one_clear_error(case: str, folder: Path)
 def test_random_damage_is_never_loaded_as_other_weights(folder: Path) -> None:
     generator = np.random.default_rng(0)
     files = {name: (folder / name).read_bytes() for name in ("manifest.json", "policy.safetensors")}
-    original = bundle.load_policy(folder).network.state_dict()
+    original = policy_folder.load_policy(folder).network.state_dict()
     refused = 0
     for _ in range(300):
         name = ("manifest.json", "policy.safetensors")[generator.integers(2)]
@@ -412,7 +412,7 @@ def test_random_damage_is_never_loaded_as_other_weights(folder: Path) -> None:
             data[position] = generator.integers(256)
         (folder / name).write_bytes(data)
         try:
-            loaded = bundle.load_policy(folder).network.state_dict()
+            loaded = policy_folder.load_policy(folder).network.state_dict()
         except PolicyFileError:
             refused += 1
         else:

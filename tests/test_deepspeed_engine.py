@@ -21,15 +21,15 @@ from leftovers import descendants, listening
 from ranks import run_on_ranks
 
 from autotune.cli.main import run
+from autotune.cost_model.memory_model import peak_bytes
 from autotune.engines.deepspeed_config import engine_config
 from autotune.engines.isolated_engine import IsolatedEngine, RankOptions
-from autotune.engines.profiler import ProfilerOptions
-from autotune.engines.rank_profiler import profile_on_ranks
 from autotune.engines.torch_engine import EngineOptions
 from autotune.errors import InputError, JobError
 from autotune.measurement import Failure
-from autotune.physics.memory_model import peak_bytes
 from autotune.plan import Plan, Precision
+from autotune.profiling.profiler import ProfilerOptions
+from autotune.profiling.rank_profiler import profile_on_ranks
 
 TESTS = Path(__file__).parent
 installed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -240,7 +240,7 @@ def test_what_a_rank_has_no_room_for_is_left_out_and_the_profile_goes_on() -> No
 def test_ranks_end_with_whoever_asked() -> None:
     job = f"{TESTS / 'rank_jobs.py'}:transformer"
     asks = (
-        "from autotune.engines.rank_profiler import profile_on_ranks\n"
+        "from autotune.profiling.rank_profiler import profile_on_ranks\n"
         "from autotune.engines.isolated_engine import RankOptions\n"
         f"profile_on_ranks({job!r}, RankOptions(count=2), device_name='these', fingerprint='')\n"
     )
@@ -263,7 +263,7 @@ def rank_processes() -> set[int]:
     found = set()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if b"autotune.engines.rank_profiler" in (entry / "cmdline").read_bytes():
+            if b"autotune.profiling.rank_profiler" in (entry / "cmdline").read_bytes():
                 found.add(int(entry.name))
     return found
 

@@ -9,9 +9,9 @@ import tiny_job
 
 from autotune.agents.policy import StaticPolicy
 from autotune.campaign.comparison import _run_arm, compare
-from autotune.campaign.protocol import Arm, Dips, Protocol, RunRecord
 from autotune.engines.torch_engine import TorchEngine
 from autotune.errors import InputError
+from autotune.records.protocol import Arm, Dips, Protocol, RunRecord
 
 
 def test_dips_come_every_so_many_windows_and_last_for_one() -> None:

@@ -13,15 +13,15 @@ from test_env import SPACE
 
 import autotune
 from autotune import InputError, Measurement, Plan, Precision
-from autotune.campaign import tuning
-from autotune.campaign.protocol import RunRecord
-from autotune.campaign.references import measure_references
-from autotune.campaign.runs import RunDirectory
+from autotune.campaign import plan_search
+from autotune.campaign.baselines import measure_references
+from autotune.cost_model.carbon import JOULES_PER_KWH
+from autotune.cost_model.paper_equations import Weights
 from autotune.gym.reward import Objective
 from autotune.mechanics import energy_meter
-from autotune.physics.carbon import JOULES_PER_KWH
-from autotune.physics.cost import Weights
-from autotune.report.tables import energy_lines
+from autotune.records.protocol import RunRecord
+from autotune.records.run_directory import RunDirectory
+from autotune.report.terminal_tables import energy_lines
 
 
 @pytest.fixture(autouse=True)
@@ -43,12 +43,12 @@ class HungryEngine(KnownEngine):
         return replace(window, energy_j=spent, total_energy_j=spent, energy_source="measured:rapl")
 
 
-def tuned(objective: Objective, folder: Path) -> tuning.TuningResult:
+def tuned(objective: Objective, folder: Path) -> plan_search.TuningResult:
     engine = HungryEngine()
     references = measure_references(engine, None)
     run = RunDirectory.create(folder, "tune", tiny_job.job(), {})
-    settings = tuning.TuningSettings(steps=150, seed=1, objective=objective)
-    return tuning.tune(tiny_job.job(), "random", engine, references, settings, run=run)
+    settings = plan_search.TuningSettings(steps=150, seed=1, objective=objective)
+    return plan_search.tune(tiny_job.job(), "random", engine, references, settings, run=run)
 
 
 def test_the_weight_of_energy_decides_between_a_fast_and_a_frugal_plan(tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune import EngineOptions, Measurement, Plan, TorchEngine
-from autotune.campaign.windows import merge_windows
+from autotune.cost_model.paper_equations import Weights
+from autotune.engines.tuning_windows import merge_windows
 from autotune.errors import InputError
 from autotune.gym.observation import Observation
 from autotune.gym.reward import Objective
 from autotune.mechanics import energy_meter
 from autotune.mechanics.energy_meter import NoMeter, RaplMeter, TdpMeter, find_meter
-from autotune.physics.cost import Weights
 
 CPU = torch.device("cpu")
 RANGE_UJ = 262_143_328_850  # a real package's

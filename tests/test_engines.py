@@ -11,12 +11,12 @@ from replay_engine import ReplayEngine
 from simulated_engine import SimulatedEngine
 
 from autotune import EngineOptions, Plan, PlanError, TorchEngine
+from autotune.engines.budgeted_engine import MeteredEngine
 from autotune.engines.engine import Engine
-from autotune.engines.metered_engine import MeteredEngine
 from autotune.errors import EngineError
 from autotune.measurement import Failure, Measurement
-from autotune.physics.synthetic import draw_job
 from autotune.plan import Precision
+from autotune.simulator.random_jobs import draw_job
 
 
 def torch_engine() -> Engine:

@@ -17,14 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autotune import Job, JobError
 from autotune.cli.main import run
-from autotune.engines.estimator import estimate
-from autotune.engines.profiler import ProfilerOptions, profile
+from autotune.cost_model.device_table import DEVICES, find_device
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.solver import solve
+from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import InputError
-from autotune.physics.devices import DEVICES, find_device
-from autotune.physics.memory_model import peak_bytes
-from autotune.physics.solver import solve
-from autotune.physics.time_model import seconds_per_step
 from autotune.plan import Plan, Precision
+from autotune.profiling.estimator import estimate
+from autotune.profiling.profiler import ProfilerOptions, profile
 
 A100 = find_device("a100")
 # The same rates, and memory as a CPU has it: blocks of any size, no workspaces.

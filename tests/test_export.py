@@ -23,9 +23,9 @@ from watching import Watcher
 from autotune import Job, Launch, Plan, PlanError, Precision, TorchEngine
 from autotune.cli.main import run
 from autotune.errors import InputError
-from autotune.report.export import TARGETS, export
-from autotune.report.exported import Export
+from autotune.report.export_targets import Export
 from autotune.report.launchers import APPLY
+from autotune.report.plan_export import TARGETS, export
 
 TESTS = Path(__file__).parent
 EVERYWHERE = {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]), "OMP_NUM_THREADS": "1"}

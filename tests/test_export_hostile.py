@@ -22,7 +22,7 @@ from torch import nn
 from autotune import Job, Launch, Plan, PlanError, Precision, Storage
 from autotune.cli.main import run
 from autotune.optimizers import KINDS
-from autotune.report.export import TARGETS, export
+from autotune.report.plan_export import TARGETS, export
 from autotune.report.snippet import FILE
 
 # What closes a docstring, a literal, a call or a format, and what no encoding or terminal takes as it is.

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune import InputError
-from autotune.files import (
+from autotune.io.files import (
     append_json_line,
     inside,
     parse_json,

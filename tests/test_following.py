@@ -16,12 +16,12 @@ from test_tracking import runs_in
 
 import autotune
 from autotune import AttachError, Settings
-from autotune.campaign.following import Counts, LogReader, Sender, metrics_of
-from autotune.campaign.following import follow as follow_log
-from autotune.campaign.tracking import SPOOL, Tracker
 from autotune.live import attach as attach_module
-from autotune.live import follower
-from autotune.live.integrations.attaches import Attaches
+from autotune.live import mlflow_process
+from autotune.live.integrations.attaching_callback import Attaches
+from autotune.records.mlflow_following import Counts, LogReader, Sender, metrics_of
+from autotune.records.mlflow_following import follow as follow_log
+from autotune.records.tracking import SPOOL, Tracker
 
 FOLLOWED = Settings(mlflow=True)
 
@@ -56,7 +56,7 @@ def test_a_process_that_cannot_be_started_costs_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere"))
-    assert not follower.follow(tmp_path)
+    assert not mlflow_process.follow(tmp_path)
     assert "MLflow is not followed" in caplog.text
 
 
@@ -88,7 +88,7 @@ def test_a_followed_run_is_bit_identical_and_all_that_a_dead_server_refused_is_k
     assert rows[-1]["values"] == {"status": "FINISHED"}
     switches = sum('"switched"' in row for row in (folder / "decisions.jsonl").read_text().splitlines())
     assert [row["values"]["switches"] for row in rows if "switches" in row["values"]][-1] == switches > 0
-    assert "does not answer" in (folder / follower.OUTPUT).read_text()
+    assert "does not answer" in (folder / mlflow_process.OUTPUT).read_text()
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_the_log_arrives_in_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     events = [json.loads(row) for row in (folder / "decisions.jsonl").read_text().splitlines()]
     decided = [event for event in events if event["event"] == "decision"]
     (run,) = runs_in(f"sqlite:///{tmp_path / 'tracked.db'}")
-    assert run.info.status == "FINISHED", (folder / follower.OUTPUT).read_text()
+    assert run.info.status == "FINISHED", (folder / mlflow_process.OUTPUT).read_text()
     assert run.data.params["units"] == "8"
     assert run.data.tags["detached_because"] == "detach() was called"
     assert run.data.metrics["switches"] == sum(event["event"] == "switched" for event in events) > 0

@@ -19,12 +19,12 @@ import tiny_job
 
 import autotune
 from autotune import InputError, RunDirectoryError, api
-from autotune.campaign.runs import RunDirectory, read_plan
-from autotune.campaign.spool import CURSOR, SPOOL
-from autotune.campaign.tracking import DATABASE, send_pending
 from autotune.cli.main import run as run_command
 from autotune.errors import RunLockedError
-from autotune.run_folder import WriterLock
+from autotune.io.run_folder import WriterLock
+from autotune.records.run_directory import RunDirectory, read_plan
+from autotune.records.tracking import DATABASE, send_pending
+from autotune.records.tracking_spool import CURSOR, SPOOL
 
 JOB = Path(tiny_job.__file__)
 # Runs when it is loaded, and says so.
@@ -293,7 +293,7 @@ def test_a_lock_ends_with_its_holder_even_where_that_had_forked(tmp_path: Path) 
     code = f"""
 import os, time
 from pathlib import Path
-from autotune.run_folder import WriterLock
+from autotune.io.run_folder import WriterLock
 lock = WriterLock(Path({str(tmp_path)!r}))
 # One write each: a line's end that comes by itself might stand after the other's word.
 os.write(1, b"held\\n" if os.fork() else b"forked\\n")

@@ -14,22 +14,22 @@ import numpy as np
 import pytest
 
 from autotune import InputError, RunDirectoryError
-from autotune.addresses import scrubbed, without_secrets
 from autotune.agents.optuna_search import RecipeStudy
 from autotune.agents.recipe_space import Range
 from autotune.agents.study_store import STORAGE_FILE
-from autotune.campaign.profile_index import _is_source
-from autotune.campaign.results import trials_of
-from autotune.campaign.runs import RunDirectory
-from autotune.campaign.spool import CURSOR, SPOOL
-from autotune.campaign.tracking import DATABASE, EXPERIMENT, Tracker, send_pending, tracking_uri
 from autotune.cli.main import run as run_command
+from autotune.cost_model.profile import Profile
+from autotune.cost_model.solver import solve
 from autotune.errors import ProfileError
-from autotune.physics.profile import Profile
-from autotune.physics.solver import solve
-from autotune.physics.synthetic import Shape, draw_profile
+from autotune.io.addresses import scrubbed, without_secrets
+from autotune.io.run_folder import WriterLock
+from autotune.profiling.profile_index import _is_source
+from autotune.records.results import trials_of
+from autotune.records.run_directory import RunDirectory
+from autotune.records.tracking import DATABASE, EXPERIMENT, Tracker, send_pending, tracking_uri
+from autotune.records.tracking_spool import CURSOR, SPOOL
 from autotune.report.sheets import _as_csv
-from autotune.run_folder import WriterLock
+from autotune.simulator.random_jobs import Shape, draw_profile
 
 PLAN: dict[str, Any] = {"version": 1, "accumulation_steps": 1, "precision": {}, "storage": {}}
 # Folders in each other, more than Python calls functions in each other.

@@ -14,18 +14,18 @@ from torch import nn
 from autotune import TorchEngine
 from autotune.agents.policy import StaticPolicy
 from autotune.campaign import comparison
-from autotune.campaign.protocol import Arm, Protocol
-from autotune.campaign.reproduce import races
-from autotune.campaign.reproduce.experiments import CONVOLUTION, experiments_of
-from autotune.campaign.run_documents import Comparison
 from autotune.cli.main import run
-from autotune.documents import validated
 from autotune.errors import InputError, PlanError
+from autotune.io.documents import validated
 from autotune.launching import launched
 from autotune.mechanics import devices
 from autotune.mechanics.devices import arithmetic_shown, fp32_arithmetic, fp32_computed_in, has_tf32
+from autotune.paper import table_comparisons
+from autotune.paper.experiments import CONVOLUTION, experiments_of
 from autotune.plan import Launch, Plan
-from autotune.report.tables import baseline_shown, plan_lines
+from autotune.records.protocol import Arm, Protocol
+from autotune.records.run_documents import Comparison
+from autotune.report.terminal_tables import baseline_shown, plan_lines
 
 JOB = Path(tiny_job.__file__)
 PLAIN = {"matrix products": "fp32", "convolutions": "tf32"}
@@ -151,10 +151,10 @@ def test_a_table_whose_baseline_is_fp32_has_one_in_tf32_beside_it_where_the_devi
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     experiment = experiments_of("cpu")[CONVOLUTION]
-    assert has_tf32("cuda") or races.tf32_arms(experiment) == []
-    monkeypatch.setattr(races, "has_tf32", lambda _kind: True)
-    monkeypatch.setattr(races, "fp32_arithmetic", lambda _kind: PLAIN)
-    (arm,) = races.tf32_arms(experiment)
+    assert has_tf32("cuda") or table_comparisons.tf32_arms(experiment) == []
+    monkeypatch.setattr(table_comparisons, "has_tf32", lambda _kind: True)
+    monkeypatch.setattr(table_comparisons, "fp32_arithmetic", lambda _kind: PLAIN)
+    (arm,) = table_comparisons.tf32_arms(experiment)
     assert (arm.name, arm.job and arm.job.launch) == ("baseline+tf32", Launch(fp32="tf32"))
-    monkeypatch.setattr(races, "fp32_arithmetic", lambda _kind: {**PLAIN, "matrix products": "tf32"})
-    assert races.tf32_arms(experiment) == []
+    monkeypatch.setattr(table_comparisons, "fp32_arithmetic", lambda _kind: {**PLAIN, "matrix products": "tf32"})
+    assert table_comparisons.tf32_arms(experiment) == []

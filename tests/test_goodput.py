@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.physics.goodput import efficiency, goodput
+from autotune.cost_model.goodput import efficiency, goodput
 
 positive = st.floats(1e-2, 1e5)
 

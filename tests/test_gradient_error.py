@@ -12,13 +12,13 @@ import torch
 from small_jobs import gpt_job
 
 from autotune import TorchEngine
-from autotune.campaign.convergence import cached_convergence, measure_convergence
 from autotune.catalog import load_job
-from autotune.engines.gradient_error import squared_errors
 from autotune.engines.torch_engine import EngineOptions
 from autotune.mechanics.stepping import split
 from autotune.mechanics.trees import tensors
 from autotune.plan import Precision
+from autotune.profiling.convergence_runs import cached_convergence, measure_convergence
+from autotune.profiling.gradient_error import squared_errors
 
 BF16 = Precision.BF16
 

@@ -14,9 +14,9 @@ from small_models import Perceptron
 from torch import nn
 
 from autotune import find_units
+from autotune.cost_model.noise_scale import gradient_variance, noise_sample
 from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe, ProbedStep
 from autotune.mechanics.stepping import Update, num_samples, split, weights
-from autotune.physics.noise_scale import gradient_variance, noise_sample
 
 
 def batch_of(samples: int, dtype: torch.dtype = torch.float32) -> Any:

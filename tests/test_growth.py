@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.engines.attribution import Attribution
-from autotune.live.growth import Growth, grown
 from autotune.plan import Plan
+from autotune.profiling.attribution import Attribution
+from autotune.profiling.memory_scaling import Growth, grown
 
 coefficients = st.floats(0.0, 1e3)
 

@@ -21,11 +21,11 @@ from test_live_modes import Roams
 from torch import nn
 
 from autotune import AttachError, TorchEngine
-from autotune.engines.profiler import ProfilerOptions, fixed_shape, profile
+from autotune.cost_model.memory_model import peak_bytes
 from autotune.live.limits import KILL_VARIABLE
 from autotune.mechanics.precision import useful_precisions
-from autotune.physics.memory_model import peak_bytes
 from autotune.plan import Precision
+from autotune.profiling.profiler import ProfilerOptions, fixed_shape, profile
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

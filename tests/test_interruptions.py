@@ -16,13 +16,13 @@ import failing_job
 import pytest
 import sqlalchemy
 
-from autotune import api
-from autotune.campaign import windows
-from autotune.campaign.journal import JOURNAL
-from autotune.campaign.runs import RunDirectory
-from autotune.campaign.tracking import Tracker
+from autotune import commands
 from autotune.cli.main import run
+from autotune.engines import tuning_windows
 from autotune.engines.isolated_engine import IsolatedEngine, Patience
+from autotune.records.journal import JOURNAL
+from autotune.records.run_directory import RunDirectory
+from autotune.records.tracking import Tracker
 
 JOB = Path(__file__).parent / "tiny_job.py"
 PROGRAM = [sys.executable, "-m", "autotune.cli.main"]
@@ -165,11 +165,11 @@ def test_a_campaign_in_which_every_failure_recurs_completes_and_names_each(
     monkeypatch.setenv(failing_job.AT, "27")
     # Steps of microseconds: whoever takes five seconds hangs.
     patience = Patience(opening_s=60, first_s=5, factor=10, grace_s=3)
-    monkeypatch.setattr(windows, "IsolatedEngine", functools.partial(IsolatedEngine, patience=patience))
+    monkeypatch.setattr(tuning_windows, "IsolatedEngine", functools.partial(IsolatedEngine, patience=patience))
     count = len(EXPECTED) * each
     # The finals are spared, too.
     monkeypatch.setenv(failing_job.TIMES, str(count))
-    document = api.tune(
+    document = commands.tune(
         f"{failing_job.__file__}:wide",
         "optuna",
         memory_budget="60%",

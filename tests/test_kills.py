@@ -15,9 +15,9 @@ import sqlalchemy
 from kills import PROGRAM, Kill, kill_campaigns, killed
 from test_train import LONG, recipe_file
 
-from autotune.campaign.journal import JOURNAL
-from autotune.campaign.runs import RunDirectory
 from autotune.live.decision_log import LOG_NAME, read_log
+from autotune.records.journal import JOURNAL
+from autotune.records.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 COMMANDS = ("tune", "isolated", "compare", "train", "attached")

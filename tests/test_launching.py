@@ -16,15 +16,15 @@ from torch import nn
 
 import autotune
 from autotune import TorchEngine, api, optimizers
-from autotune.campaign.runs import read_plan
 from autotune.catalog import load_job
 from autotune.cli.main import run
-from autotune.engines.inspection import build_model, build_optimizer
-from autotune.engines.profiler import ProfilerOptions, profile
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.engines.job_checks import build_model, build_optimizer
 from autotune.errors import InputError, PlanError
 from autotune.launching import compiled, launched, split, suffix
-from autotune.physics.memory_model import peak_bytes
 from autotune.plan import Launch, Plan, Precision
+from autotune.profiling.profiler import ProfilerOptions, profile
+from autotune.records.run_directory import read_plan
 from autotune.report.campaign_run import read_campaign
 from autotune.report.tuning_page import TuningPage
 from autotune.report.writing import page_for

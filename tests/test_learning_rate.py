@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune import WarmupCosine
-from autotune.physics.learning_rate import batch_factor, warmup_cosine
+from autotune.cost_model.learning_rate import batch_factor, warmup_cosine
 
 
 @given(st.floats(0, 1), st.floats(0.01, 0.9), st.floats(1e-5, 10), st.floats(0, 1), st.integers(10, 10_000))

@@ -12,13 +12,13 @@ from simulated_engine import SimulatedEngine
 from autotune.agents.optuna_search import OptunaPriceSearch
 from autotune.agents.planner_policy import PlannerPolicy
 from autotune.agents.priced_plans import PricedPlans
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.solver import SAFETY_MARGIN, Goal, solve
 from autotune.errors import InputError
-from autotune.gym.env import TuningEnv
 from autotune.gym.lever_env import LeverEnv
 from autotune.gym.levers import NEUTRAL, SIZES
-from autotune.physics.memory_model import peak_bytes
-from autotune.physics.solver import SAFETY_MARGIN, Goal, solve
-from autotune.physics.synthetic import draw_job
+from autotune.gym.plan_env import TuningEnv
+from autotune.simulator.random_jobs import draw_job
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_at_price_zero_the_plan_is_the_solvers(job) -> None:
     priced = PricedPlans(profile, budget)
     k = solution.plan.accumulation_steps
     found = priced.plan(k, 1 - SAFETY_MARGIN, 0.0)
-    from autotune.physics.time_model import seconds_per_step
+    from autotune.cost_model.time_model import seconds_per_step
 
     assert seconds_per_step(profile, found) == pytest.approx(solution.seconds_per_step, rel=1e-3)
     dear = priced.plan(k, 2.0, 5.0)

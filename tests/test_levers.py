@@ -11,7 +11,7 @@ import pytest
 import torch
 from lever_gains import evaluate, summary
 
-from autotune.agents.lever_network import LeverNetwork
+from autotune.agents.policy_network import LeverNetwork
 from autotune.agents.ppo import train_levers
 from autotune.agents.recipe import LeverRecipe
 from autotune.agents.saved_training import SavedTraining
@@ -26,11 +26,11 @@ from autotune.gym.levers import (
     neutral_actions,
 )
 from autotune.gym.moving_env import MovingEnv, planner_reserve, planner_rise
-from autotune.physics.clairvoyant import run_planner
-from autotune.physics.moving import Strengths
-from autotune.physics.planning import Levers, PlannerSettings
-from autotune.physics.simulated_job import SimulatedJob
-from autotune.physics.synthetic import draw_job
+from autotune.simulator.clairvoyant import run_planner
+from autotune.simulator.moving_conditions import Strengths
+from autotune.simulator.online_planner import Levers, PlannerSettings
+from autotune.simulator.random_jobs import draw_job
+from autotune.simulator.simulated_job import SimulatedJob
 
 STRONG = Strengths(
     noise_error=0.5,

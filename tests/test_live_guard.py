@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from autotune import Limits, Plan, Precision, Storage
+from autotune.cost_model.cost_arrays import CostArrays, Plans
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.profile import Profile
+from autotune.cost_model.time_model import seconds_per_step
 from autotune.live.guard import Breaker, Situation, SlowdownCheck, fallback, judge
 from autotune.live.placement import Placements, usable
-from autotune.live.wires import Reading, Wires
-from autotune.physics.cost_arrays import CostArrays, Plans
-from autotune.physics.memory_model import peak_bytes
-from autotune.physics.profile import Profile
-from autotune.physics.synthetic import Shape, draw_profile
-from autotune.physics.time_model import seconds_per_step
+from autotune.live.tripwires import Reading, Wires
+from autotune.simulator.random_jobs import Shape, draw_profile
 
 FREE = Limits(min_steps_between_switches=0, canary_steps=0, gain_frac=0.0)
 

@@ -19,15 +19,15 @@ from test_live import RESTLESS, gpt_loss, seeded
 from torch import nn
 
 import autotune
+from autotune.cost_model.solver import SAFETY_MARGIN
 from autotune.live import live_profiler
-from autotune.live.knowledge import Knowledge
-from autotune.live.pilot import Pilot
+from autotune.live.controller import Pilot
+from autotune.live.live_knowledge import Knowledge
 from autotune.live.placement import Placements
-from autotune.live.scores import Expected, Score
-from autotune.live.uses import Tracing
+from autotune.live.prediction_scores import Expected, Score
+from autotune.live.step_uses import Tracing
 from autotune.mechanics import controls, randomness
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors
-from autotune.physics.solver import SAFETY_MARGIN
 from autotune.plan import Plan, PlanSpace, Precision, Storage
 from autotune.units import find_units
 

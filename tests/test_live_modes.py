@@ -27,9 +27,9 @@ from torch import nn
 
 import autotune
 from autotune import AttachError, Settings
+from autotune.cost_model.profile import Profile
+from autotune.cost_model.time_model import summed_seconds
 from autotune.mechanics.precision import useful_precisions
-from autotune.physics.profile import Profile
-from autotune.physics.time_model import summed_seconds
 from autotune.plan import Plan, Precision, Storage
 
 ADAPTIVE = Settings(batching="adaptive")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autotune import Plan, Precision
-from autotune.live.live_profile import Timed, _Clock
+from autotune.profiling.live_profile import Timed, _Clock
 
 KINDS = {"a": ("block", 8), "b": ("block", 8), "c": ("head", 2)}
 

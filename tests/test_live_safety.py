@@ -29,9 +29,9 @@ from test_live import (
 from torch import nn
 
 import autotune
-from autotune.live.pilot import Pilot
+from autotune.live.controller import Pilot
 from autotune.live.placement import Placements
-from autotune.live.ranks import Ranks, RanksError
+from autotune.live.rank_channel import Ranks, RanksError
 from autotune.plan import Plan
 
 ATTACHED = {"policy": Wanders(), "memory_budget_bytes": 10**9, "limits": RESTLESS}

@@ -13,10 +13,10 @@ from test_live import RESTLESS, gpt_loss, seeded
 from torch import nn
 
 import autotune
-from autotune.live.signature import Signature, Trained
 from autotune.mechanics import controls, randomness
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors
 from autotune.plan import Plan, Storage
+from autotune.profiling.step_signature import Signature, Trained
 
 CPU = torch.device("cpu")
 TOKENS = 1024

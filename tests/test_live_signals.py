@@ -11,7 +11,7 @@ import torch
 from test_live import RESTLESS, Wanders, deep_gpt, gpt_loss, seeded, token_batches
 
 import autotune
-from autotune.mechanics.signals import any_error
+from autotune.mechanics.loop_signals import any_error
 
 
 class Preempted(Exception):

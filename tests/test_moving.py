@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autotune.physics.clairvoyant import best_static, clairvoyant, run_planner
-from autotune.physics.cost_arrays import Floats
-from autotune.physics.moving import Course, MovingRuns, Strengths, draw_course
-from autotune.physics.planning import DIP, Belief, Levers, Planner, PlannerSettings, Rises, Seen, Situation
-from autotune.physics.synthetic import draw_job
+from autotune.cost_model.cost_arrays import Floats
+from autotune.simulator.clairvoyant import best_static, clairvoyant, run_planner
+from autotune.simulator.moving_conditions import Course, MovingRuns, Strengths, draw_course
+from autotune.simulator.online_planner import DIP, Belief, Levers, Planner, PlannerSettings, Rises, Seen, Situation
+from autotune.simulator.random_jobs import draw_job
 
 STRONG = Strengths(
     noise_error=0.5,

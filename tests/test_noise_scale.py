@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from autotune.physics.noise_scale import (
+from autotune.cost_model.noise_scale import (
     NoiseSample,
     NoiseScaleAverage,
     adaptive_accumulation,

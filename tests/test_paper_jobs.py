@@ -17,7 +17,7 @@ import torch
 from autotune import JobError, load_job
 from autotune.data import Layout, data_folder, locate, pointed_at
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
-from autotune.plain_pickle import load_plain_pickle
+from autotune.io.plain_pickle import load_plain_pickle
 from autotune.units import find_units
 
 CIFAR, WIKITEXT = "resnet50_cifar10", "gpt2_wikitext2"

@@ -17,7 +17,7 @@ import public_folders
 import pytest
 
 from autotune import JobError
-from autotune.plain_pickle import load_plain_pickle
+from autotune.io.plain_pickle import load_plain_pickle
 
 LIMIT = 2**26
 ARRAY = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00tU\x01btR"
@@ -100,7 +100,7 @@ CHILD = """
 import json, resource, sys
 from pathlib import Path
 from autotune import JobError
-from autotune.plain_pickle import load_plain_pickle
+from autotune.io.plain_pickle import load_plain_pickle
 
 names = {line.split(":")[0]: int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("Vm")}
 room = names["VmSize"] * 1024 + int(sys.argv[2])

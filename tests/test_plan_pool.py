@@ -9,13 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autotune.physics.cost_arrays import CostArrays, Plans
-from autotune.physics.plan_pool import LENGTHS, PlanPool, PoolSettings, make_pool
-from autotune.physics.profile import Profile, StepTable
-from autotune.physics.simulated_job import SimulatedJob
-from autotune.physics.solver import SAFETY_MARGIN, samples_of_progress, smallest, solve
-from autotune.physics.synthetic import Shape, draw_job, draw_profile
+from autotune.cost_model.cost_arrays import CostArrays, Plans
+from autotune.cost_model.plan_pool import LENGTHS, PlanPool, PoolSettings, make_pool
+from autotune.cost_model.profile import Profile, StepTable
+from autotune.cost_model.solver import SAFETY_MARGIN, samples_of_progress, smallest, solve
 from autotune.plan import Precision
+from autotune.simulator.random_jobs import Shape, draw_job, draw_profile
+from autotune.simulator.simulated_job import SimulatedJob
 
 # Of the baseline's peak; what is less than the leanest plan needs is raised to just above that.
 SHARES = (0.3, 0.45, 0.67, 1.0)

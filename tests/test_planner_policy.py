@@ -15,23 +15,23 @@ from simulated_engine import SimulatedEngine
 from simulation import MOVING
 
 from autotune import GradientStatistics, InputError, Measurement, Plan, Precision, TorchEngine
-from autotune.agents.lever_network import BareNetwork, LeverNetwork
 from autotune.agents.planner_policy import PlannerPolicy, Ranges
 from autotune.agents.policy import Policy
+from autotune.agents.policy_network import BareNetwork, LeverNetwork
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.profile import Profile
+from autotune.cost_model.solver import SAFETY_MARGIN, Goal, smallest, solve, solve_each
+from autotune.cost_model.time_model import seconds_per_step
 from autotune.engines.engine import Engine
-from autotune.engines.profiler import ProfilerOptions, profile
 from autotune.gym.levers import RUN_FEATURES, SIZES, UNIT_FEATURES, Actions, Features, Watch, neutral_actions
 from autotune.gym.observation import Observation
 from autotune.measurement import Failure
-from autotune.physics.memory_model import peak_bytes
-from autotune.physics.moving import MovingRuns, Strengths, draw_course
-from autotune.physics.planning import Planner, PlannerSettings
-from autotune.physics.profile import Profile
-from autotune.physics.simulated_job import SimulatedJob
-from autotune.physics.solver import SAFETY_MARGIN, Goal, smallest, solve, solve_each
-from autotune.physics.synthetic import draw_job
-from autotune.physics.time_model import seconds_per_step
 from autotune.plan import PlanSpace
+from autotune.profiling.profiler import ProfilerOptions, profile
+from autotune.simulator.moving_conditions import MovingRuns, Strengths, draw_course
+from autotune.simulator.online_planner import Planner, PlannerSettings
+from autotune.simulator.random_jobs import draw_job
+from autotune.simulator.simulated_job import SimulatedJob
 
 LEANING = PlannerSettings(rise=0.1)
 

@@ -26,8 +26,9 @@ from simulated_engine import SimulatedEngine
 from simulation import MOVING
 
 from autotune import PolicyFileError
-from autotune.agents import bundle
-from autotune.agents.bundle import (
+from autotune.agents import policy_folder
+from autotune.agents.planner_policy import PlannerPolicy, Ranges
+from autotune.agents.policy_folder import (
     MANIFEST,
     WEIGHTS,
     LeverTraining,
@@ -36,17 +37,16 @@ from autotune.agents.bundle import (
     save_levers,
     shipped_policy,
 )
-from autotune.agents.lever_network import LeverNetwork
-from autotune.agents.planner_policy import PlannerPolicy, Ranges
-from autotune.campaign.profiling import cached_profile
+from autotune.agents.policy_network import LeverNetwork
 from autotune.catalog import load_job
 from autotune.cli.main import run
-from autotune.engines.profiler import ProfilerOptions
 from autotune.gym.levers import RUN_FEATURES, UNIT_FEATURES
 from autotune.gym.observation import Observation
-from autotune.physics.planning import PlannerSettings
-from autotune.physics.synthetic import draw_job
 from autotune.plan import Plan
+from autotune.profiling.profile_cache import cached_profile
+from autotune.profiling.profiler import ProfilerOptions
+from autotune.simulator.online_planner import PlannerSettings
+from autotune.simulator.random_jobs import draw_job
 
 SETTINGS = PlannerSettings(rise=0.1, horizon=2.0, cost_error=0.2)
 TRAINING = LeverTraining(
@@ -435,7 +435,7 @@ PAYLOADS: dict[str, Callable[[Path], object]] = {
         f, tensors(lambda t: t.update({"value.bias\x1b[2J\n": t.pop("value.bias")}))
     ),
     "other weights": lambda f: put_weights(f, tensors(lambda t: t["levers.bias"].neg_())),
-    "a plan policy's weights": lambda f: put_weights(f, save(bundle.PolicyNetwork(8).state_dict())),
+    "a plan policy's weights": lambda f: put_weights(f, save(policy_folder.PolicyNetwork(8).state_dict())),
 }
 
 

@@ -17,14 +17,14 @@ from test_env import SPACE
 
 from autotune import EngineError, InputError, Measurement, Plan
 from autotune.budget import MemoryBudget
-from autotune.campaign import tuning
-from autotune.campaign.journal import Journal, JournaledEngine
-from autotune.campaign.references import measure_references
-from autotune.campaign.runs import RunDirectory
-from autotune.cluster import ClusterOptions
+from autotune.campaign import plan_search
+from autotune.campaign.baselines import measure_references
 from autotune.engines.pool_engine import PoolEngine
+from autotune.engines.ray_cluster import ClusterOptions
 from autotune.errors import WorkerLostError
 from autotune.measurement import Failure
+from autotune.records.journal import Journal, JournaledEngine
+from autotune.records.run_directory import RunDirectory
 
 
 class KnownWorker:
@@ -61,16 +61,18 @@ def pool(count: int, seed: int = 0) -> tuple[PoolEngine, list[KnownWorker]]:
     return PoolEngine(workers), workers
 
 
-def tuned(engine: Any, method: str, folder: Path, journal: Journal | None = None, **spent: Any) -> tuning.TuningResult:
+def tuned(
+    engine: Any, method: str, folder: Path, journal: Journal | None = None, **spent: Any
+) -> plan_search.TuningResult:
     wrapped = engine if journal is None else JournaledEngine(engine, journal)
     references = measure_references(wrapped, MemoryBudget.parse("40%"))
     run = RunDirectory(folder / "run")
     run.path.mkdir(exist_ok=True)
-    settings = tuning.TuningSettings(seed=1, **{"steps": 100, **spent})
-    return tuning.tune(tiny_job.job(), method, wrapped, references, settings, run=run)
+    settings = plan_search.TuningSettings(seed=1, **{"steps": 100, **spent})
+    return plan_search.tune(tiny_job.job(), method, wrapped, references, settings, run=run)
 
 
-def outline(result: tuning.TuningResult) -> list[tuple[Plan, float, bool]]:
+def outline(result: plan_search.TuningResult) -> list[tuple[Plan, float, bool]]:
     return [(trial.plan, trial.cost, trial.final) for trial in result.trials]
 
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.physics.cost_arrays import CostArrays
-from autotune.physics.price_solver import PriceSolver, make_chains
-from autotune.physics.solver import SAFETY_MARGIN, smallest, solve
-from autotune.physics.synthetic import Shape, draw_profile
+from autotune.cost_model.cost_arrays import CostArrays
+from autotune.cost_model.price_solver import PriceSolver, make_chains
+from autotune.cost_model.solver import SAFETY_MARGIN, smallest, solve
+from autotune.simulator.random_jobs import Shape, draw_profile
 
 
 def drawn(seed: int, units: int = 6):

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autotune.cost_model.memory_model import choices, is_kept, peak_bytes
+from autotune.cost_model.profile import Profile
+from autotune.cost_model.time_model import calibrated, seconds_per_step
 from autotune.errors import ProfileError
-from autotune.physics.memory_model import choices, is_kept, peak_bytes
-from autotune.physics.profile import Profile
-from autotune.physics.synthetic import Shape, draw_profile
-from autotune.physics.time_model import calibrated, seconds_per_step
 from autotune.plan import Plan, Precision, Storage
+from autotune.simulator.random_jobs import Shape, draw_profile
 
 ALL = (Precision.FP32, Precision.BF16, Precision.FP16)
 seeds = st.integers(0, 2**32 - 1)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from autotune.campaign import profile_index
-from autotune.campaign.profile_index import indexed_profile, remember
 from autotune.catalog import load_job
 from autotune.cli.main import run
-from autotune.engines.profiler import ProfilerOptions
+from autotune.profiling import profile_index
+from autotune.profiling.profile_index import indexed_profile, remember
+from autotune.profiling.profiler import ProfilerOptions
 
 TINY = Path(__file__).parent / "tiny_job.py"
 
@@ -23,7 +23,7 @@ TINY = Path(__file__).parent / "tiny_job.py"
 @pytest.fixture
 def profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]:
     """Return a job's reference and the folder in which its profile is remembered."""
-    from autotune.campaign.profiling import cached_profile
+    from autotune.profiling.profile_cache import cached_profile
 
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "some_job.py"

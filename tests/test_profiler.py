@@ -15,15 +15,15 @@ from small_jobs import convolution_job, gpt_job, perceptron_job
 from torch import nn
 
 from autotune import Job, TorchEngine
-from autotune.campaign.profiling import cached_profile, find_profile, read_profile, validate
-from autotune.engines.profiler import ProfilerOptions, fixed_shape, profile, profile_key
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.profile import Profile
+from autotune.cost_model.time_model import seconds_per_step
 from autotune.engines.torch_engine import EngineOptions
 from autotune.errors import ProfileError
-from autotune.files import write_json
+from autotune.io.files import write_json
 from autotune.mechanics.step_trace import rest_of
-from autotune.physics.memory_model import peak_bytes
-from autotune.physics.profile import Profile
-from autotune.physics.time_model import seconds_per_step
+from autotune.profiling.profile_cache import cached_profile, find_profile, read_profile, validate
+from autotune.profiling.profiler import ProfilerOptions, fixed_shape, profile, profile_key
 
 QUICK = ProfilerOptions(seconds=1.0, max_rounds=2, calibration_plans=3)
 

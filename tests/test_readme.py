@@ -39,6 +39,6 @@ def test_every_file_that_is_named_exists() -> None:
     root = Path(__file__).parent.parent
     for name in re.findall(r"\]\(((?!http)[^)]+)\)", README):
         assert (root / name).exists(), name
-    for name in ("runs/README.md", "autotune/physics", ".github"):
+    for name in ("runs/README.md", "autotune/cost_model", ".github"):
         assert name in README
         assert (root / name).exists()

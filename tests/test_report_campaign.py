@@ -20,11 +20,11 @@ from test_report_attached import Page
 
 import autotune
 from autotune.cli.main import run as run_command
+from autotune.cost_model.carbon import Intensity
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.solver import solve
+from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import RunDirectoryError
-from autotune.physics.carbon import Intensity
-from autotune.physics.memory_model import peak_bytes
-from autotune.physics.solver import solve
-from autotune.physics.time_model import seconds_per_step
 from autotune.plan import Plan
 from autotune.report.alternatives import otherwise
 from autotune.report.campaign_run import CampaignRun, arm_named, launched, read_campaign
@@ -32,7 +32,7 @@ from autotune.report.comparison_page import ComparisonPage
 from autotune.report.costs import arm_costs
 from autotune.report.pareto import front_of, measured_finals, measured_trial
 from autotune.report.sheets import sheets_of
-from autotune.report.tables import tuned_line, verdict_line
+from autotune.report.terminal_tables import tuned_line, verdict_line
 from autotune.report.tuning_page import TuningPage
 from autotune.report.writing import page_for
 

@@ -15,25 +15,25 @@ import pytest
 import tiny_job
 
 import autotune
-from autotune.campaign.reproduce import experiments as experiments_module
-from autotune.campaign.reproduce import paper_numbers as paper
-from autotune.campaign.reproduce.ablation import COMPONENTS, component_arms, component_plans
-from autotune.campaign.reproduce.efficiency import tuned_arm
-from autotune.campaign.reproduce.error_analysis import early_share, gain_shares
-from autotune.campaign.reproduce.experiments import CONVOLUTION, SCALES, TRANSFORMER, Experiment
-from autotune.campaign.reproduce.races import baseline_arm, paper_arm, samples_needed, summarised
-from autotune.campaign.reproduce.rows import Row, over
 from autotune.catalog import load_job
 from autotune.cli.main import run
-from autotune.engines.profiler import ProfilerOptions
-from autotune.engines.profiler import profile as lean_profile
+from autotune.cost_model.paper_equations import cycles_to_double, efficiency_after, net_speedup
+from autotune.cost_model.time_model import seconds_by_operation, summed_seconds
 from autotune.engines.torch_engine import TorchEngine
 from autotune.errors import InputError, JobError
 from autotune.optimizers import KINDS
-from autotune.physics.cost import cycles_to_double, efficiency_after, net_speedup
-from autotune.physics.synthetic import draw_job
-from autotune.physics.time_model import seconds_by_operation, summed_seconds
+from autotune.paper import experiments as experiments_module
+from autotune.paper import paper_numbers as paper
+from autotune.paper.ablation import COMPONENTS, component_arms, component_plans
+from autotune.paper.efficiency import tuned_arm
+from autotune.paper.error_analysis import early_share, gain_shares
+from autotune.paper.experiments import CONVOLUTION, SCALES, TRANSFORMER, Experiment
+from autotune.paper.rows import Row, over
+from autotune.paper.table_comparisons import baseline_arm, paper_arm, samples_needed, summarised
 from autotune.plan import Precision, Storage
+from autotune.profiling.profiler import ProfilerOptions
+from autotune.profiling.profiler import profile as lean_profile
+from autotune.simulator.random_jobs import draw_job
 
 
 def test_the_papers_relative_numbers_follow_from_its_absolute_ones():
@@ -303,9 +303,9 @@ def test_a_task_is_refused_by_its_scale():
 
 @pytest.mark.slow
 def test_two_ranks_scale_for_real_and_tell_what_they_spend_on_communication(tiny: None, tmp_path: Path, monkeypatch):
-    from autotune.campaign.reproduce import tables
+    from autotune.paper import paper_tables
 
-    monkeypatch.setattr(tables, "RANKS", (1, 2))
+    monkeypatch.setattr(paper_tables, "RANKS", (1, 2))
     document = autotune.reproduce("table4", scale="cpu", seeds=2, runs_dir=tmp_path)
     shares = {row["configuration"]: row["ours"] for row in document["rows"] if row["metric"] == "communication"}
     assert set(shares) == {"baseline, 1 rank", "baseline, 2 ranks", "paper, 1 rank", "paper, 2 ranks"}

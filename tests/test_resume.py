@@ -15,16 +15,16 @@ from kills import JOB, kill_campaigns
 from known_problem import KnownEngine, known_cost
 from test_env import SPACE
 
-from autotune import api
+from autotune import commands
 from autotune.agents.optuna_search import OptunaSearch
-from autotune.campaign import journal as journal_module
-from autotune.campaign.journal import JOURNAL, Journal
-from autotune.campaign.runs import RunDirectory
 from autotune.cli.main import run
 from autotune.errors import RunDirectoryError
 from autotune.gym.observation import Observation
 from autotune.live.decision_log import make_run_folder
 from autotune.plan import Plan
+from autotune.records import journal as journal_module
+from autotune.records.journal import JOURNAL, Journal
+from autotune.records.run_directory import RunDirectory
 
 FEW = {"steps": 80, "seed": 3}
 
@@ -145,24 +145,24 @@ def killed_at(monkeypatch: pytest.MonkeyPatch) -> Any:
         countdown.update(left=left, after=after)
 
     monkeypatch.setattr(journal_module, "append_json_line", writes)
-    monkeypatch.setattr("autotune.campaign.runs.append_json_line", writes)
+    monkeypatch.setattr("autotune.records.run_directory.append_json_line", writes)
     return arm
 
 
 @pytest.mark.slow
 def test_a_campaign_that_is_interrupted_20_times_finds_the_same_trials(killed_at: Any, tmp_path: Path) -> None:
-    whole = api.tune(str(JOB), "random", runs_dir=tmp_path / "whole", **FEW)  # type: ignore[arg-type]
+    whole = commands.tune(str(JOB), "random", runs_dir=tmp_path / "whole", **FEW)  # type: ignore[arg-type]
     expected = plans_of(Path(whole["run"]))
     runs = tmp_path / "broken"
     killed_at(4, after=False)
     with pytest.raises(KilledError):
-        api.tune(str(JOB), "random", runs_dir=runs, **FEW)  # type: ignore[arg-type]
+        commands.tune(str(JOB), "random", runs_dir=runs, **FEW)  # type: ignore[arg-type]
     folder, interruptions, generator = only(runs), 1, random.Random(0)
     document = None
     while document is None:
         killed_at(generator.randint(1, 3) if interruptions < 20 else 10**6, after=generator.random() < 0.5)
         try:
-            document = api.resume(folder, job=str(JOB))
+            document = commands.resume(folder, job=str(JOB))
         except KilledError:
             interruptions += 1
     assert interruptions == 20
@@ -175,7 +175,7 @@ def test_a_campaign_that_is_interrupted_20_times_finds_the_same_trials(killed_at
     windows = [row for row in lines(folder, JOURNAL) if "window" in row["what"]]
     assert len(windows) == 2 + len(found)
     assert document["tuning_steps"] == sum(row["result"]["steps"] for row in windows)
-    assert api.resume(folder, job=str(JOB)) == document
+    assert commands.resume(folder, job=str(JOB)) == document
     names = [json.loads(row)["values"].get("name") for row in (folder / "tracking.jsonl").read_text().splitlines()]
     trials = [name for name in names if name and "trial" in name]
     assert sorted(trials) == sorted(set(trials))
@@ -228,21 +228,21 @@ def test_a_study_that_is_taken_up_proposes_what_it_would_have_proposed(tmp_path:
 def test_a_comparison_that_is_taken_up_repeats_no_finished_run(killed_at: Any, tmp_path: Path) -> None:
     killed_at(6, after=True)
     with pytest.raises(KilledError):
-        api.compare(str(JOB), ["baseline", "uniform-bf16", "random"], seeds=2, runs_dir=tmp_path, **FEW)  # type: ignore[arg-type]
+        commands.compare(str(JOB), ["baseline", "uniform-bf16", "random"], seeds=2, runs_dir=tmp_path, **FEW)  # type: ignore[arg-type]
     folder = only(tmp_path)
     for left in (9, 4, 2):
         killed_at(left, after=True)
         with pytest.raises(KilledError):
-            api.resume(folder, job=str(JOB))
+            commands.resume(folder, job=str(JOB))
     before = lines(folder, JOURNAL)
     killed_at(10**6, after=True)
-    document = api.resume(folder, job=str(JOB))
+    document = commands.resume(folder, job=str(JOB))
     after = lines(folder, JOURNAL)
     assert after[: len(before)] == before
     ran = [(row["what"]["run"], row["what"]["seed"]) for row in after if "run" in row["what"]]
     assert len(ran) == len(set(ran)) == 6
     assert [len(arm["runs"]) for arm in document["arms"]] == [2, 2, 2]
-    assert api.resume(folder, job=str(JOB))["arms"] == document["arms"]
+    assert commands.resume(folder, job=str(JOB))["arms"] == document["arms"]
 
 
 def test_a_campaign_that_was_killed_before_its_first_record_begins(
@@ -254,15 +254,15 @@ def test_a_campaign_that_was_killed_before_its_first_record_begins(
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "keep_in", killed)
         with pytest.raises(KilledError):
-            api.tune(str(JOB), "random", runs_dir=tmp_path, **FEW)  # type: ignore[arg-type]
+            commands.tune(str(JOB), "random", runs_dir=tmp_path, **FEW)  # type: ignore[arg-type]
     folder = only(tmp_path)
     assert not (folder / JOURNAL).exists()
-    assert api.resume(folder, job=str(JOB))["run"] == str(folder)
+    assert commands.resume(folder, job=str(JOB))["run"] == str(folder)
     # One whose journal was taken away is another matter.
     (folder / JOURNAL).unlink()
     (folder / "tuned.json").unlink()
     with pytest.raises(RunDirectoryError, match="holds no journal"):
-        api.resume(folder, job=str(JOB))
+        commands.resume(folder, job=str(JOB))
 
 
 @pytest.mark.slow

@@ -7,10 +7,10 @@ import tiny_job
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.campaign.runs import RunDirectory
 from autotune.errors import RunLockedError
+from autotune.io.run_folder import WriterLock, new_run_folder
 from autotune.live.decision_log import make_run_folder
-from autotune.run_folder import WriterLock, new_run_folder
+from autotune.records.run_directory import RunDirectory
 
 NAMES = [
     "../../..",

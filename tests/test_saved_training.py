@@ -23,15 +23,15 @@ from safetensors.torch import load, save
 from test_recipe_search import folder_of, pretend, searched
 from test_train import one_seed
 
-import autotune.api
+import autotune.commands
 from autotune.agents.recipe import Recipe
 from autotune.agents.saved_training import SavedTraining
-from autotune.campaign.generations import Generations
-from autotune.campaign.runs import RunDirectory
+from autotune.campaign.policy_training import train_seed
 from autotune.campaign.seed_files import SeedFiles, finished, identity, read_result, taken_up
 from autotune.campaign.seed_processes import SeedHost
-from autotune.campaign.training import train_seed
 from autotune.errors import InputError, RunDirectoryError
+from autotune.records.generations import Generations
+from autotune.records.run_directory import RunDirectory
 
 RECIPE, SEED, ROLLOUT = one_seed(), 4, 16
 
@@ -211,7 +211,7 @@ def saved_by(path: Path, recipe: Recipe, seed: int) -> bytes:
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return what was said of saved files."""
-    rooms = ("autotune.campaign.seed_files", "autotune.campaign.generations")
+    rooms = ("autotune.campaign.seed_files", "autotune.records.generations")
     return [record.getMessage() for record in caplog.records if record.name in rooms]
 
 
@@ -322,7 +322,7 @@ def test_every_truncation_of_a_file_is_noticed(tmp_path: Path) -> None:
 WRITES = """
 import sys
 from pathlib import Path
-from autotune.campaign.generations import Generations
+from autotune.records.generations import Generations
 folder = Path(sys.argv[1])
 saves = Generations(folder / "newest", folder / "before")
 number = int(saves.read(bytes, begins_anew="") or b"0")
@@ -450,7 +450,7 @@ def test_a_training_whose_results_are_damaged_trains_those_seeds_again_and_ends_
     run.close()
     for seed in recipe.seeds:
         train_on(run.path, recipe, seed)
-    document = autotune.api.train(resume=run.path)
+    document = autotune.commands.train(resume=run.path)
     damaged, kept = (SeedFiles(folder=run.path, seed=seed) for seed in recipe.seeds)
     before = kept.result.stat().st_mtime_ns
     wanted = damaged.weights.read_bytes()
@@ -459,7 +459,7 @@ def test_a_training_whose_results_are_damaged_trains_those_seeds_again_and_ends_
         file.write(b'{"decisions": "many"}\n\xff\n[]\n')
     with kept.progress.open("ab") as file:
         file.write(b'nonsense\n{"decisions": 99999')
-    again = autotune.api.train(resume=run.path, processes=1)
+    again = autotune.commands.train(resume=run.path, processes=1)
     assert [line.partition(": ")[2] for line in warnings_in(caplog)] == [
         "is not what the result names; seed 4 is trained again",
         "1 damaged lines are left out",
@@ -480,7 +480,7 @@ def test_a_policy_is_not_written_through_a_link_out_of_the_run(tmp_path: Path) -
     (tmp_path / "elsewhere").mkdir()
     (run.path / "policy").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RunDirectoryError, match="policy: is a link"):
-        autotune.api.train(resume=run.path)
+        autotune.commands.train(resume=run.path)
     assert not list((tmp_path / "elsewhere").iterdir())
 
 

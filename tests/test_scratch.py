@@ -11,12 +11,12 @@ from pathlib import Path
 
 from leftovers import descendants, wait_until
 
-from autotune.scratch import ScratchFolder
+from autotune.io.scratch import ScratchFolder
 
 MAKES = """
 import sys, time
 from pathlib import Path
-from autotune.scratch import ScratchFolder
+from autotune.io.scratch import ScratchFolder
 
 made = ScratchFolder(Path(sys.argv[1]))
 (made.path / "sub").mkdir()

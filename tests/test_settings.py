@@ -12,7 +12,7 @@ from test_live import RESTLESS, Wanders, deep_gpt, gpt_loss, token_batches, trai
 
 import autotune
 from autotune import AttachError, Settings
-from autotune.live.integrations.attaches import Attaches
+from autotune.live.integrations.attaching_callback import Attaches
 
 NAMES = [item.name for item in dataclasses.fields(Settings)]
 

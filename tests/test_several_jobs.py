@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune import api
-from autotune.api.session import session_of
+from autotune import commands
 from autotune.campaign.comparison import GATE
-from autotune.campaign.runs import RunDirectory
-from autotune.campaign.stratified import stratified_interval, together
-from autotune.campaign.verdicts import interval
+from autotune.campaign.session import Session, session_of
 from autotune.cli.main import run
+from autotune.records.run_directory import RunDirectory
+from autotune.records.stratified import stratified_interval, together
+from autotune.records.verdicts import interval
 
 TESTS = Path(__file__).parent
 JOBS = [f"{TESTS / 'tiny_job.py'}:job", f"{TESTS / 'several_jobs.py'}:narrow"]
@@ -71,10 +71,10 @@ def test_each_job_counts_alike_and_what_fails_on_one_fails_together() -> None:
 def test_several_jobs_are_compared_by_one_command_and_taken_up_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = api.Session.compare
+    real = Session.compare
     begun: list[str] = []
 
-    def killed_at_the_second(self: api.Session, *arguments: Any, **options: Any) -> dict[str, Any]:
+    def killed_at_the_second(self: Session, *arguments: Any, **options: Any) -> dict[str, Any]:
         begun.append(self.job.name)
         if len(begun) == 2:
             raise KeyboardInterrupt
@@ -82,7 +82,7 @@ def test_several_jobs_are_compared_by_one_command_and_taken_up_where_it_stopped(
 
     options = ["--arms", f"uniform-bf16,{GATE}", "--seeds", "2", "--runs-dir", str(tmp_path), "--json"]
     with monkeypatch.context() as patch:
-        patch.setattr(api.Session, "compare", killed_at_the_second)
+        patch.setattr(Session, "compare", killed_at_the_second)
         assert run(["compare", *JOBS, *options]) == 130
     (folder,) = tmp_path.glob("*-compare-jobs-*")
     first = next(tmp_path.glob("*-compare-tiny-*"))
@@ -98,7 +98,7 @@ def test_several_jobs_are_compared_by_one_command_and_taken_up_where_it_stopped(
     assert [entry["arm"] for entry in found["together"]] == ["uniform-bf16"]
     assert found["together"][0]["verdict"] in ("faster", "slower", "no difference shown", "not comparable")
     assert RunDirectory.open(folder).read("jobs.json") == found
-    assert api.resume(folder) == found
+    assert commands.resume(folder) == found
     # The baseline was compared with itself, on both.
     gates = [RunDirectory.open(Path(entry["run"])).read("comparison.json")["gate"] for entry in found["jobs"]]
     assert [gate["arm"] for gate in gates] == [GATE, GATE]
@@ -132,6 +132,6 @@ def test_a_campaign_is_not_taken_up_on_another_device(
     config = {**arms, "memory_budget": None, "steps": 60, "seed": 0, "asked": {**session.asked, **arms}}
     folder = RunDirectory.create(tmp_path, "compare", "digits", config)
     folder.close()
-    monkeypatch.setattr("autotune.api.campaigns.device_name", lambda: "another")
+    monkeypatch.setattr("autotune.commands.resuming.device_name", lambda: "another")
     assert run(["resume", str(folder.path)]) == 2
     assert "times of two do not compare" in capsys.readouterr().err

@@ -15,8 +15,8 @@ from autotune.errors import InputError
 from autotune.gym.levers import SIZES, levers_of, neutral_actions
 from autotune.gym.moving_env import MovingEnv
 from autotune.gym.simulated_env import SimulatedEnv, SimulatedVectorEnv
-from autotune.physics.moving import RECORDED
-from autotune.physics.synthetic import draw_job
+from autotune.simulator.moving_conditions import RECORDED
+from autotune.simulator.random_jobs import draw_job
 
 RECIPE = Path(__file__).parent.parent / "policies" / "ppo.toml"
 

@@ -10,10 +10,10 @@ from gymnasium.utils.env_checker import check_env
 from simulated_engine import SimulatedEngine
 from simulation import MOVING, Simulation, World
 
-from autotune.physics.memory_model import peak_bytes
-from autotune.physics.synthetic import draw_job
-from autotune.physics.time_model import seconds_per_step
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.time_model import seconds_per_step
 from autotune.plan import Precision
+from autotune.simulator.random_jobs import draw_job
 
 THREE = (Precision.FP32, Precision.BF16, Precision.FP16)
 
@@ -99,7 +99,7 @@ def test_events_change_length_budget_and_noise() -> None:
 def test_the_single_environment_runs_on_a_simulated_engine() -> None:
     import tiny_job
 
-    from autotune.gym.env import TuningEnv
+    from autotune.gym.plan_env import TuningEnv
 
     (job,) = some_jobs(1)
     env = TuningEnv(

@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.agents.planner import greedy_plan, planned
-from autotune.errors import BudgetError
-from autotune.physics import solver
-from autotune.physics.cost import Weights
-from autotune.physics.memory_model import peak_bytes
-from autotune.physics.profile import Profile
-from autotune.physics.solver import (
+from autotune.cost_model import solver
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.paper_equations import Weights
+from autotune.cost_model.profile import Profile
+from autotune.cost_model.solver import (
     SAFETY_MARGIN,
     Goal,
     pareto_front,
@@ -25,9 +24,10 @@ from autotune.physics.solver import (
     solve_each,
     with_shadow_price,
 )
-from autotune.physics.synthetic import Shape, draw_profile
-from autotune.physics.time_model import seconds_per_step
+from autotune.cost_model.time_model import seconds_per_step
+from autotune.errors import BudgetError
 from autotune.plan import Precision
+from autotune.simulator.random_jobs import Shape, draw_profile
 
 ALL = (Precision.FP32, Precision.BF16, Precision.FP16)
 SHARES = (1.0, 0.75, 0.55, 0.4, 0.3)

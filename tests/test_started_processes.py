@@ -47,7 +47,7 @@ assert run_on_ranks("gloo_rank", {}, ranks=2)["sum"] == 3
 """
 PROFILED = """
 from pathlib import Path
-from autotune.campaign.profiling import profile_elsewhere
+from autotune.profiling.profile_cache import profile_elsewhere
 
 profile_elsewhere("jobs/my_jobs.py:job", Path("runs"), lean=True)
 assert list(Path("runs/profiles").glob("*-lean.json"))
@@ -56,7 +56,7 @@ FOLLOWED = """
 import json, time
 from pathlib import Path
 from autotune.live.decision_log import LOG_NAME
-from autotune.live.follower import follow
+from autotune.live.mlflow_process import follow
 
 folder = Path("runs/attached")
 folder.mkdir(parents=True)
@@ -67,13 +67,13 @@ while not sent.exists() or not json.loads(sent.read_text())["sent"]:
     time.sleep(0.2)
 """
 TRAINED = """
-from autotune import api
+from autotune import commands
 
 if __name__ == "__main__":
-    api.train("recipe.toml", processes=1, runs_dir="runs")
+    commands.train("recipe.toml", processes=1, runs_dir="runs")
 """
 SCRATCH = """
-from autotune.scratch import ScratchFolder
+from autotune.io.scratch import ScratchFolder
 
 with ScratchFolder() as folder:
     (folder / "file").touch()

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from autotune import JobError
+from autotune.cost_model.paper_equations import clipped
 from autotune.mechanics.stepping import Update, WholeTensors, count_items, num_samples, split, weights
-from autotune.physics.cost import clipped
 
 Pair = namedtuple("Pair", "inputs targets")
 

@@ -19,8 +19,8 @@ from small_jobs import perceptron_job
 
 from autotune.engines.torch_engine import TorchEngine
 from autotune.measurement import Measurement
-from autotune.physics.moving import Strengths
 from autotune.plan import Plan, Precision
+from autotune.simulator.moving_conditions import Strengths
 
 TRACES = Path(__file__).parent / "traces"
 SEEDS = (0, 1, 2, 3)

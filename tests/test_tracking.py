@@ -16,7 +16,7 @@ import tiny_job
 from leftovers import wait_until
 
 import autotune
-from autotune.campaign.tracking import CURSOR, EXPERIMENT, SPOOL, Tracker, send_pending, tracking_uri
+from autotune.records.tracking import CURSOR, EXPERIMENT, SPOOL, Tracker, send_pending, tracking_uri
 
 
 def runs_in(uri: str) -> list:
@@ -129,7 +129,7 @@ def test_what_a_killed_command_left_open_is_ended_once_it_is_taken_up_and_nothin
     code = f"""
 import os
 from pathlib import Path
-from autotune.campaign.tracking import Tracker
+from autotune.records.tracking import Tracker
 tracker = Tracker(Path({str(tmp_path)!r}), Path({str(folder)!r}), "first")
 key = tracker.begin("seed 0")
 tracker.metrics({{"won": 1.0}}, step=1, run=key)
@@ -152,7 +152,7 @@ with open({str(folder / SPOOL)!r}, "a") as file:
 MAKES = """
 import sys
 from pathlib import Path
-from autotune.campaign.tracking import Tracker
+from autotune.records.tracking import Tracker
 
 runs = Path(sys.argv[1])
 (runs / sys.argv[2]).mkdir()
@@ -193,7 +193,7 @@ def test_a_full_disk_drops_records_and_stops_nothing(
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("autotune.campaign.tracking.append_json_line", full)
+    monkeypatch.setattr("autotune.records.tracking.append_json_line", full)
     with caplog.at_level(logging.WARNING):
         tracker.metrics({"x": 1.0})
         tracker.close()

@@ -16,14 +16,14 @@ from test_env import SPACE
 
 import autotune
 from autotune import BudgetError, InputError, Plan
+from autotune.bench.bench_overhead import PlainLoop, bench_overhead, bootstrap_median
 from autotune.budget import MemoryBudget
-from autotune.campaign import tuning
-from autotune.campaign.bench_overhead import PlainLoop, bench_overhead, bootstrap_median
-from autotune.campaign.references import measure_references
-from autotune.campaign.runs import RunDirectory
-from autotune.campaign.windows import WINDOW_STEPS
-from autotune.engines.metered_engine import MeteredEngine, StepsSpentError
+from autotune.campaign import plan_search
+from autotune.campaign.baselines import measure_references
+from autotune.engines.budgeted_engine import MeteredEngine, StepsSpentError
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
+from autotune.engines.tuning_windows import WINDOW_STEPS
+from autotune.records.run_directory import RunDirectory
 from autotune.report.explanation import estimate_effects, explain_search
 
 
@@ -33,8 +33,8 @@ def test_every_method_keeps_both_budgets_and_beats_the_baseline(method: str, tmp
     engine = KnownEngine()
     references = measure_references(engine, MemoryBudget.parse("40%"))
     run = RunDirectory.create(tmp_path, "tune", tiny_job.job(), {})
-    settings = tuning.TuningSettings(steps=150, seed=1)
-    result = tuning.tune(tiny_job.job(), method, engine, references, settings, run=run)
+    settings = plan_search.TuningSettings(steps=150, seed=1)
+    result = plan_search.tune(tiny_job.job(), method, engine, references, settings, run=run)
     spent = sum(max(trial.measurement.steps, 1) for trial in result.trials) + references.steps
     assert result.tuning_steps == spent <= 150
     assert known_peak(result.plan) <= references.memory_budget_bytes
@@ -49,8 +49,8 @@ def test_a_limit_on_trials_is_kept(method: str, tmp_path: Path) -> None:
     engine = KnownEngine()
     references = measure_references(engine, None)
     run = RunDirectory.create(tmp_path, "tune", tiny_job.job(), {})
-    settings = tuning.TuningSettings(steps=500, trials=5)
-    result = tuning.tune(tiny_job.job(), method, engine, references, settings, run=run)
+    settings = plan_search.TuningSettings(steps=500, trials=5)
+    result = plan_search.tune(tiny_job.job(), method, engine, references, settings, run=run)
     assert len([trial for trial in result.trials if not trial.final]) <= 5
 
 
@@ -59,8 +59,8 @@ def test_optuna_is_told_of_each_plan_once_and_spends_its_steps_on_new_ones(tmp_p
     engine = KnownEngine()
     references = measure_references(engine, MemoryBudget.parse("40%"))
     run = RunDirectory.create(tmp_path, "tune", tiny_job.job(), {})
-    settings = tuning.TuningSettings(steps=240, seed=2)
-    result = tuning.tune(tiny_job.job(), "optuna", engine, references, settings, run=run)
+    settings = plan_search.TuningSettings(steps=240, seed=2)
+    result = plan_search.tune(tiny_job.job(), "optuna", engine, references, settings, run=run)
     with sqlite3.connect(run.path / "optuna.db") as database:
         query = "select state, value_json from trials join trial_user_attributes using (trial_id) where key = 'plan'"
         rows = database.execute(query).fetchall()

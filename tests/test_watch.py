@@ -28,7 +28,7 @@ from test_live import RESTLESS, Wanders, deep_gpt, gpt_loss, token_batches, trai
 import autotune
 from autotune import Storage
 from autotune.cli.main import run as run_command
-from autotune.cli.view import line, panel, strip
+from autotune.cli.terminal_panel import line, panel, strip
 from autotune.errors import InputError
 from autotune.live.decision_log import LOG_NAME
 from autotune.plan import Plan

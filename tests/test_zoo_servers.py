@@ -12,8 +12,8 @@ import pytest
 from leftovers import MARK, processes, wait_until
 from test_tracking import dead_server
 
-from autotune.campaign.spool import SPOOL
-from autotune.live.follower import OUTPUT
+from autotune.live.mlflow_process import OUTPUT
+from autotune.records.tracking_spool import SPOOL
 
 TESTS = Path(__file__).parent
 

@@ -23,9 +23,9 @@ from autotune.agents.study_store import STORAGE_FILE, StudyStore
 from autotune.errors import AutotuneError, InputError, RunDirectoryError, first_line
 from autotune.gym.observation import Observation
 from autotune.gym.reward import overshoot
+from autotune.io.sqlite_files import require_own
 from autotune.measurement import Failure
 from autotune.plan import Plan, PlanSpace, Precision, Storage
-from autotune.sqlite_files import require_own
 
 # A run's folder, or a shared database.
 Place = Path | StudyStore

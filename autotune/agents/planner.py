@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from autotune.budget import format_bytes
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.profile import Profile
+from autotune.cost_model.solver import SAFETY_MARGIN, Goal, samples_of_progress, smallest, solve_each
+from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import BudgetError
-from autotune.physics.memory_model import peak_bytes
-from autotune.physics.profile import Profile
-from autotune.physics.solver import SAFETY_MARGIN, Goal, samples_of_progress, smallest, solve_each
-from autotune.physics.time_model import seconds_per_step
 from autotune.plan import Plan, Storage
 
 PLANNERS = ("greedy", "exact", "planner", "ppo")
@@ -35,8 +35,8 @@ def planned(method: str, profile: Profile, budget_bytes: int | None, goal: Goal)
     close = [solution.plan for solution in solutions if solution.objective <= limit]
     if method == "exact":
         return close
-    from autotune.agents.bundle import shipped_policy
     from autotune.agents.planner_policy import PlannerPolicy
+    from autotune.agents.policy_folder import shipped_policy
 
     shipped = shipped_policy()
     policy = shipped if method == "ppo" else PlannerPolicy("planner", shipped.settings)

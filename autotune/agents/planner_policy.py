@@ -14,14 +14,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.agents.lever_network import BareNetwork, LeverNetwork
+from autotune.agents.policy_network import BareNetwork, LeverNetwork
+from autotune.cost_model.profile import Profile
 from autotune.errors import InputError
 from autotune.gym.levers import NEUTRAL, RUN_FEATURES, SIZES, Actions, Features, levers_of
 from autotune.gym.observation import Observation
 from autotune.gym.planned_run import PlannedRun
-from autotune.physics.planning import PlannerSettings, Situation
-from autotune.physics.profile import Profile
 from autotune.plan import Plan
+from autotune.simulator.online_planner import PlannerSettings, Situation
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _BEYOND, _BEYOND_LEAST = 0.1, 0.25
 
 
 class LeverChooser(Protocol):
-    """Choose levers from features; :class:`autotune.agents.lever_network.LeverNetwork` is one."""
+    """Choose levers from features; :class:`autotune.agents.policy_network.LeverNetwork` is one."""
 
     def most_likely(self, features: tuple[Features, Features]) -> Actions:
         """Return the choice of each lever, shape (n, levers)."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
+from autotune.cost_model.profile import Profile
 from autotune.gym.observation import Observation
-from autotune.physics.profile import Profile
 from autotune.plan import Plan
 
 

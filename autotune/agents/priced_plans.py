@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 
-from autotune.physics.cost_arrays import CostArrays
-from autotune.physics.plan_pool import make_pool
-from autotune.physics.profile import Profile
+from autotune.cost_model.cost_arrays import CostArrays
+from autotune.cost_model.plan_pool import make_pool
+from autotune.cost_model.profile import Profile
 from autotune.plan import Plan
 
 # Range of the share of the budget that plans are predicted to need, and of the logarithm of 16-bit choices' price.

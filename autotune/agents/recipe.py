@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune.documents import STRICT, validated
 from autotune.errors import InputError
-from autotune.files import read_text
-from autotune.physics.moving import Strengths
-from autotune.physics.planning import PlannerSettings
+from autotune.io.documents import STRICT, validated
+from autotune.io.files import read_text
+from autotune.simulator.moving_conditions import Strengths
+from autotune.simulator.online_planner import PlannerSettings
 
 RECIPE_VERSION = 1
 _LARGEST_BYTES = 2**16

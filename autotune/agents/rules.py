@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from autotune.agents.policy import Policy, StaticPolicy
+from autotune.cost_model.noise_scale import adaptive_accumulation
+from autotune.cost_model.paper_equations import kept_layers
 from autotune.gym.observation import Observation
 from autotune.job import Job
-from autotune.physics.cost import kept_layers
-from autotune.physics.noise_scale import adaptive_accumulation
 from autotune.plan import Plan, PlanSpace, Precision
 
 # The paper sets k to 4 or 8; under fixed batching, where eq. 6 has nothing to act on, its smaller value.

@@ -18,10 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
-from autotune.agents.lever_network import LeverNetwork
+from autotune.agents.policy_network import LeverNetwork
 from autotune.agents.recipe import LeverRecipe
 from autotune.errors import InputError
-from autotune.files import parse_json
+from autotune.io.files import parse_json
 
 _ALLOWED = "what a training saved"
 _NUMBERS = "numbers"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.addresses import scrubbed, sqlite_address, without_secrets
 from autotune.errors import InputError, first_line
+from autotune.io.addresses import scrubbed, sqlite_address, without_secrets
 
 STORAGE_FILE = "optuna.db"
 # Seconds in which a database must answer.

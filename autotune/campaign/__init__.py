@@ -1,1 +1,1 @@
-"""What commands are made of: run directories, tracking, tuning, arms, comparing."""
+"""How a tuning, a comparison and a training go, step by step: what the commands are made of."""

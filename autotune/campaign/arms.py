@@ -9,15 +9,15 @@ from pathlib import Path
 from autotune.agents.policy import Policy, StaticPolicy
 from autotune.agents.rules import RULES, rule_policy
 from autotune.campaign.comparison import GATE
-from autotune.campaign.protocol import Arm
-from autotune.campaign.runs import read_plan
-from autotune.campaign.tuning import METHODS
+from autotune.campaign.plan_search import METHODS
+from autotune.cost_model.profile import Profile
 from autotune.errors import InputError
 from autotune.job import Job
 from autotune.launching import canonical, launched, split, suffix
 from autotune.mechanics.devices import device_kind, require_fp32_choice
-from autotune.physics.profile import Profile
 from autotune.plan import Launch, Plan, PlanSpace
+from autotune.records.protocol import Arm
+from autotune.records.run_directory import read_plan
 
 # Arms that plan from a profile window by window, while a run trains.
 LIVE = ("planner", "ppo")
@@ -103,7 +103,7 @@ def refuse_broken_policies(names: Sequence[str]) -> None:
     Raises:
         PolicyFileError: if one is not a policy.
     """
-    from autotune.agents.bundle import load_policy
+    from autotune.agents.policy_folder import load_policy
 
     for name in names:
         if name not in LIVE and needs_profile(name):
@@ -121,8 +121,8 @@ def live_arm(name: str, profile: Profile, budget_bytes: int | None) -> Arm:
     Raises:
         PolicyFileError: if the folder is not a policy.
     """
-    from autotune.agents.bundle import load_policy, shipped_policy
     from autotune.agents.planner_policy import PlannerPolicy
+    from autotune.agents.policy_folder import load_policy, shipped_policy
 
     policy: Policy
     if name == "planner":

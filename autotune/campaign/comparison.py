@@ -16,19 +16,19 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from autotune.agents.policy import Policy, StaticPolicy
-from autotune.campaign.journal import Journal
-from autotune.campaign.protocol import FEWEST_FOR_A_CLAIM, Arm, Dips, Protocol, RunRecord
-from autotune.campaign.run_documents import Run
-from autotune.campaign.tracking import Tracker
-from autotune.campaign.verdicts import gated, judge
+from autotune.cost_model.carbon import Intensity
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.gym.observation import Observation
 from autotune.job import Job
 from autotune.measurement import Failure, Measurement
 from autotune.mechanics.devices import device_kind, fp32_arithmetic, fp32_computed_in, is_accelerator
-from autotune.physics.carbon import Intensity
-from autotune.physics.planning import LOOK_AHEAD
 from autotune.plan import Launch, Plan
+from autotune.records.journal import Journal
+from autotune.records.protocol import FEWEST_FOR_A_CLAIM, Arm, Dips, Protocol, RunRecord
+from autotune.records.run_documents import Run
+from autotune.records.tracking import Tracker
+from autotune.records.verdicts import gated, judge
+from autotune.simulator.online_planner import LOOK_AHEAD
 
 COMPARISON_VERSION = 1
 # How far past the baseline's arrival every arm runs, so that a fast arm cannot hide a worse end.

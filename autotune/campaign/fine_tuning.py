@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from autotune.agents.bundle import LeverTraining, load_policy, save_levers
-from autotune.agents.lever_network import LeverNetwork
 from autotune.agents.planner_policy import PlannerPolicy
+from autotune.agents.policy_folder import LeverTraining, load_policy, save_levers
+from autotune.agents.policy_network import LeverNetwork
 from autotune.agents.ppo import FineTuning, fine_tune
-from autotune.campaign.progress import Reporter
-from autotune.campaign.runs import RunDirectory
-from autotune.campaign.tracking import Tracker
-from autotune.campaign.training import POLICY
+from autotune.campaign.policy_training import POLICY
+from autotune.cost_model.profile import Profile
 from autotune.errors import PolicyFileError
-from autotune.gym.env import TuningEnv
 from autotune.gym.lever_env import LeverEnv
+from autotune.gym.plan_env import TuningEnv
+from autotune.io.progress import Reporter
 from autotune.job import Job
-from autotune.physics.profile import Profile
+from autotune.records.run_directory import RunDirectory
+from autotune.records.tracking import Tracker
 
 _HELD_OUT_WINDOWS = 16
 
@@ -119,8 +119,8 @@ def go_on(
 
 
 def _training(folder: Path) -> LeverTraining:
-    from autotune.agents.bundle import MANIFEST
-    from autotune.files import read_json
+    from autotune.agents.policy_folder import MANIFEST
+    from autotune.io.files import read_json
 
     return LeverTraining.model_validate(read_json(folder / MANIFEST)["training"])
 

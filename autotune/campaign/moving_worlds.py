@@ -22,7 +22,8 @@ from autotune.campaign.policy_judging import (
     Share,
     untrained_network,
 )
-from autotune.campaign.training import interval_over_jobs_and_seeds
+from autotune.campaign.policy_training import interval_over_jobs_and_seeds
+from autotune.cost_model.cost_arrays import Floats
 from autotune.gym.levers import (
     BRACES,
     NEUTRAL,
@@ -34,11 +35,10 @@ from autotune.gym.levers import (
     neutral_actions,
 )
 from autotune.gym.moving_env import MovingEnv, planner_reserve
-from autotune.physics.clairvoyant import best_static, clairvoyant
-from autotune.physics.cost_arrays import Floats
-from autotune.physics.moving import Course, MovingRuns, Strengths
-from autotune.physics.planning import Planner, PlannerSettings, Rises
-from autotune.physics.synthetic import draw_job
+from autotune.simulator.clairvoyant import best_static, clairvoyant
+from autotune.simulator.moving_conditions import Course, MovingRuns, Strengths
+from autotune.simulator.online_planner import Planner, PlannerSettings, Rises
+from autotune.simulator.random_jobs import draw_job
 
 _SIZES = ("noise_error", "cost_error", "time_noise", "drift", "length", "curriculum", "jitter", "switch_windows")
 # Prefixes of the run features that an ablation hides together.

@@ -13,17 +13,17 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 
-from autotune.agents.bundle import MANIFEST, WEIGHTS, load_policy
-from autotune.agents.lever_network import LeverNetwork
 from autotune.agents.planner_policy import PlannerPolicy, Ranges
+from autotune.agents.policy_folder import MANIFEST, WEIGHTS, load_policy
+from autotune.agents.policy_network import LeverNetwork
 from autotune.errors import PolicyFileError, RunDirectoryError, first_line
-from autotune.files import read_bytes, read_json, require_plain
 from autotune.gym.levers import (
     NEUTRAL,
     Actions,
     Features,
 )
-from autotune.physics.planning import PlannerSettings
+from autotune.io.files import read_bytes, read_json, require_plain
+from autotune.simulator.online_planner import PlannerSettings
 
 # Which strengths are on in each world; "all_half" and "all_double" are those that nothing was fitted to.
 MECHANISMS: dict[str, tuple[str, ...]] = {

@@ -19,14 +19,14 @@ from typing import Any, Protocol
 from autotune.agents.optuna_search import Outcome, Proposal, RecipeStudy
 from autotune.agents.recipe import Recipe
 from autotune.agents.recipe_space import own_values, space_around, with_values
-from autotune.campaign.progress import Reporter
-from autotune.campaign.runs import RunDirectory
+from autotune.campaign.policy_training import interval_over_jobs_and_seeds, train_seed
 from autotune.campaign.seed_files import SeedFiles, SeedResult, finished, own_folder, read_result, taken_up
 from autotune.campaign.seed_processes import begin_seed
-from autotune.campaign.tracking import Tracker
-from autotune.campaign.training import interval_over_jobs_and_seeds, train_seed
 from autotune.errors import AutotuneError, InputError
-from autotune.files import write_atomic
+from autotune.io.files import write_atomic
+from autotune.io.progress import Reporter
+from autotune.records.run_directory import RunDirectory
+from autotune.records.tracking import Tracker
 
 logger = logging.getLogger(__name__)
 

@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from autotune.agents.bundle import fill
-from autotune.agents.lever_network import LeverNetwork
+from autotune.agents.policy_folder import fill
+from autotune.agents.policy_network import LeverNetwork
 from autotune.agents.recipe import Recipe
 from autotune.agents.saved_training import SavedTraining
-from autotune.campaign.generations import Generations, remove
+from autotune.cost_model.cost_arrays import Floats, Indices
 from autotune.errors import InputError, RunDirectoryError
-from autotune.files import parse_json, read_bytes, refuse_unknown_keys, write_atomic, write_json
 from autotune.gym.levers import RUN_FEATURES
-from autotune.physics.cost_arrays import Floats, Indices
+from autotune.io.files import parse_json, read_bytes, refuse_unknown_keys, write_atomic, write_json
+from autotune.records.generations import Generations, remove
 
 logger = logging.getLogger(__name__)
 

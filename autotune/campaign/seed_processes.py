@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from autotune.campaign.seed_files import SeedFiles
-from autotune.cluster import Cluster, ClusterOptions, Place
+from autotune.engines.ray_cluster import Cluster, ClusterOptions, Place
 from autotune.engines.supervisor import die_with_parent
 from autotune.errors import WorkerLostError
-from autotune.files import write_atomic
-from autotune.scratch import ScratchFolder
-from autotune.variables import variable
+from autotune.io.environment_variables import variable
+from autotune.io.files import write_atomic
+from autotune.io.scratch import ScratchFolder
 
 # Trains one seed: the recipe as a JSON object, the seed, the folder of its files, the process that waits for it.
 Train = Callable[[dict[str, Any], int, str, int], None]

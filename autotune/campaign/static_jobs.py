@@ -19,23 +19,23 @@ from autotune.campaign.policy_judging import (
     Judged,
     untrained_network,
 )
-from autotune.campaign.training import interval_over_jobs_and_seeds
+from autotune.campaign.policy_training import interval_over_jobs_and_seeds
+from autotune.cost_model.cost_arrays import CostArrays
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.plan_pool import PlanPool
+from autotune.cost_model.profile import Profile, Segment, StepTable
+from autotune.cost_model.solver import SAFETY_MARGIN, Goal, samples_of_progress, solve
+from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import BudgetError
 from autotune.gym.levers import Watch, levers_of
 from autotune.gym.observation import Observation
 from autotune.gym.planned_run import launch_pool
 from autotune.gym.reward import Objective
+from autotune.io.scratch import ScratchFolder
 from autotune.measurement import Failure, GradientStatistics, Measurement
-from autotune.physics.cost_arrays import CostArrays
-from autotune.physics.memory_model import peak_bytes
-from autotune.physics.plan_pool import PlanPool
-from autotune.physics.planning import LOOK_AHEAD, Lanes, Planner, Situation
-from autotune.physics.profile import Profile, Segment, StepTable
-from autotune.physics.solver import SAFETY_MARGIN, Goal, samples_of_progress, solve
-from autotune.physics.synthetic import draw_job
-from autotune.physics.time_model import seconds_per_step
 from autotune.plan import Plan
-from autotune.scratch import ScratchFolder
+from autotune.simulator.online_planner import LOOK_AHEAD, Lanes, Planner, Situation
+from autotune.simulator.random_jobs import draw_job
 
 _DEEP = 48
 # Largest factor by which costs differ from those that were drawn, where they are shifted.

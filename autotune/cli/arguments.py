@@ -66,7 +66,7 @@ def output_file(parameter: typer.CallbackParam, path: Path | None) -> Path | Non
 
 def output_folder(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
     """Check the path of a folder that will be written to, or made; a callback of Typer's."""
-    from autotune.campaign.runs import require_writable
+    from autotune.records.run_directory import require_writable
 
     if path is not None:
         require_writable(path, where=_named(parameter, path))

@@ -36,10 +36,10 @@ def overhead(
     as_json: JsonOption = False,
 ) -> None:
     """Compare the engine's step with a hand-written loop of the same job, interleaved."""
-    from autotune.campaign.bench_deepspeed import bench_deepspeed
-    from autotune.campaign.bench_overhead import bench_overhead
-    from autotune.campaign.runs import require_writable
+    from autotune.bench.bench_deepspeed import bench_deepspeed
+    from autotune.bench.bench_overhead import bench_overhead
     from autotune.catalog import load_job
+    from autotune.records.run_directory import require_writable
 
     require_writable(runs_dir)
     asked = shared.ranks(engine, ranks, str(zero_stage) if engine == "deepspeed" else "0", None)
@@ -71,8 +71,8 @@ def solver(
     as_json: JsonOption = False,
 ) -> None:
     """Compare the solvers with brute force on small jobs, and time the exact one on 1,000 units."""
-    from autotune.campaign.bench_solver import bench_solver
-    from autotune.campaign.runs import require_writable
+    from autotune.bench.bench_solver import bench_solver
+    from autotune.records.run_directory import require_writable
 
     require_writable(runs_dir)
     with shared.Bars(shared.console(as_json=as_json)) as bars:
@@ -98,10 +98,10 @@ def simulator(
     as_json: JsonOption = False,
 ) -> None:
     """Count simulated decisions per second; with --job, compare predicted with real times to the target."""
-    from autotune.campaign.bench_simulator import bench_simulator, rank_plans
-    from autotune.campaign.protocol import paired_seeds
-    from autotune.campaign.runs import require_writable
+    from autotune.bench.bench_simulator import bench_simulator, rank_plans
     from autotune.catalog import load_job
+    from autotune.records.protocol import paired_seeds
+    from autotune.records.run_directory import require_writable
 
     require_writable(runs_dir)
     found = None if job is None else load_job(job)
@@ -136,10 +136,10 @@ def policy(
 ) -> None:
     """Judge the policy on jobs that it was not trained on, against planner, solvers, searches and a clairvoyant."""
     from autotune.agents.recipe import read_recipe
-    from autotune.campaign.bench_policy import bench_policy
+    from autotune.bench.bench_policy import bench_policy
     from autotune.campaign.policy_judging import BenchSettings, load_judged
-    from autotune.campaign.runs import require_writable
     from autotune.catalog import content_folder
+    from autotune.records.run_directory import require_writable
 
     require_writable(runs_dir)
     folder = content_folder("policies")
@@ -182,12 +182,12 @@ def search(
     as_json: JsonOption = False,
 ) -> None:
     """Count the real steps and seconds that each method spends until its plan is nearly the best one known."""
+    from autotune.bench.bench_search import METHODS, SearchBenchSettings, bench_search
+    from autotune.bench.search_judging import verdict
     from autotune.budget import MemoryBudget
-    from autotune.campaign.bench_search import METHODS, SearchBenchSettings, bench_search
-    from autotune.campaign.runs import benchmark_folder, require_writable
-    from autotune.campaign.search_judging import verdict
     from autotune.catalog import load_job
-    from autotune.engines.profiler import ProfilerOptions
+    from autotune.profiling.profiler import ProfilerOptions
+    from autotune.records.run_directory import benchmark_folder, require_writable
     from autotune.report.figures import draw_search
 
     require_writable(runs_dir)
@@ -236,9 +236,9 @@ def attach(
     as_json: JsonOption = False,
 ) -> None:
     """Measure what attaching to a live run costs, and what it wins where no static plan can follow."""
-    from autotune.campaign.bench_attach import bench_attach
-    from autotune.campaign.bench_followed import line_of
-    from autotune.campaign.runs import require_writable
+    from autotune.bench.bench_attach import bench_attach
+    from autotune.bench.bench_followed import line_of
+    from autotune.records.run_directory import require_writable
 
     require_writable(runs_dir)
 
@@ -294,8 +294,8 @@ def batching(
     as_json: JsonOption = False,
 ) -> None:
     """Race steps of always the same number of batches against a live run that follows the gradient's noise."""
-    from autotune.campaign.bench_batching import bench_growing_noise
-    from autotune.campaign.runs import require_writable
+    from autotune.bench.bench_batching import bench_growing_noise
+    from autotune.records.run_directory import require_writable
 
     require_writable(runs_dir)
     output = shared.console(as_json=as_json)
@@ -325,9 +325,9 @@ def cluster(
     as_json: JsonOption = False,
 ) -> None:
     """Compare how many trials a minute one worker and all of a cluster's workers manage, in turn."""
-    from autotune.campaign.bench_cluster import bench_cluster
-    from autotune.campaign.runs import require_writable
-    from autotune.cluster import ClusterOptions
+    from autotune.bench.bench_cluster import bench_cluster
+    from autotune.engines.ray_cluster import ClusterOptions
+    from autotune.records.run_directory import require_writable
 
     require_writable(runs_dir)
     options = ClusterOptions(address=address, cores=worker_cores)
@@ -349,7 +349,7 @@ def _interval(found: dict[str, Any]) -> str:
 
 def _search_table(document: dict[str, Any]) -> Table:
     """Return a row per method: what it spent until it had arrived, and how good its answer is."""
-    from autotune.campaign.search_judging import shown
+    from autotune.bench.search_judging import shown
 
     table = shared.table(
         title=f"{document['job']} within {document['memory_budget']}: until the best plan so far is within "
@@ -387,9 +387,9 @@ def profile(
     as_json: JsonOption = False,
 ) -> None:
     """Predict plans from a lean and from a full profile, and measure them."""
-    from autotune.campaign.bench_profile import bench_profile, verdict
-    from autotune.campaign.runs import require_writable
+    from autotune.bench.bench_profile import bench_profile, verdict
     from autotune.catalog import load_job
+    from autotune.records.run_directory import require_writable
 
     require_writable(runs_dir)
     found = [load_job(name) for name in jobs.split(",")]
@@ -448,10 +448,10 @@ def gpu(
 ) -> None:
     """Answer whether predictions hold, then measure plans within 100, 60, 40 and 30 % of the baseline's memory."""
     began = time.monotonic()
-    from autotune.campaign.bench_gpu import GpuBenchSettings, bench_gpu, verdict
-    from autotune.campaign.runs import require_writable
+    from autotune.bench.bench_gpu import GpuBenchSettings, bench_gpu, verdict
     from autotune.errors import EngineError
-    from autotune.files import write_json
+    from autotune.io.files import write_json
+    from autotune.records.run_directory import require_writable
 
     require_writable(runs_dir if out is None else out.parent, where="" if out is None else f"--out {out}")
     settings = GpuBenchSettings(
@@ -482,8 +482,8 @@ def gpu(
 
 def _finish(document: dict[str, Any], name: str, line: str, runs_dir: Path, as_json: bool) -> None:
     """Write a benchmark's document and show its line."""
-    from autotune.campaign.runs import benchmark_folder, describe_environment
-    from autotune.files import write_json
+    from autotune.io.files import write_json
+    from autotune.records.run_directory import benchmark_folder, describe_environment
 
     folder = benchmark_folder(Path(runs_dir))
     folder.mkdir(parents=True, exist_ok=True)

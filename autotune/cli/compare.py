@@ -53,7 +53,7 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Find the arms that must be searched for, then compare all of them on paired, interleaved, fresh seeds."""
-    from autotune import api
+    from autotune import commands
 
     output = shared.console(as_json=as_json)
     settings: dict[str, Any] = {
@@ -72,15 +72,15 @@ def command(
     names = [name.strip() for name in arms.split(",")]
     with shared.Bars(output) as bars:
         if len(job) > 1:
-            document = api.compare_jobs(job, names, **settings, reporter=bars)
+            document = commands.compare_jobs(job, names, **settings, reporter=bars)
         else:
-            document = api.compare(job[0], names, **settings, reporter=bars)
+            document = commands.compare(job[0], names, **settings, reporter=bars)
     (show_jobs if len(job) > 1 else show)(document, output, as_json=as_json)
 
 
 def show_jobs(document: dict[str, Any], output: Console, *, as_json: bool) -> None:
     """Print what comparisons of several jobs come to together; or the document itself."""
-    from autotune.report.tables import jobs_table
+    from autotune.report.terminal_tables import jobs_table
 
     output.print(jobs_table(document))
     for entry in document["jobs"]:
@@ -92,7 +92,7 @@ def show_jobs(document: dict[str, Any], output: Console, *, as_json: bool) -> No
 
 def show(document: dict[str, Any], output: Console, *, as_json: bool) -> None:
     """Print a comparison: a table, one sentence, and where the files are; or the document itself."""
-    from autotune.report.tables import alone_lines, comparison_table, energy_lines, plan_lines, verdict_line
+    from autotune.report.terminal_tables import alone_lines, comparison_table, energy_lines, plan_lines, verdict_line
 
     output.print(comparison_table(document))
     for line in [*plan_lines(document), *alone_lines(document), *energy_lines(document)]:

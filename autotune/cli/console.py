@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from autotune.cli.arguments import input_path
-from autotune.documents import LARGEST_SEED
 from autotune.errors import InputError, printable
+from autotune.io.documents import LARGEST_SEED
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
     from rich.table import Table
 
-    from autotune.cluster import ClusterOptions
     from autotune.engines.isolated_engine import RankOptions
+    from autotune.engines.ray_cluster import ClusterOptions
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, the rest on stderr.")]
 RunsOption = Annotated[Path, typer.Option("--runs-dir", help="Where run directories are written.")]
@@ -99,7 +99,7 @@ def cluster(address: str | None, cores: int) -> ClusterOptions | None:
     """Return what ``--cluster`` and ``--worker-cores`` ask for; ``None`` for this process alone."""
     if address is None:
         return None
-    from autotune.cluster import ClusterOptions
+    from autotune.engines.ray_cluster import ClusterOptions
 
     return ClusterOptions(address=address, cores=cores)
 
@@ -215,7 +215,7 @@ def ranks(engine: str, count: int | None, zero_stage: str, config: Path | None) 
     if zero_stage not in ("0", "1", "2", "3", "all"):
         raise InputError(f"ZeRO stage is {zero_stage!r}", where="--zero-stage", allowed="0, 1, 2, 3, all")
     from autotune.engines.isolated_engine import RankOptions
-    from autotune.files import read_json
+    from autotune.io.files import read_json
 
     stage = 0 if zero_stage == "all" else int(zero_stage)
     return RankOptions(

@@ -24,7 +24,7 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Tune a real training job inside 40 % of its memory, then compare the result with static configurations."""
-    from autotune import api
+    from autotune import commands
 
     output = shared.console(as_json=as_json)
     output.print(
@@ -35,7 +35,7 @@ def command(
     )
     began = time.perf_counter()
     with shared.Bars(output) as bars:
-        document = api.compare(
+        document = commands.compare(
             job,
             _ARMS,
             seeds=seeds,

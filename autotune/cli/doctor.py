@@ -30,14 +30,14 @@ def _examine(runs: Path) -> dict[str, Any]:
     import torch
 
     from autotune import __version__
-    from autotune.addresses import without_secrets
-    from autotune.campaign.runs import require_writable
-    from autotune.campaign.tracking import tracking_uri
     from autotune.catalog import catalog
     from autotune.errors import RunDirectoryError
+    from autotune.io.addresses import without_secrets
     from autotune.mechanics import devices
     from autotune.mechanics.energy_meter import find_meter
     from autotune.mechanics.precision import excluded_precisions, useful_precisions
+    from autotune.records.run_directory import require_writable
+    from autotune.records.tracking import tracking_uri
 
     kind = devices.device_kind()
     try:

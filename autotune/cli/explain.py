@@ -14,10 +14,10 @@ from autotune.cli.console import JsonOption, RunsOption
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from autotune.campaign.runs import RunDirectory
+    from autotune.cost_model.profile import Profile
     from autotune.job import Job
-    from autotune.physics.profile import Profile
     from autotune.plan import Plan, PlanSpace
+    from autotune.records.run_directory import RunDirectory
     from autotune.report.explanation import Row
 
 
@@ -29,9 +29,9 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Show every choice of a plan, why the rule or the search made it, and what it costs if the job was profiled."""
-    from autotune.campaign.profiling import find_profile, read_profile
-    from autotune.campaign.runs import PROFILE
     from autotune.errors import InputError
+    from autotune.profiling.profile_cache import find_profile, read_profile
+    from autotune.records.run_directory import PROFILE
     from autotune.report.explanation import unit_costs
 
     plan, found, space, rows = _explain(subject, job)
@@ -63,7 +63,7 @@ def command(
 
 def pareto_rows(profile: Profile) -> list[dict[str, Any]]:
     """Return the fastest plan for each of several budgets, as JSON objects, the smallest budget first."""
-    from autotune.physics.solver import pareto_front
+    from autotune.cost_model.solver import pareto_front
 
     return [
         {
@@ -92,9 +92,9 @@ def _front_table(front: list[dict[str, Any]]) -> Table:
 
 def _explain(subject: str, job: str | None) -> tuple[Plan, Job, PlanSpace, list[Row]]:
     from autotune.agents.rules import RULES
-    from autotune.campaign.results import trials_of
-    from autotune.campaign.runs import RunDirectory, read_plan
     from autotune.errors import InputError
+    from autotune.records.results import trials_of
+    from autotune.records.run_directory import RunDirectory, read_plan
     from autotune.report import explanation
 
     path = Path(subject)
@@ -121,9 +121,9 @@ def _explain(subject: str, job: str | None) -> tuple[Plan, Job, PlanSpace, list[
 
 def _catalog_job(run: RunDirectory) -> str:
     """Return the run's job if it is a reference job: any other is code, which only the command line may name."""
-    from autotune.campaign.run_documents import CompareConfig, TuneConfig
     from autotune.catalog import is_catalog_reference
     from autotune.errors import InputError
+    from autotune.records.run_documents import CompareConfig, TuneConfig
 
     config = run.config
     asked = config.asked.job if isinstance(config, TuneConfig | CompareConfig) else None

@@ -21,11 +21,11 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Write the files that another program is launched with, and say what of the plan they cannot hold."""
-    from autotune.campaign.runs import read_plan
     from autotune.catalog import load_job
     from autotune.errors import InputError
-    from autotune.files import write_atomic, write_json
-    from autotune.report.export import export
+    from autotune.io.files import write_atomic, write_json
+    from autotune.records.run_directory import read_plan
+    from autotune.report.plan_export import export
 
     path = Path(plan)
     require_readable(path, where=plan)

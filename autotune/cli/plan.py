@@ -14,9 +14,9 @@ from autotune.cli.console import BudgetOption, JsonOption
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from autotune.cost_model.device_table import DeviceSpec
+    from autotune.cost_model.profile import Profile
     from autotune.errors import BudgetError
-    from autotune.physics.devices import DeviceSpec
-    from autotune.physics.profile import Profile
 
 # Left free of what the driver leaves of a device's capacity, for what an estimate does not see: what kernels need for
 # themselves, and fragmentation.
@@ -38,11 +38,11 @@ def command(
     """
     from autotune.budget import format_bytes
     from autotune.catalog import load_job
-    from autotune.engines.estimator import estimate
+    from autotune.cost_model.device_table import find_device
+    from autotune.cost_model.solver import solve
     from autotune.errors import BudgetError
-    from autotune.files import write_json
-    from autotune.physics.devices import find_device
-    from autotune.physics.solver import solve
+    from autotune.io.files import write_json
+    from autotune.profiling.estimator import estimate
 
     spec, found = find_device(device), load_job(job)
     with shared.Bars(shared.console(as_json=as_json)) as bars:
@@ -89,8 +89,8 @@ def command(
 
 def _with_advice(error: BudgetError, profile: Profile) -> BudgetError:
     """Return a refusal that says so where no plan can help: the optimizer's own update is what needs the memory."""
+    from autotune.cost_model.solver import smallest
     from autotune.errors import BudgetError
-    from autotune.physics.solver import smallest
 
     least = smallest(profile)
     table = profile.table_for(least.plan)
@@ -102,7 +102,7 @@ def _with_advice(error: BudgetError, profile: Profile) -> BudgetError:
 
 def _budget(given: str | None, spec: DeviceSpec, profile: Profile) -> int:
     from autotune.budget import MemoryBudget
-    from autotune.physics.memory_model import peak_bytes
+    from autotune.cost_model.memory_model import peak_bytes
 
     if given is None:
         return int(spec.usable_bytes * (1 - _HEADROOM))
@@ -127,8 +127,8 @@ def _limit(given: str | None, spec: DeviceSpec, budget: int) -> str:
 def _rows(profile: Profile, best: Any, budget: int) -> list[dict[str, Any]]:
     """Return the hand-made rules' plans and the best one, with what is estimated of them."""
     from autotune.agents.rules import RULES
-    from autotune.physics.memory_model import peak_bytes
-    from autotune.physics.time_model import seconds_per_step
+    from autotune.cost_model.memory_model import peak_bytes
+    from autotune.cost_model.time_model import seconds_per_step
 
     plans = {**{name: rule.plan(profile.space) for name, rule in RULES.items()}, "exact": best}
     return [

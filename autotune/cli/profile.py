@@ -10,13 +10,13 @@ import typer
 from autotune.budget import format_bytes
 from autotune.cli import console as shared
 from autotune.cli.console import ConfigOption, EngineOption, JsonOption, LeanOption, RanksOption, RunsOption
-from autotune.documents import LARGEST_SEED
 from autotune.errors import InputError
+from autotune.io.documents import LARGEST_SEED
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from autotune.physics.profile import Profile
+    from autotune.cost_model.profile import Profile
 
 
 def command(
@@ -44,7 +44,7 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Measure what every unit of a job costs, so that the time and memory of any plan can be predicted."""
-    from autotune.campaign.profile_index import indexed_profile
+    from autotune.profiling.profile_index import indexed_profile
 
     asked = shared.ranks(engine, ranks, zero_stage, ds_config)
     if asked is not None and (validate or convergence or zero_stage == "all"):
@@ -56,12 +56,12 @@ def command(
     if known is not None:
         _show(known[0], known[1], {}, cached=True, as_json=as_json)
         return
-    from autotune.campaign import profiling
-    from autotune.campaign.convergence import cached_convergence
-    from autotune.campaign.profile_index import remember
-    from autotune.campaign.runs import require_writable
     from autotune.catalog import load_job
-    from autotune.engines.profiler import ProfilerOptions
+    from autotune.profiling import profile_cache
+    from autotune.profiling.convergence_runs import cached_convergence
+    from autotune.profiling.profile_index import remember
+    from autotune.profiling.profiler import ProfilerOptions
+    from autotune.records.run_directory import require_writable
 
     require_writable(runs_dir)
     found = load_job(job)
@@ -69,19 +69,19 @@ def command(
     more: dict[str, Any] = {}
     with shared.Bars(shared.console(as_json=as_json)) as bars:
         bars.stage(f"profile {found.name}", 1)
-        profile, path, cached = profiling.cached_profile(
+        profile, path, cached = profile_cache.cached_profile(
             found,
             runs_dir,
             options=options,
             fresh=fresh,
             on_progress=bars.advance,
-            ranked=None if asked is None else profiling.Ranked(job, asked),
+            ranked=None if asked is None else profile_cache.Ranked(job, asked),
         )
         if asked is None:
             remember(job, path, runs_dir)
         if validate:
             bars.stage(f"measure {validate} random plans", 2 * validate)
-            more["validation"] = profiling.validate(
+            more["validation"] = profile_cache.validate(
                 found, profile, validate, seed=seed + 1, on_plan=bars.advance
             ).to_json()
         if convergence:
@@ -116,7 +116,7 @@ def _validation_line(found: dict[str, Any]) -> str:
 
 
 def _convergence_line(document: dict[str, Any]) -> str:
-    from autotune.physics.convergence import Convergence
+    from autotune.simulator.convergence import Convergence
 
     model = Convergence.from_json(document)
     start, end = model.loss.at(0.0), model.loss.at(model.steps / max(model.runs, 1))

@@ -29,8 +29,8 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Repeat an attached run's schedule without its policy, and compare predictions with measurements."""
-    from autotune.campaign.replaying import replay
     from autotune.catalog import load_job
+    from autotune.live.replaying import replay
 
     found = None if job is None else load_job(job)
     with shared.Bars(shared.console(as_json=as_json)) as bars:

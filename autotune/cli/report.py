@@ -46,10 +46,10 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Write a page on a run: verdict, plan and reasons, arms, pictures, costs, provenance, and how to repeat it."""
-    from autotune.campaign.runs import RunDirectory
+    from autotune.cost_model.carbon import Intensity
     from autotune.errors import InputError
-    from autotune.files import write_atomic
-    from autotune.physics.carbon import Intensity
+    from autotune.io.files import write_atomic
+    from autotune.records.run_directory import RunDirectory
     from autotune.report import attached_page, attached_run, sheets, writing
     from autotune.report.campaign_run import read_campaign
 

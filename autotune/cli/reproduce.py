@@ -31,11 +31,11 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Repeat one of the paper's tables: its number, ours, and the ratio."""
-    from autotune import api
+    from autotune import commands
 
     output = shared.console(as_json=as_json)
     with shared.Bars(output) as bars:
-        document = api.reproduce(table, data=data, scale=scale, seeds=seeds, runs_dir=runs_dir, reporter=bars)
+        document = commands.reproduce(table, data=data, scale=scale, seeds=seeds, runs_dir=runs_dir, reporter=bars)
     show(document, output, as_json=as_json)
 
 

@@ -44,15 +44,15 @@ def command(
 
     A run's folder is data: code, files outside it and addresses that it was begun with must be named again.
     """
-    from autotune import api
-    from autotune.campaign.run_documents import TuneConfig
-    from autotune.campaign.runs import RunDirectory
-    from autotune.files import read_json
+    from autotune import commands
+    from autotune.io.files import read_json
+    from autotune.records.run_directory import RunDirectory
+    from autotune.records.run_documents import TuneConfig
 
     output = shared.console(as_json=as_json)
     config = RunDirectory.open(run).config
     with shared.Bars(output) as bars:
-        document = api.resume(
+        document = commands.resume(
             run,
             job=job,
             arms=[] if arms is None else [name.strip() for name in arms.split(",")],

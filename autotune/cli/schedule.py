@@ -13,7 +13,7 @@ from autotune.cli.arguments import input_path
 from autotune.cli.console import JsonOption
 
 if TYPE_CHECKING:
-    from autotune.physics.carbon import Start
+    from autotune.cost_model.carbon import Start
 
 
 def command(
@@ -37,8 +37,8 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Pick the start time of a run of known length under a series of carbon intensities: exact, not sampled."""
+    from autotune.cost_model import carbon
     from autotune.mechanics.energy_meter import require_watts
-    from autotune.physics import carbon
 
     length_s = carbon.parse_length(length)
     require_watts(watts)
@@ -84,7 +84,7 @@ def show(document: dict[str, Any], *, now: bool) -> None:
 
 
 def _row(start: Start, energy_j: float | None) -> dict[str, Any]:
-    from autotune.physics.carbon import JOULES_PER_KWH, iso
+    from autotune.cost_model.carbon import JOULES_PER_KWH, iso
 
     grams = None if energy_j is None else energy_j / JOULES_PER_KWH * start.grams_per_kwh
     return {

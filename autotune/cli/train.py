@@ -58,7 +58,7 @@ def command(
 
     The policy's folder is left in the run directory. With --search, a recipe is searched for instead.
     """
-    from autotune import api
+    from autotune import commands
     from autotune.errors import InputError
 
     if engine != "torch":
@@ -75,7 +75,7 @@ def command(
         if recipe is not None or resume is not None or search is not None:
             raise InputError("a job is given", where="train", allowed="no --recipe, --search and --resume beside it")
         with shared.Bars(output) as bars:
-            document = api.fine_tune(
+            document = commands.fine_tune(
                 job,
                 start,
                 memory_budget=memory_budget,
@@ -90,7 +90,7 @@ def command(
         raise InputError("--from is given without a job", where="train", allowed="autotune train JOB --from POLICY")
     with shared.Bars(output) as bars:
         if search is not None:
-            document = api.search_recipe(
+            document = commands.search_recipe(
                 recipe,
                 trials=search,
                 decisions=search_decisions,
@@ -100,7 +100,7 @@ def command(
                 reporter=bars,
             )
         else:
-            document = api.train(
+            document = commands.train(
                 recipe, resume=resume, processes=processes, cluster=workers, runs_dir=runs_dir, reporter=bars
             )
     _show(document, output, _print_trained if search is None else _print_searched, as_json=as_json)
@@ -134,7 +134,7 @@ def _print_trained(document: dict[str, Any], output: Console) -> None:
 
 
 def _print_searched(document: dict[str, Any], output: Console) -> None:
-    from autotune.report.tables import search_table, search_verdict
+    from autotune.report.terminal_tables import search_table, search_verdict
 
     output.print(search_table(document))
     output.print(search_verdict(document), soft_wrap=True)

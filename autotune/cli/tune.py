@@ -60,7 +60,7 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Find the fastest plan within a memory budget by measuring plans on the real job."""
-    from autotune import api
+    from autotune import commands
 
     asked = shared.ranks(engine, ranks, zero_stage, ds_config)
     workers = shared.cluster(cluster, worker_cores)
@@ -79,9 +79,9 @@ def command(
             "reporter": bars,
         }
         if asked is not None and zero_stage == "all" and workers is None:
-            document = api.tune_stages(job, method, asked.count, config=asked.config, **settings)
+            document = commands.tune_stages(job, method, asked.count, config=asked.config, **settings)
         else:
-            document = api.tune(job, method, isolate=isolate, ranks=asked, cluster=workers, **settings)
+            document = commands.tune(job, method, isolate=isolate, ranks=asked, cluster=workers, **settings)
     show(document, job, method, output, as_json=as_json, weights=weights)
 
 
@@ -92,7 +92,7 @@ def show(
     if as_json:
         shared.print_json(document)
         return
-    from autotune.physics.cost import Weights
+    from autotune.cost_model.paper_equations import Weights
     from autotune.plan import Plan
 
     measured = document["measured"]

@@ -34,7 +34,7 @@ def command(
 
     Only the run's decision log is read. A terminal shows one panel; anything else gets one line per decision.
     """
-    from autotune.cli.view import farewell
+    from autotune.cli.terminal_panel import farewell
     from autotune.report.standing import Watched
 
     watched = Watched(run)
@@ -66,7 +66,7 @@ def _draw(watched: Watched, output: Console, *, once: bool) -> None:
 def _drawn(watched: Watched, output: Console) -> RenderableType:
     from rich.text import Text
 
-    from autotune.cli.view import line, panel
+    from autotune.cli.terminal_panel import line, panel
 
     snapshot = watched.snapshot
     if snapshot is not None and output.size.height >= _ROWS_OF_A_PANEL:
@@ -77,7 +77,7 @@ def _drawn(watched: Watched, output: Console) -> RenderableType:
 
 def _tell(watched: Watched, output: Console, *, once: bool) -> None:
     """Print a line on how the run stands, and one for each decision and each trip from now on until it is over."""
-    from autotune.cli.view import line
+    from autotune.cli.terminal_panel import line
 
     watched.look()
     snapshot = watched.snapshot

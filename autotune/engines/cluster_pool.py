@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from autotune.cluster import Cluster, ClusterOptions, Place
 from autotune.engines.pool_engine import PoolEngine, Worker
+from autotune.engines.ray_cluster import Cluster, ClusterOptions, Place
 from autotune.engines.torch_engine import EngineOptions
 from autotune.errors import InputError, WorkerLostError
 from autotune.mechanics.devices import device_kind

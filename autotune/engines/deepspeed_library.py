@@ -22,8 +22,8 @@ from torch import distributed
 
 from autotune.engines.rendezvous import store_of_ranks
 from autotune.errors import InputError
+from autotune.io.environment_variables import variable
 from autotune.mechanics import devices
-from autotune.variables import variable
 
 _INSTALL = "pip install 'torch>=2.11,<2.14' wheel ninja && pip install --no-build-isolation 'deepspeed>=0.19'"
 _EXTENSIONS = "TORCH_EXTENSIONS_DIR"

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autotune.engines.deepspeed_config import STAGES
-from autotune.engines.processes import Workers, WorkersError
 from autotune.engines.torch_engine import EngineOptions
+from autotune.engines.worker_processes import Workers, WorkersError
 from autotune.errors import EngineError, InputError, JobError
 from autotune.measurement import Measurement
 from autotune.mechanics.devices import device_kind
@@ -243,7 +243,7 @@ class IsolatedEngine:
     def _open(self) -> dict[str, Any]:
         """Start a child and have it build its model."""
         self.children += 1
-        self._child = Workers("autotune.engines.child", self._opening, ranks=self._ranks)
+        self._child = Workers("autotune.engines.worker_main", self._opening, ranks=self._ranks)
         try:
             opened: dict[str, Any] = self._received(self._patience.opening_s)["answer"]
         except WorkersError as error:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from autotune.engines.processes import Workers, WorkersError, fail, leave, opened
 from autotune.engines.wire import Wire
+from autotune.engines.worker_processes import Workers, WorkersError, fail, leave, opened
 from autotune.errors import EngineError
 from autotune.measurement import Failure
 

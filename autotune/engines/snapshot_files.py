@@ -8,12 +8,12 @@ from typing import IO, Any
 import numpy as np
 import torch
 
+from autotune.cost_model.noise_scale import NoiseScaleAverage
 from autotune.engines.torch_engine import Progress, Snapshot
 from autotune.errors import EngineError
 from autotune.measurement import GradientStatistics, UnitGradient
 from autotune.mechanics.gradient_stats import MonitorState
 from autotune.mechanics.randomness import RandomState
-from autotune.physics.noise_scale import NoiseScaleAverage
 
 
 def write_snapshot(file: IO[bytes], snapshot: Snapshot) -> None:

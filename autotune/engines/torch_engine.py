@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from autotune.cost_model.learning_rate import batch_factor
 from autotune.engines.batch_stream import BatchStream
-from autotune.engines.inspection import ask, build_model, build_optimizer, classify, inspect_job
-from autotune.engines.window import StepReport, Window, spent
+from autotune.engines.job_checks import ask, build_model, build_optimizer, classify, inspect_job
+from autotune.engines.measured_window import StepReport, Window, spent
 from autotune.errors import EngineError
 from autotune.job import Job
 from autotune.measurement import Failure, Measurement
@@ -29,7 +30,6 @@ from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe, Mo
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors, tensor_bytes
 from autotune.mechanics.step_trace import Phase
 from autotune.mechanics.trees import tensors
-from autotune.physics.learning_rate import batch_factor
 from autotune.plan import Plan, PlanSpace
 
 

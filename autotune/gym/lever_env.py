@@ -12,13 +12,13 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.cost_model.profile import Profile
 from autotune.errors import InputError
-from autotune.gym.env import TuningEnv
 from autotune.gym.levers import SIZES, Features, levers_of
+from autotune.gym.plan_env import TuningEnv
 from autotune.gym.planned_run import PlannedRun
 from autotune.gym.spaces import lever_spaces
-from autotune.physics.planning import PlannerSettings, Situation
-from autotune.physics.profile import Profile
+from autotune.simulator.online_planner import PlannerSettings, Situation
 
 
 class LeverEnv(gymnasium.Env[dict[str, Features], NDArray[np.int64]]):

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.physics.cost_arrays import Floats
-from autotune.physics.planning import DIP, Levers, Planner, Seen, Situation
+from autotune.cost_model.cost_arrays import Floats
+from autotune.simulator.online_planner import DIP, Levers, Planner, Seen, Situation
 
 LEVER_VERSION = 2
 # What each number of an action stands for; the neutral one is 0, but for the stickiness 1.

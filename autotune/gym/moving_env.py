@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.gym.levers import Actions, Features, Watch, levers_of
-from autotune.physics.clairvoyant import run_planner
-from autotune.physics.moving import Course, MovingRuns, Strengths, draw_course
-from autotune.physics.planning import Planner, PlannerSettings, Seen
-from autotune.physics.simulated_job import SimulatedJob
+from autotune.simulator.clairvoyant import run_planner
+from autotune.simulator.moving_conditions import Course, MovingRuns, Strengths, draw_course
+from autotune.simulator.online_planner import Planner, PlannerSettings, Seen
+from autotune.simulator.simulated_job import SimulatedJob
 
 _SCALE = 100.0
 # Budgets are drawn from this share of the baseline's peak up to all of it.

@@ -12,16 +12,16 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.cost_model.cost_arrays import CostArrays, Plans
+from autotune.cost_model.plan_pool import PlanPool, PoolSettings, make_pool
+from autotune.cost_model.profile import Profile
+from autotune.cost_model.solver import SAFETY_MARGIN, Goal, solve_each
 from autotune.errors import BudgetError, ProfileError
 from autotune.gym.levers import Watch
 from autotune.gym.observation import Observation
 from autotune.measurement import Failure
-from autotune.physics.cost_arrays import CostArrays, Plans
-from autotune.physics.plan_pool import PlanPool, PoolSettings, make_pool
-from autotune.physics.planning import LOOK_AHEAD, Lanes, Planner, PlannerSettings, Seen, Situation
-from autotune.physics.profile import Profile
-from autotune.physics.solver import SAFETY_MARGIN, Goal, solve_each
 from autotune.plan import Plan
+from autotune.simulator.online_planner import LOOK_AHEAD, Lanes, Planner, PlannerSettings, Seen, Situation
 
 # Windows by which the machine's speed is told, and the deviations of costs beyond which it is the machine's.
 _SPEED_WINDOWS = 8

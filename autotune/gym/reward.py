@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.cost_model.goodput import efficiency
+from autotune.cost_model.paper_equations import Constraints, Weights, cost
 from autotune.errors import InputError
 from autotune.gym.observation import Observation
 from autotune.measurement import Measurement
-from autotune.physics.cost import Constraints, Weights, cost
-from autotune.physics.goodput import efficiency
 
 # A failed window costs more than any plan that fits, but not much more than those that anyone would want: at 3, PPO
 # settled on whatever failed least before it had compared what fits. So expensive plans that fit come closer together.

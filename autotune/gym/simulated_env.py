@@ -19,10 +19,10 @@ from autotune.errors import InputError
 from autotune.gym.levers import SIZES, Actions, Features
 from autotune.gym.moving_env import MovingEnv
 from autotune.gym.spaces import lever_spaces
-from autotune.physics.moving import RECORDED, Strengths
-from autotune.physics.planning import PlannerSettings
-from autotune.physics.simulated_job import SimulatedJob
-from autotune.physics.synthetic import draw_job
+from autotune.simulator.moving_conditions import RECORDED, Strengths
+from autotune.simulator.online_planner import PlannerSettings
+from autotune.simulator.random_jobs import draw_job
+from autotune.simulator.simulated_job import SimulatedJob
 
 # Jobs that are drawn where none are given, and their recomputable units: as many as the shipped policy's training has.
 _JOBS, _DEPTH = 16, (2, 16)

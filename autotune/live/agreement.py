@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.live.ranks import Ranks
-from autotune.physics.profile import Profile
+from autotune.cost_model.profile import Profile
+from autotune.live.rank_channel import Ranks
 from autotune.plan import Plan
 
 LOCKED_ELSEWHERE = "another rank's batch speaks against it"

@@ -9,7 +9,7 @@ from typing import Any
 
 from autotune.budget import MemoryBudget
 from autotune.errors import BudgetError, InputError, one_line
-from autotune.mechanics.signals import any_error
+from autotune.mechanics.loop_signals import any_error
 
 _ALLOWED = "bytes, a size such as 20GiB or 20GiB:reserved, a function that returns one of them, or None"
 

@@ -17,9 +17,7 @@ from torch import nn
 
 from autotune.agents.policy import PlanningPolicy
 from autotune.errors import AttachError, JobError
-from autotune.live.asked_budget import Size
-from autotune.live.attached import Attached, Budget
-from autotune.live.checks import (
+from autotune.live.argument_checks import (
     accumulated,
     budget_of,
     check,
@@ -32,13 +30,15 @@ from autotune.live.checks import (
     refuse_unspread,
     updates_through,
 )
+from autotune.live.asked_budget import Size
+from autotune.live.attached import Attached, Budget
+from autotune.live.controller import Pilot
 from autotune.live.deciding import find_policy
 from autotune.live.decision_log import LOG_NAME, LOG_VERSION, DecisionLog, make_run_folder
 from autotune.live.deepspeed_engines import held_bytes, is_engine
-from autotune.live.follower import follow
 from autotune.live.limits import KILL_VARIABLE, Limits, Mode, Stage, is_disabled
-from autotune.live.pilot import Pilot
-from autotune.live.ranks import Ranks, is_flattened
+from autotune.live.mlflow_process import follow
+from autotune.live.rank_channel import Ranks, is_flattened
 from autotune.live.settings import Settings, settings_of, without_settings
 from autotune.live.tuner import LiveTuner
 from autotune.mechanics import controls, devices

@@ -11,8 +11,8 @@ from torch import nn
 from autotune.job import LearningRateRule
 from autotune.live.asked_budget import BudgetFunction, Size
 from autotune.live.limits import Limits, Mode, Stage
-from autotune.live.signature import Signature
 from autotune.plan import PlanSpace
+from autotune.profiling.step_signature import Signature
 
 Budget = float | str | None | Callable[[], float | str | None]
 

@@ -13,17 +13,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from autotune.agents.bundle import load_policy, shipped_policy
 from autotune.agents.planner import greedy_plan
 from autotune.agents.planner_policy import PlannerPolicy
 from autotune.agents.policy import StaticPolicy
+from autotune.agents.policy_folder import load_policy, shipped_policy
+from autotune.cost_model.profile import Profile
+from autotune.cost_model.solver import Goal, smallest, solve
 from autotune.errors import AttachError, BudgetError
-from autotune.files import read_json
 from autotune.gym.observation import Observation
+from autotune.io.files import read_json
 from autotune.live.decision_log import read_log, schedule_of
 from autotune.mechanics import randomness
-from autotune.physics.profile import Profile
-from autotune.physics.solver import Goal, smallest, solve
 from autotune.plan import Plan
 
 logger = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from autotune.errors import RunDirectoryError
-from autotune.files import open_for_appending, read_json_lines, write_json
 from autotune.gym.observation import Observation
+from autotune.io.files import open_for_appending, read_json_lines, write_json
+from autotune.io.run_folder import WriterLock, new_run_folder
 from autotune.live.log_events import check_log
 from autotune.plan import Plan
-from autotune.run_folder import WriterLock, new_run_folder
 
 LOG_VERSION = 1
 LOG_NAME = "decisions.jsonl"

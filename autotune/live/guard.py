@@ -9,10 +9,10 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autotune.cost_model.solver import samples_of_progress
 from autotune.errors import PlanError
 from autotune.live.limits import Limits
 from autotune.live.placement import Placements
-from autotune.physics.solver import samples_of_progress
 from autotune.plan import Plan, PlanSpace, Storage
 
 # A pause is so many times as long as the one before.

@@ -13,22 +13,22 @@ from dataclasses import replace
 
 import torch
 
+from autotune.cost_model.profile import Profile
 from autotune.live.asked_budget import BudgetFunction
 from autotune.live.attached import Attached, Step, StepAhead
-from autotune.live.growth import Growth
-from autotune.live.knowledge import RENEWED_AFTER, Knowledge
 from autotune.live.limits import Stage
+from autotune.live.live_knowledge import RENEWED_AFTER, Knowledge
 from autotune.live.placement import Placements, usable
-from autotune.live.scores import Expected
-from autotune.live.shadow import AUTOCAST_TOLERANCE, FP32_TOLERANCE, Outcome, k_lock, precision_lock
-from autotune.live.signature import Signature
-from autotune.live.uses import Probing, Shadowing, Timing, Tracing, Use
+from autotune.live.prediction_scores import Expected
+from autotune.live.step_uses import Probing, Shadowing, Timing, Tracing, Use
 from autotune.mechanics import devices
 from autotune.mechanics.controls import has_16_bit_parameters
-from autotune.mechanics.signals import any_error
+from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.step_trace import Phase, rest_of, seconds_by_place
-from autotune.physics.profile import Profile
 from autotune.plan import Plan, PlanSpace, Precision
+from autotune.profiling.memory_scaling import Growth
+from autotune.profiling.step_signature import Signature
+from autotune.profiling.trial_passes import AUTOCAST_TOLERANCE, FP32_TOLERANCE, Outcome, k_lock, precision_lock
 
 logger = logging.getLogger(__name__)
 

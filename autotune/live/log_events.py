@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from annotated_types import Interval, Len
 
-from autotune.documents import Bytes, Count, NotNegative, Positive, Quantity, Seconds, document, shown, validated
 from autotune.errors import InputError
+from autotune.io.documents import Bytes, Count, NotNegative, Positive, Quantity, Seconds, document, shown, validated
 from autotune.plan import Plan
 
 _Text = Annotated[str, Len(0, 10_000)]

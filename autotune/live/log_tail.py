@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from autotune.errors import InputError
-from autotune.files import require_regular, special
+from autotune.io.files import require_regular, special
 
 _PIECE_BYTES = 2**20
 # A decision has some kilobytes; one of ten thousand units has a megabyte or two.

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autotune.cost_model.profile import Profile
 from autotune.live.guard import fallback
 from autotune.live.placement import Placements, usable
-from autotune.physics.profile import Profile
 from autotune.plan import Plan, PlanSpace
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.cost_model.cost_arrays import CostArrays, Plans
+from autotune.cost_model.plan_pool import LENGTHS, PoolSettings, make_pool
+from autotune.cost_model.profile import Profile
+from autotune.cost_model.solver import SAFETY_MARGIN, Goal, solve_each
+from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import BudgetError, ProfileError
-from autotune.live.growth import grown
-from autotune.physics.cost_arrays import CostArrays, Plans
-from autotune.physics.plan_pool import LENGTHS, PoolSettings, make_pool
-from autotune.physics.profile import Profile
-from autotune.physics.solver import SAFETY_MARGIN, Goal, solve_each
-from autotune.physics.time_model import seconds_per_step
 from autotune.plan import Plan
+from autotune.profiling.memory_scaling import grown
 
 # One world of costs, the measured one: what a live run knows is its own, and planning must not take seconds.
 _SETTINGS = PoolSettings(size=128, worlds=1, budgets=32, rounds=1, changes=1024)

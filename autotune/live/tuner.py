@@ -20,19 +20,19 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from autotune.cost_model.learning_rate import batch_factor
 from autotune.errors import AttachError, JobError
 from autotune.live.attached import Attached, Step, StepAhead
+from autotune.live.controller import Pilot
 from autotune.live.limits import KILL_VARIABLE, Mode, is_disabled
-from autotune.live.pilot import Pilot
 from autotune.live.scaled_loss import is_scaled
-from autotune.live.shadow import Attempt, undone
-from autotune.live.signature import Trained, bytes_of, signature_of
 from autotune.mechanics import controls, devices, stepping
-from autotune.mechanics.signals import any_error
+from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.step_trace import Phase
 from autotune.mechanics.stepping import Count, Update, WholeTensors
-from autotune.physics.learning_rate import batch_factor
 from autotune.plan import Plan
+from autotune.profiling.step_signature import Trained, bytes_of, signature_of
+from autotune.profiling.trial_passes import Attempt, undone
 
 logger = logging.getLogger(__name__)
 

@@ -35,8 +35,8 @@ from autotune.mechanics.buffers import (
 )
 from autotune.mechanics.copies import CopyError, TensorCopy, copied, is_unchanged
 from autotune.mechanics.kept import Kept, Objects, Reads, is_carrier, objects_of, without_graph
+from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.repeats import Repeats, is_due
-from autotune.mechanics.signals import any_error
 
 logger = logging.getLogger(__name__)
 

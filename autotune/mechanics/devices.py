@@ -25,7 +25,7 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
 from autotune.errors import InputError, first_line
-from autotune.variables import variable
+from autotune.io.environment_variables import variable
 
 AnyDevice = torch.device | str
 

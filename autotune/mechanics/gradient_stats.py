@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autotune.cost_model.noise_scale import NoiseScaleAverage, gradient_variance, noise_sample
 from autotune.measurement import GradientStatistics, UnitGradient
-from autotune.physics.noise_scale import NoiseScaleAverage, gradient_variance, noise_sample
 from autotune.units import Unit
 
 # The smallest subnormal of IEEE half precision.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autotune.budget import format_bytes
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.profile import Profile
+from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import ProfileError
-from autotune.physics.memory_model import peak_bytes
-from autotune.physics.profile import Profile
-from autotune.physics.time_model import seconds_per_step
 from autotune.plan import Plan, Storage
 from autotune.report.pareto import predicted
 from autotune.units import Unit

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from autotune.budget import format_bytes
-from autotune.campaign.following import refused_by
-from autotune.campaign.replaying import in_words, time_error, windows_of
-from autotune.campaign.run_documents import AttachConfig
-from autotune.campaign.runs import RunDirectory
 from autotune.errors import RunDirectoryError
 from autotune.live.decision_log import LOG_NAME, read_log, schedule_of
+from autotune.live.replaying import in_words, time_error, windows_of
 from autotune.plan import Plan, Storage
+from autotune.records.mlflow_following import refused_by
+from autotune.records.run_directory import RunDirectory
+from autotune.records.run_documents import AttachConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

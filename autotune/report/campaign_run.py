@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.campaign.profiling import read_profile
-from autotune.campaign.results import result_name, result_of, trials_of
-from autotune.campaign.run_documents import CompareConfig, Environment, TuneConfig
-from autotune.campaign.runs import PROFILE, RunDirectory
+from autotune.cost_model.profile import Profile
 from autotune.errors import InputError, RunDirectoryError
-from autotune.physics.profile import Profile
 from autotune.plan import Plan
+from autotune.profiling.profile_cache import read_profile
+from autotune.records.results import result_name, result_of, trials_of
+from autotune.records.run_directory import PROFILE, RunDirectory
+from autotune.records.run_documents import CompareConfig, Environment, TuneConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

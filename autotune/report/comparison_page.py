@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune.budget import format_bytes
-from autotune.physics.carbon import Intensity
+from autotune.cost_model.carbon import Intensity
 from autotune.plan import Plan
 from autotune.report.attached_run import count
 from autotune.report.campaign_run import CampaignRun, arm_named, launched
@@ -27,7 +27,7 @@ from autotune.report.pareto import Cost, Front, measured_arm, measured_trial
 from autotune.report.plan_section import plan_figure, plan_section
 from autotune.report.scatter import Trade
 from autotune.report.svg import Figure
-from autotune.report.tables import all_fit, alone_lines, baseline_shown, best_entry, judged_arms, verdict_line
+from autotune.report.terminal_tables import all_fit, alone_lines, baseline_shown, best_entry, judged_arms, verdict_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.physics.carbon import Intensity
+from autotune.cost_model.carbon import Intensity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

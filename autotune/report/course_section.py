@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autotune.physics.profile import Profile
+from autotune.cost_model.profile import Profile
 from autotune.plan import Plan
 from autotune.report.attached_run import count, recomputed
 from autotune.report.campaign_run import CampaignRun

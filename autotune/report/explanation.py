@@ -12,7 +12,7 @@ import numpy as np
 from autotune.agents.planner import PLANNERS
 from autotune.agents.rules import RULES, Rule
 from autotune.budget import format_bytes
-from autotune.physics.profile import Profile, Segment, choice_name
+from autotune.cost_model.profile import Profile, Segment, choice_name
 from autotune.plan import Plan, PlanSpace, Precision, Storage
 from autotune.units import Unit
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.budget import format_bytes
-from autotune.files import write_atomic
+from autotune.io.files import write_atomic
 from autotune.report.curves import edge_of, mean_curve
 from autotune.report.scatter import Trade
 

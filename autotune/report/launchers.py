@@ -7,13 +7,13 @@ from typing import Any
 
 from autotune.engines.deepspeed_config import STAGES
 from autotune.plan import Plan, Precision, Storage
-from autotune.report.exported import Export, Launched
+from autotune.report.export_targets import Export, Launched
 
 PLAN_FILE = "plan.json"
 # What applies a plan's choices of single units to a model.
 APPLY = (
     "from pathlib import Path",
-    "from autotune.campaign.runs import read_plan",
+    "from autotune.records.run_directory import read_plan",
     "from autotune.mechanics import controls",
     f'controls.apply(model, read_plan(Path("{PLAN_FILE}")))',
 )

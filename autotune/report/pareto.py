@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from autotune.campaign.windows import merge_windows
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.profile import Profile
+from autotune.cost_model.solver import SAFETY_MARGIN, Solution, smallest, solve
+from autotune.cost_model.time_model import seconds_per_step
+from autotune.engines.tuning_windows import merge_windows
 from autotune.errors import BudgetError, ProfileError
 from autotune.measurement import Measurement
-from autotune.physics.memory_model import peak_bytes
-from autotune.physics.profile import Profile
-from autotune.physics.solver import SAFETY_MARGIN, Solution, smallest, solve
-from autotune.physics.time_model import seconds_per_step
 from autotune.plan import Plan
 from autotune.report.campaign_run import CampaignRun
 

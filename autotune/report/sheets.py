@@ -12,13 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+from autotune.cost_model.carbon import Intensity
 from autotune.errors import InputError
-from autotune.files import write_atomic
-from autotune.physics.carbon import Intensity
+from autotune.io.files import write_atomic
 from autotune.plan import Plan
 from autotune.report.campaign_run import CampaignRun, launched
 from autotune.report.costs import arm_costs
-from autotune.report.tables import judged_arms
+from autotune.report.terminal_tables import judged_arms
 
 Row = Mapping[str, Any]
 Kind = Literal["csv", "parquet"]

@@ -10,11 +10,11 @@ import pprint
 import textwrap
 from dataclasses import replace
 
+from autotune.cost_model.learning_rate import batch_factor
 from autotune.errors import InputError
 from autotune.job import Job
-from autotune.physics.learning_rate import batch_factor
 from autotune.plan import Launch, Plan
-from autotune.report.exported import Export, clip_norm
+from autotune.report.export_targets import Export, clip_norm
 from autotune.report.launchers import own_launch
 
 FILE = "train_tuned.py"

@@ -11,15 +11,15 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.campaign.run_documents import AttachConfig
-from autotune.campaign.runs import RunDirectory
 from autotune.errors import InputError, RunDirectoryError
-from autotune.files import parse_line
+from autotune.io.files import parse_line
 from autotune.live.decision_log import LOG_NAME, LOG_VERSION
 from autotune.live.limits import Stage
 from autotune.live.log_events import check
 from autotune.live.log_tail import LogTail
 from autotune.plan import Plan
+from autotune.records.run_directory import RunDirectory
+from autotune.records.run_documents import AttachConfig
 
 # How a line begins whose decision is passed over unread where at least as many bytes follow it.
 _DECISION = b'{"event": "decision"'

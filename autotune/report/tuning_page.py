@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from autotune.budget import format_bytes
+from autotune.cost_model.carbon import Intensity, parse_time
 from autotune.measurement import Measurement
-from autotune.physics.carbon import Intensity, parse_time
 from autotune.plan import Plan
 from autotune.report.attached_run import count
 from autotune.report.campaign_run import CampaignRun
@@ -25,7 +25,7 @@ from autotune.report.pareto import Cost, Front, measured_finals, measured_trial
 from autotune.report.plan_section import plan_figure, plan_section
 from autotune.report.scatter import Trade
 from autotune.report.svg import Figure
-from autotune.report.tables import tuned_line
+from autotune.report.terminal_tables import tuned_line
 
 _ROWS = 200
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from autotune.campaign.tracking import Tracker
-from autotune.files import write_atomic
-from autotune.physics.carbon import Intensity
+from autotune.cost_model.carbon import Intensity
+from autotune.io.files import write_atomic
+from autotune.records.tracking import Tracker
 from autotune.report import figures
 from autotune.report.campaign_run import CampaignRun, read_campaign
 from autotune.report.comparison_page import ComparisonPage

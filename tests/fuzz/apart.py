@@ -167,8 +167,8 @@ def _cut_off() -> None:
 
     import torch
 
-    from autotune import scratch
-    from autotune.physics import solver
+    from autotune.cost_model import solver
+    from autotune.io import scratch
 
     def few(real: Callable[..., Any], times: int) -> Callable[..., Any]:
         left = itertools.count(times, -1)

@@ -55,22 +55,22 @@ def record(runs: Path) -> dict[str, Path]:
     import tiny_job
 
     import autotune
-    from autotune import api
+    from autotune import commands
 
     job = tiny_job.make(evaluate_every=4, target=4.2, max_steps=24)
     reference = "tests/fuzz/several.py:tiny"
     settings: dict[str, Any] = {"memory_budget": "90%", "steps": 48, "runs_dir": runs}
     found = {
-        "tune": api.tune(job, "optuna", trials=4, **settings),
-        "tune-exact": api.tune(job, "exact", lean=True, **settings),
-        "compare": api.compare(job, ["paper", "random", "planner"], seeds=2, trials=3, lean=True, **settings),
-        "jobs": api.compare_jobs([reference, "tests/fuzz/several.py:narrow"], ["paper"], seeds=2, **settings),
+        "tune": commands.tune(job, "optuna", trials=4, **settings),
+        "tune-exact": commands.tune(job, "exact", lean=True, **settings),
+        "compare": commands.compare(job, ["paper", "random", "planner"], seeds=2, trials=3, lean=True, **settings),
+        "jobs": commands.compare_jobs([reference, "tests/fuzz/several.py:narrow"], ["paper"], seeds=2, **settings),
     }
     recipe = runs / "recipe.toml"
     recipe.write_text(_RECIPE)
-    found["train"] = api.train(recipe, processes=1, runs_dir=runs)
-    found["search"] = api.search_recipe(recipe, trials=1, decisions=32, processes=1, runs_dir=runs)
-    found["fine-tune"] = api.fine_tune(job, windows=8, runs_dir=runs)
+    found["train"] = commands.train(recipe, processes=1, runs_dir=runs)
+    found["search"] = commands.search_recipe(recipe, trials=1, decisions=32, processes=1, runs_dir=runs)
+    found["fine-tune"] = commands.fine_tune(job, windows=8, runs_dir=runs)
     found["reproduce"] = _reproduced(runs)
     folders = {name: Path(document["run"]) for name, document in found.items()}
     for entry in found["jobs"]["jobs"]:
@@ -86,8 +86,8 @@ def _reproduced(runs: Path) -> dict[str, Any]:
 
     import tiny_job
 
-    from autotune import api
-    from autotune.campaign.reproduce import experiments
+    from autotune import commands
+    from autotune.paper import experiments
 
     tasks = {
         architecture: experiments.Experiment(
@@ -102,7 +102,7 @@ def _reproduced(runs: Path) -> dict[str, Any]:
         for architecture in (experiments.CONVOLUTION, experiments.TRANSFORMER)
     }
     experiments.SCALES = {**experiments.SCALES, "cpu": tasks}  # what `cpu` names here
-    return api.reproduce("table1", scale="cpu", seeds=2, runs_dir=runs)
+    return commands.reproduce("table1", scale="cpu", seeds=2, runs_dir=runs)
 
 
 def _attached(runs: Path) -> Path:
@@ -114,8 +114,8 @@ def _attached(runs: Path) -> Path:
 
 def _policy(folder: Path) -> None:
     """Save a policy that chooses plans by itself, narrow enough to be small."""
-    from autotune.agents.bundle import Training, save_policy
-    from autotune.agents.network import PolicyNetwork
+    from autotune.agents.plan_network import PolicyNetwork
+    from autotune.agents.policy_folder import Training, save_policy
 
     training = Training(job="tiny", seed=0, windows=4, steps=8, memory_budget_bytes=None)
     save_policy(folder, PolicyNetwork(8), training)
@@ -125,8 +125,8 @@ def _loose(runs: Path, folder: Path) -> None:
     """Write what stands in no run: a recipe, carbon intensities, a convergence model, a measurement, a plan."""
     import tiny_job
 
-    from autotune.campaign.convergence import measure_convergence
-    from autotune.files import write_json
+    from autotune.io.files import write_json
+    from autotune.profiling.convergence_runs import measure_convergence
 
     (folder / "recipe.toml").write_text(_RECIPE)
     (folder / "carbon.csv").write_text(_CARBON)
@@ -138,7 +138,7 @@ def _loose(runs: Path, folder: Path) -> None:
 
 def _sent(folder: Path) -> None:
     """Send what a run recorded for a tracking server, so that it has a cursor."""
-    from autotune.campaign.tracking import send_pending
+    from autotune.records.tracking import send_pending
 
     own = Path(tempfile.mkdtemp())
     shutil.copytree(folder, own / "tune")

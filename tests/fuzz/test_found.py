@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import record
 
-from autotune.api import resume
-from autotune.campaign.profiling import read_profile
+from autotune.commands import resume
 from autotune.errors import InputError, ProfileError, RunDirectoryError
-from autotune.files import read_json
-from autotune.physics.convergence import Convergence
+from autotune.io.files import read_json
+from autotune.profiling.profile_cache import read_profile
+from autotune.simulator.convergence import Convergence
 
 
 @pytest.fixture

@@ -28,41 +28,41 @@ from record import DEVICE, SPECIMENS
 from replay_engine import read_trace, space_of
 from small_models import TinyGPT
 
-from autotune import api
-from autotune.agents.bundle import load_policy
+from autotune import commands
+from autotune.agents.policy_folder import load_policy
 from autotune.agents.recipe import read_recipe, recipe_of
 from autotune.agents.recipe_space import space_around
-from autotune.campaign import tracking
-from autotune.campaign.profile_index import indexed_profile, remember
-from autotune.campaign.profiling import cache_path, read_profile
-from autotune.campaign.replaying import replay
-from autotune.campaign.reproduce import experiments
-from autotune.campaign.runs import read_plan
-from autotune.campaign.spool import artifact_of, read_cursor, read_rows
-from autotune.campaign.training import validation_env
+from autotune.campaign.policy_training import validation_env
 from autotune.cli import main
-from autotune.engines.profiler import profile_key
+from autotune.cost_model.carbon import Intensity, schedule
+from autotune.cost_model.cost_arrays import CostArrays
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.plan_pool import PoolSettings, make_pool
+from autotune.cost_model.price_solver import PriceSolver
+from autotune.cost_model.profile import Profile
+from autotune.cost_model.solver import pareto_front, solve
+from autotune.cost_model.time_model import seconds_per_step
 from autotune.engines.torch_engine import TorchEngine
 from autotune.errors import InputError
-from autotune.files import read_json
+from autotune.io.files import read_json
 from autotune.job import Job
 from autotune.live.attach import attach
 from autotune.live.decision_log import read_log
+from autotune.live.replaying import replay
 from autotune.measurement import Measurement
 from autotune.mechanics.devices import device_name
-from autotune.physics.carbon import Intensity, schedule
-from autotune.physics.convergence import Convergence
-from autotune.physics.cost_arrays import CostArrays
-from autotune.physics.memory_model import peak_bytes
-from autotune.physics.plan_pool import PoolSettings, make_pool
-from autotune.physics.price_solver import PriceSolver
-from autotune.physics.profile import Profile
-from autotune.physics.solver import pareto_front, solve
-from autotune.physics.time_model import seconds_per_step
+from autotune.paper import experiments
 from autotune.plan import Plan
+from autotune.profiling.profile_cache import cache_path, read_profile
+from autotune.profiling.profile_index import indexed_profile, remember
+from autotune.profiling.profiler import profile_key
+from autotune.records import tracking
+from autotune.records.run_directory import read_plan
+from autotune.records.tracking_spool import artifact_of, read_cursor, read_rows
 from autotune.report.alternatives import other_steps, otherwise
 from autotune.report.explanation import unit_costs
-from autotune.report.export import TARGETS, export
+from autotune.report.plan_export import TARGETS, export
+from autotune.simulator.convergence import Convergence
 
 _JOBS = Path(__file__).resolve().parent / "several.py"
 _REFERENCE = f"{_JOBS}:untrained_tiny"
@@ -233,26 +233,26 @@ def measurement(folder: Path, path: Path) -> None:
 
 
 def resumed(folder: Path, path: Path) -> None:
-    document = api.resume(folder, job=several.untrained())
+    document = commands.resume(folder, job=several.untrained())
     _show(document)
 
 
 def resumed_jobs(folder: Path, path: Path) -> None:
-    document = api.resume(folder, job=_REFERENCES)
+    document = commands.resume(folder, job=_REFERENCES)
     _show(document)
 
 
 def put_together(folder: Path, path: Path) -> None:
-    _show(api.resume(folder.parent / "jobs", job=_REFERENCES))
+    _show(commands.resume(folder.parent / "jobs", job=_REFERENCES))
 
 
 def reproduced(folder: Path, path: Path) -> None:
-    api.resume(folder)
+    commands.resume(folder)
 
 
 def train_resumed(folder: Path, path: Path) -> None:
     # As far as the recipe and the run: processes that train are another story.
-    from autotune.api.training import _taken_up
+    from autotune.commands.training import _taken_up
 
     searched = folder.name == "search"
     _, run, _ = _taken_up(None, folder, searched=searched)
@@ -263,7 +263,7 @@ def _show(document: dict[str, Any]) -> None:
     """Show a document as ``autotune resume`` does."""
     from autotune.cli.compare import show, show_jobs
     from autotune.cli.console import console
-    from autotune.report.tables import tuned_line
+    from autotune.report.terminal_tables import tuned_line
 
     output = console(as_json=False)
     if "together" in document:

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
 from autotune.errors import AttachError
-from autotune.live.integrations.attaches import WHERE, Attaches
+from autotune.live.integrations.attaching_callback import WHERE, Attaches
 
 
 class AutotuneCallback(Attaches, Callback):
@@ -22,7 +22,7 @@ class AutotuneCallback(Attaches, Callback):
 
         trainer = Trainer(..., callbacks=[AutotuneCallback(memory_budget_bytes="20GiB")])
 
-    Arguments and errors are those of :class:`autotune.live.integrations.attaches.Attaches`.
+    Arguments and errors are those of :class:`autotune.live.integrations.attaching_callback.Attaches`.
     """
 
     framework = "Lightning"

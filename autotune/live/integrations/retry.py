@@ -18,12 +18,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autotune.errors import first_line
-from autotune.live.signature import Signature, Trained, signature_of
 from autotune.live.tuner import LiveTuner
 from autotune.mechanics import devices, randomness
 from autotune.mechanics.buffers import copy_buffers, drop_constants, write_buffers
 from autotune.mechanics.trees import tensors
 from autotune.plan import Plan
+from autotune.profiling.step_signature import Signature, Trained, signature_of
 
 Pass = Callable[[Any], torch.Tensor]
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from autotune.errors import AttachError
-from autotune.live.integrations.attaches import WHERE, Attaches
+from autotune.live.integrations.attaching_callback import WHERE, Attaches
 from autotune.live.integrations.micro_steps import MicroSteps
 from autotune.live.integrations.retry import Retry, alone
 from autotune.live.limits import Mode, Stage
@@ -134,7 +134,7 @@ class AutotuneCallback(_Callback):
 
         trainer = Trainer(model, args, ..., callbacks=[AutotuneCallback(memory_budget_bytes="20GiB")])
 
-    Arguments and errors are those of :class:`autotune.live.integrations.attaches.Attaches`.
+    Arguments and errors are those of :class:`autotune.live.integrations.attaching_callback.Attaches`.
     """
 
     modes = (Mode.EXACT, Mode.TOLERANT)
@@ -214,7 +214,7 @@ class TunedTrainer(Trainer):
 
     Args:
         *args: as ``Trainer`` takes them; ``gradient_accumulation_steps`` must be 1.
-        tuning: arguments of :class:`autotune.live.integrations.attaches.Attaches`.
+        tuning: arguments of :class:`autotune.live.integrations.attaching_callback.Attaches`.
         **kwargs: as ``Trainer`` takes them.
 
     Raises:

@@ -1,0 +1,152 @@
+"""Train copies of a job side by side, a batch at a time: unattached, under plans chosen beforehand, or with a tuner."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotune.engines.job_checks import build_model, build_optimizer
+from autotune.job import Job
+from autotune.live.attach import attach
+from autotune.mechanics import controls, devices, randomness, stepping
+from autotune.plan import Plan
+
+
+class Arm:
+    """Train one copy of a job, a step at a time, on generators of its own.
+
+    Attributes:
+        seconds: of each batch, by the wall.
+        cpu_seconds: of each batch, that this process computed: neighbours on the machine leave them as they are.
+        losses: of each batch; of one that is cut, its last piece's.
+
+    Args:
+        job: the job.
+        seed: of its weights and of everything random.
+    """
+
+    def __init__(self, job: Job, seed: int) -> None:
+        self.job = job
+        devices.require_fp32_choice(job.launch.fp32, "cpu", where=f"job {job.name!r}")
+        with randomness.isolated():
+            randomness.seed_all(seed)
+            self.model = build_model(job)
+            self.model.train()
+            self.optimizer = build_optimizer(job, self.model)
+            self.random = randomness.capture()
+        self.k = 1
+        self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
+        self.losses: list[float] = []
+
+    def take(self, batch: Any) -> None:
+        """Train on one batch, and note how long that took."""
+        with randomness.isolated():
+            randomness.restore(self.random)
+            computed, began = time.process_time(), time.perf_counter()
+            loss = self.step(batch)
+            devices.synchronize(loss.device)
+            self.seconds.append(time.perf_counter() - began)
+            self.cpu_seconds.append(time.process_time() - computed)
+            self.random = randomness.capture()
+        self.losses.append(float(loss.detach()))
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """Train on one batch, in k pieces, as the job's own loop would; return the last piece's loss."""
+        if self.k == 1:
+            loss = self.job.loss(self.model, batch)
+            loss.backward()
+        else:
+            pieces = stepping.split(batch, self.k)
+            weights = stepping.weights([stepping.count_items(piece, self.job.count) for piece in pieces])
+            for piece, weight in zip(pieces, weights, strict=True):
+                loss = self.job.loss(self.model, piece)
+                (loss * weight).backward()
+        self.update()
+        return loss
+
+    def update(self) -> None:
+        """Clip, step and clear the gradients."""
+        if self.job.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class PlacedArm(Arm):
+    """Train under a plan that somebody who knows everything chose for each batch; choosing costs nothing.
+
+    Args:
+        job: the job.
+        seed: of its weights.
+        choose: returns the plan of a batch.
+    """
+
+    def __init__(self, job: Job, seed: int, choose: Callable[[Any], Plan]) -> None:
+        super().__init__(job, seed)
+        self._choose = choose
+        self.plan: Plan | None = None
+
+    def take(self, batch: Any) -> None:
+        """Train on one batch under its plan."""
+        plan = self._choose(batch)
+        if plan is not self.plan:
+            controls.apply(self.model, plan)
+            self.plan, self.k = plan, plan.accumulation_steps
+        super().take(batch)
+
+
+class LiveArm(Arm):
+    """Train with a tuner attached.
+
+    Attributes:
+        tuner: the tuner.
+        plans: what each batch ran under.
+        updated: whether a batch ended with an update: not every one does where a step consumes several.
+        learning: whether it was one of the steps that the run is profiled by.
+
+    Args:
+        job: the job.
+        seed: of its weights.
+        arguments: what ``attach`` is called with.
+    """
+
+    def __init__(self, job: Job, seed: int, arguments: Mapping[str, Any]) -> None:
+        super().__init__(job, seed)
+        settings = {"clip_norm": job.clip_norm, "runs_dir": None, **arguments}
+        self.tuner = attach(self.model, self.optimizer, **settings)
+        self.plans: list[Plan] = []
+        self.updated: list[bool] = []
+        self.learning: list[bool] = []
+
+    def take(self, batch: Any) -> None:
+        """Train on one batch, and note how long that took and what it was for."""
+        super().take(batch)
+        self.learning.append(self.tuner.learning)
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """Train on one batch through the tuner's three calls."""
+        for micro in self.tuner.micro_batches(batch, self.job.count):
+            loss = self.job.loss(self.model, micro)
+            self.tuner.backward(loss)
+        self.plans.append(self.tuner.plan)
+        self.updated.append(self.tuner.step())
+        return loss
+
+
+def take_turns(arms: Mapping[str, Arm], batch: Any, number: int) -> None:
+    """Let every arm take a batch, in an order that changes from step to step."""
+    names = list(arms)
+    names = names[number % len(names) :] + names[: number % len(names)]
+    for name in names if (number // len(names)) % 2 == 0 else reversed(names):
+        arms[name].take(batch)
+
+
+def endless(job: Job, seed: int) -> Iterator[Any]:
+    """Yield a job's batches, begun anew with other seeds where they end."""
+    return itertools.chain.from_iterable(job.batches(seed + number) for number in itertools.count())

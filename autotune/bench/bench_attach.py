@@ -1,0 +1,126 @@
+"""Measure what attaching costs, and what it wins where no static plan can follow: all arms step by step in one run.
+
+In exact mode every arm trains the same bits, so that arms can take turns at each batch: what differs is time alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from typing import Any
+
+import torch
+
+from autotune.bench.attached_arms import Arm, LiveArm, endless, take_turns
+from autotune.bench.attached_situations import SITUATIONS, bench_situation
+from autotune.bench.bench_followed import bench_followed, courses_of
+from autotune.bench.bench_overhead import bootstrap_median
+from autotune.catalog import load_job
+from autotune.errors import InputError
+from autotune.io.progress import Reporter, Silent
+from autotune.job import Job
+from autotune.live.limits import Limits
+from autotune.mechanics.devices import device_name
+
+
+def bench_overhead_attached(
+    job: Job, *, steps: int, seed: int, reporter: Reporter | None = None, limits: Limits | None = None
+) -> dict[str, Any]:
+    """Return the ratio of an attached step's time to an unattached one's, observing and acting, step by step in turn.
+
+    Acting has a budget under which something must be recomputed only if the baseline were larger: the plan stays the
+    baseline's, and what is measured is the tuner.
+
+    Args:
+        job: the job.
+        steps: steps of each arm.
+        seed: of all of them.
+        reporter: shows progress.
+        limits: of the tuners.
+    """
+    shows = reporter or Silent()
+    shows.stage(f"{job.name}: unattached, observing and acting in turn", steps)
+    arms: dict[str, Arm] = {
+        "unattached": Arm(job, seed),
+        "observe": LiveArm(job, seed, {"stage": "observe", "memory_budget_bytes": 2**45, "limits": limits}),
+        "act": LiveArm(job, seed, {"stage": "act", "memory_budget_bytes": 2**45, "limits": limits}),
+    }
+    for number, batch in enumerate(itertools.islice(endless(job, seed), steps)):
+        take_turns(arms, batch, number)
+        shows.advance(number + 1)
+    plain = arms["unattached"].seconds
+    found = {}
+    for name in ("observe", "act"):
+        arm = arms[name]
+        ratios = [own / other for own, other in zip(arm.seconds, plain, strict=True)]
+        low, high = bootstrap_median(ratios)
+        more = sum(arm.seconds) - sum(plain)
+        found[name] = {
+            "ratio_median": statistics.median(ratios),
+            "ratio_ci95": [low, high],
+            "ratio_total": sum(arm.seconds) / sum(plain),
+            # Probing and profiling are paid once, however long the run.
+            "ratio_total_1000_steps": 1 + more / (statistics.median(plain) * max(steps, 1000)),
+            "identical": arm.losses == arms["unattached"].losses,
+            "overhead_frac": arm.tuner.status.get("overhead_frac") if isinstance(arm, LiveArm) else None,
+            "attached": isinstance(arm, LiveArm) and arm.tuner.attached,
+        }
+    return {"job": job.name, "steps": steps, "step_s_median": statistics.median(plain), **found}
+
+
+def bench_attach(
+    jobs: list[str],
+    situations: list[str],
+    *,
+    steps: int,
+    situation_steps: int,
+    seeds: int,
+    policy: str,
+    seed: int,
+    followed: list[str] | None = None,
+    reporter: Reporter | None = None,
+) -> dict[str, Any]:
+    """Return what attaching costs on some jobs, and what it wins in some situations.
+
+    Args:
+        jobs: the jobs whose overhead is measured; the first one's is the headline.
+        situations: names of situations.
+        steps: steps of each arm for the overhead.
+        situation_steps: steps of each run in a situation.
+        seeds: paired runs of a situation.
+        policy: what is attached in situations.
+        seed: of the overhead's arms.
+        followed: jobs and situations whose live runs an unattached copy follows under the same plans.
+        reporter: shows progress.
+
+    Raises:
+        InputError: if a job or a situation is unknown.
+    """
+    named = {situation.name: situation for situation in SITUATIONS}
+    unknown = [name for name in situations if name not in named]
+    if unknown:
+        raise InputError(f"situation {unknown[0]!r} is unknown", where="--situations", allowed=named)
+    shows = reporter or Silent()
+    loaded = [load_job(name) for name in jobs]
+    courses = [
+        course for name in followed or [] for course in courses_of(name, steps=steps, policy=policy, reporter=shows)
+    ]
+    overhead = [bench_overhead_attached(job, steps=steps, seed=seed, reporter=reporter) for job in loaded]
+    won = [
+        bench_situation(named[name], steps=situation_steps, seeds=seeds, policy=policy, reporter=reporter)
+        for name in situations
+    ]
+    behind = [bench_followed(course, steps=steps, seed=seed, reporter=reporter) for course in courses]
+    headline = overhead[0]["act"] if overhead else {}
+    return {
+        "version": 1,
+        "benchmark": "attach",
+        "device": device_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "ratio_median": headline.get("ratio_median"),
+        "ratio_ci95": headline.get("ratio_ci95"),
+        "overhead": overhead,
+        "situations": won,
+        "followed": behind,
+    }

@@ -1,0 +1,108 @@
+"""Measure the exact solver: against brute force on small jobs, against the clock on large ones."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from autotune.cost_model.cost_arrays import CostArrays, Plans
+from autotune.cost_model.price_solver import PriceSolver
+from autotune.cost_model.profile import Profile
+from autotune.cost_model.solver import SAFETY_MARGIN, smallest, solve
+from autotune.mechanics.devices import device_name
+from autotune.plan import Precision
+from autotune.simulator.random_jobs import Shape, draw_profile
+
+_PRECISIONS = (Precision.FP32, Precision.BF16, Precision.FP16)
+_LARGE = 1000
+# Where between the smallest peak and that of the fastest plan the budget lies.
+_TIGHTNESS = (0.1, 0.4, 0.8)
+
+
+def bench_solver(*, instances: int, seed: int, on_instance: Callable[[int], None] | None = None) -> dict[str, Any]:
+    """Return how far the solvers are from brute force, and how long the exact one takes for 1,000 units.
+
+    Args:
+        instances: small jobs, of one to five recomputable units, three precisions and two or three k.
+        seed: of the draws.
+        on_instance: is told of jobs done.
+    """
+    generator = np.random.default_rng(seed)
+    gaps, price_gaps = [], []
+    for number in range(instances):
+        profile = draw_profile(
+            generator,
+            Shape(
+                # An embedding and a head, which always save, make two more units.
+                units=int(generator.integers(1, 4)),
+                precisions=_PRECISIONS,
+                accumulation_choices=(1, 2, 4) if generator.random() < 0.7 else (1, 2),
+                identical=bool(generator.random() < 0.3),
+            ),
+        )
+        exact, price = _against_brute_force(profile, float(generator.choice(_TIGHTNESS)))
+        gaps.append(exact)
+        price_gaps.append(price)
+        if on_instance is not None:
+            on_instance(number + 1)
+    large = {name: _large(generator, identical=name == "identical") for name in ("distinct", "identical")}
+    return {
+        "version": 1,
+        "benchmark": "solver",
+        "device": device_name(),
+        "instances": instances,
+        "gap_to_brute_force_max": max(gaps),
+        "price_solver_gap_median": float(np.median(price_gaps)),
+        "price_solver_gap_p95": float(np.quantile(price_gaps, 0.95)),
+        "seconds_1000_units": max(entry["seconds_per_k_max"] for entry in large.values()),
+        "options_per_unit": 2 * len(_PRECISIONS),
+        "large": large,
+    }
+
+
+def _against_brute_force(profile: Profile, tightness: float) -> tuple[float, float]:
+    """Return by what share the exact and the price solver's plans are slower than the fastest plan that fits."""
+    arrays = CostArrays([profile])
+    peaks, seconds = _everything(arrays)
+    least, free = smallest(profile).peak_bytes, solve(profile).peak_bytes
+    budget = (least + tightness * max(free - least, 0)) / (1 - SAFETY_MARGIN) + 1
+    usable = budget * (1 - SAFETY_MARGIN)
+    best = seconds[peaks <= usable].min()
+    exact = solve(profile, int(budget)).seconds_per_step / best - 1
+    plans, _ = PriceSolver(arrays).solve(np.array([0]), np.array([usable]))
+    return float(max(exact, 0.0)), float(arrays.seconds_per_step(plans)[0] / best - 1)
+
+
+def _everything(arrays: CostArrays) -> tuple[np.ndarray, np.ndarray]:
+    """Return predicted peak and seconds of every plan of the one job."""
+    profile = arrays.profiles[0]
+    options = [
+        [2 * p + s for p in range(len(profile.precisions)) for s in ((0, 1) if unit.recomputable else (0,))]
+        for unit in profile.units
+    ]
+    choices = np.array(list(itertools.product(*options)), dtype=np.int64)
+    peaks, seconds = [], []
+    for k in range(len(profile.tables)):
+        for part in np.array_split(choices, -(-len(choices) // 20_000)):
+            plans = Plans(np.zeros(len(part), dtype=np.int64), np.full(len(part), k), part)
+            peaks.append(arrays.peak_bytes(plans))
+            seconds.append(arrays.seconds_per_step(plans))
+    return np.concatenate(peaks), np.concatenate(seconds)
+
+
+def _large(generator: np.random.Generator, *, identical: bool) -> dict[str, Any]:
+    """Solve jobs of 1,000 units at three budgets, one k at a time."""
+    shape = Shape(units=_LARGE - 2, precisions=_PRECISIONS, accumulation_choices=(4,), identical=identical)
+    profile = draw_profile(generator, shape)
+    least, free = smallest(profile).peak_bytes, solve(profile).peak_bytes
+    times, gaps = [], []
+    for tightness in _TIGHTNESS:
+        budget = int((least + tightness * (free - least)) / (1 - SAFETY_MARGIN)) + 1
+        began = time.perf_counter()
+        gaps.append(solve(profile, budget).gap)
+        times.append(time.perf_counter() - began)
+    return {"seconds_per_k": times, "seconds_per_k_max": max(times), "gap_max": max(gaps)}

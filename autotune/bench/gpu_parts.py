@@ -1,0 +1,297 @@
+"""Measure one part of a GPU benchmark, in a process of its own: what it runs out of, hangs in or breaks ends with it.
+
+A part is a generator: each object that it yields is kept at once, over what it yielded before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autotune.agents.planner import planned
+from autotune.agents.rules import RULES
+from autotune.bench.bench_attach import bench_overhead_attached
+from autotune.bench.gpu_jobs import gpu_jobs
+from autotune.bench.gpu_windows import Windows
+from autotune.catalog import load_job
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.profile import Profile
+from autotune.cost_model.solver import Goal
+from autotune.data import pointed_at
+from autotune.engines.torch_engine import EngineOptions, TorchEngine
+from autotune.engines.worker_processes import fail, leave, opened
+from autotune.errors import BudgetError, InputError
+from autotune.job import Job
+from autotune.mechanics import devices
+from autotune.mechanics.trees import map_tensors
+from autotune.plan import Plan
+from autotune.profiling.profiler import ProfilerOptions, profile
+from autotune.records.run_directory import benchmark_folder, describe_environment
+
+Found = dict[str, Any]
+
+RULE_ARMS = ("paper", "uniform-bf16", "sqrt")
+PLANNED_ARMS = ("exact", "ppo")
+TF32_ARM, ATTACHED = "tf32", "attached"
+# What the first part is to find out, and from where on its answer is yes.
+WITHIN = {"memory": 0.05, "time": 0.10, "attach": 0.03}
+# Shares of the baseline's peak within which the first part looks at plans.
+_FIRST_SHARES = (0.6, 0.4)
+# Plans of a planner that predictions cannot tell apart, of which the first round chooses.
+_FINALISTS = 3
+# Passes over one batch that are compared, and how many times as far apart as passes of one plan those of two may be.
+_PASSES, _NOISE = 3, 4.0
+# Copies of a job that are trained in turn to see what being attached costs.
+_COPIES = 3
+
+
+def machine(asked: Mapping[str, Any]) -> Iterator[Found]:
+    """Yield what is measured on and with, before anything is trained.
+
+    Raises:
+        InputError: if there is no such device or job.
+    """
+    if asked["device"] is None and devices.device_kind() == "cpu":
+        raise InputError("there is no accelerator here", where="--device", allowed="cpu, to try the command")
+    device = devices.resolved(asked["device"], "--device")
+    jobs = gpu_jobs(asked["jobs"], device)
+    arms = ["baseline", *([TF32_ARM] if devices.has_tf32(device) else []), *RULE_ARMS, *PLANNED_ARMS, ATTACHED]
+    yield {
+        "machine": {
+            "device": devices.device_name(device),
+            "torch": torch.__version__,
+            "driver": devices.driver(device),
+            "settings": devices.settings(device),
+            "fp32": devices.fp32_arithmetic(device),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "total_bytes": devices.total_bytes(device),
+            "free_bytes": devices.free_bytes(device),
+        },
+        "environment": describe_environment(),
+        "kind": str(device),
+        "folder": benchmark_folder(Path(), devices.device_name(device)).name,
+        "jobs": [{"reference": reference, "job": job.name} for reference, job in jobs.items()],
+        "arms": arms,
+    }
+
+
+def known(asked: Mapping[str, Any]) -> Iterator[Found]:
+    """Yield a job's profile, and what its baseline comes to."""
+    job, device = _job(asked), asked["device"]
+    found = profile(
+        job,
+        device_name=devices.device_name(device),
+        device=device,
+        options=ProfilerOptions.lean(asked["seed"]),
+    )
+    yield {"profile": found.to_json()}
+    devices.release(device)
+    with contextlib.closing(_engine(job, asked)) as engine:
+        yield _baseline(engine, found)
+
+
+def answers(asked: Mapping[str, Any]) -> Iterator[Found]:
+    """Yield whether predictions hold, whether exact mode repeats the run, and what being attached costs."""
+    job, device = _job(asked), asked["device"]
+    found: Found = {}
+    for part in known(asked):
+        found |= part
+        yield part
+    seen = Profile.from_json(found["profile"])
+    with contextlib.closing(_engine(job, asked)) as engine:
+        engine.run(1)
+        yield {"answers": {"exact": _repeats(engine)}}
+        plans = dict.fromkeys(
+            plan
+            for share in _FIRST_SHARES
+            for name in ("baseline", *RULE_ARMS, "exact")
+            for plan in _plans(name, seen, int(share * found["baseline"]["peak_bytes"]))[:1]
+        )
+        windows = Windows(engine, list(plans))
+        for _ in range(2):
+            windows.measure()
+            yield {"answers": {**_predicted(windows, seen)}}
+    del engine, windows
+    devices.release(device)
+    for part in attached({**asked, "profile": found["profile"], "peak_bytes": found["baseline"]["peak_bytes"]}):
+        act = part[ATTACHED]["act"]
+        cost = act["ratio_median"] - 1
+        yield {"answers": {"attach": {"yes": cost <= WITHIN["attach"], "frac": cost, "identical": act["identical"]}}}
+        yield part
+
+
+def arm(asked: Mapping[str, Any]) -> Iterator[Found]:
+    """Yield what an arm's plans come to within every budget, in turn with the baseline; anew after each round."""
+    began, name, seen = time.perf_counter(), asked["arm"], Profile.from_json(asked["profile"])
+    budgets = {share: int(share * asked["peak_bytes"]) for share in asked["shares"]}
+    chosen = {share: _plans(name, seen, budget) for share, budget in budgets.items()}
+    computed: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    if name == TF32_ARM:
+        computed = lambda: devices.fp32_computed_in("tf32")  # noqa: E731 - one of two ways
+    with contextlib.closing(_engine(_job(asked), asked)) as engine:
+        # The very first step is not metered.
+        engine.run(1)
+        windows = Windows(engine, list(dict.fromkeys(plan for plans in chosen.values() for plan in plans)), computed)
+        for number in range(asked["rounds"]):
+            windows.measure()
+            yield {
+                name: {
+                    "rounds": number + 1,
+                    "seconds": time.perf_counter() - began,
+                    "reference": windows.reference(),
+                    "plans": [windows.plan(plan, seen) for plan in windows.plans],
+                    "budgets": [
+                        {"share": share, "bytes": budgets[share], **windows.within(budgets[share], plans)}
+                        for share, plans in chosen.items()
+                    ],
+                }
+            }
+
+
+def attached(asked: Mapping[str, Any]) -> Iterator[Found]:
+    """Yield what being attached costs.
+
+    Raises:
+        InputError: if there is no room for the copies of the job that are trained in turn.
+    """
+    static = Profile.from_json(asked["profile"]).static_bytes
+    needed, total = asked["peak_bytes"] + (_COPIES - 1) * static, devices.total_bytes(asked["device"])
+    if total is not None and needed > total:
+        raise InputError(
+            f"{_COPIES} copies of the job need {needed} bytes", where=ATTACHED, allowed=f"the device's {total}"
+        )
+    yield {ATTACHED: bench_overhead_attached(_job(asked), steps=asked["attached_steps"], seed=asked["seed"])}
+
+
+PARTS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Found]]] = {
+    "machine": machine,
+    "known": known,
+    "answers": answers,
+    "arm": arm,
+    ATTACHED: attached,
+}
+
+
+def placed(job: Job, device: str) -> Job:
+    """Return the job with its model built on a device, and its batches moved there.
+
+    What cannot be built there is built where the job builds it, and moved.
+    """
+
+    def model() -> torch.nn.Module:
+        try:
+            with torch.device(device):
+                built = job.model()
+        except Exception:  # noqa: BLE001 - whatever it was, building it elsewhere may do
+            built = job.model()
+        return built.to(device)
+
+    return replace(
+        job,
+        model=model,
+        batches=lambda seed: (map_tensors(lambda tensor: tensor.to(device), batch) for batch in job.batches(seed)),
+    )
+
+
+def _job(asked: Mapping[str, Any]) -> Job:
+    return placed(load_job(asked["job"]), asked["device"])
+
+
+def _engine(job: Job, asked: Mapping[str, Any]) -> TorchEngine:
+    options = EngineOptions(discard_steps=1, statistics_every=None)
+    return TorchEngine(job, seed=asked["seed"], device=asked["device"], options=options)
+
+
+def _baseline(engine: TorchEngine, found: Profile) -> Found:
+    """Return what a job's baseline comes to; where it has no room, its predicted peak."""
+    engine.run(1)
+    window = engine.run(3)
+    measured, predicted = window.peak_bytes, int(peak_bytes(found, engine.space.baseline()))
+    sources = engine.job.data_sources
+    return {
+        "baseline": {
+            "peak_bytes": predicted if measured is None else measured,
+            "predicted_peak_bytes": predicted,
+            "seconds_per_step": window.seconds_per_step,
+            "failure": None if window.failure is None else f"{window.failure}: {window.failure_detail}",
+        },
+        "data": [source.name for source in sources()] if sources else [],
+        "parameters": sum(parameter.numel() for parameter in engine.model.parameters()),
+        "batch_size": engine.job.batch_size,
+        "units": len(found.units),
+        "profiled": {"steps": found.steps, "seconds": found.seconds, "warnings": list(found.warnings)},
+    }
+
+
+def _plans(name: str, seen: Profile, budget: int) -> list[Plan]:
+    """Return an arm's plans within a budget; a planner without a plan that fits has none."""
+    if name in ("baseline", TF32_ARM):
+        return [seen.space.baseline()]
+    if name in RULES:
+        return [RULES[name].plan(seen.space)]
+    try:
+        return planned(name, seen, budget, Goal())[:_FINALISTS]
+    except BudgetError:
+        return []
+
+
+def _predicted(windows: Windows, seen: Profile) -> Found:
+    """Return how far predictions of peaks and times were off, at worst."""
+    rows = [windows.plan(plan, seen) for plan in windows.plans]
+    answered: Found = {}
+    for name, key in (("memory", "peak_bytes"), ("time", "seconds_per_step")):
+        off = [abs(row[f"predicted_{key}"] / row[key] - 1) for row in rows if row[key]]
+        worst = max(off, default=None)
+        answered[name] = {
+            "yes": None if worst is None else worst <= WITHIN[name],
+            "worst_frac": worst,
+            "plans": len(off),
+            "failures": [row["failure"] for row in rows if row["failure"]],
+        }
+    return answered
+
+
+def _repeats(engine: TorchEngine) -> Found:
+    """Return whether recomputing repeats a pass as well as the pass repeats itself, by the largest difference."""
+    space = engine.space
+    baseline = space.baseline()
+    recomputed = baseline.changed(storage=space.leanest().storage)
+    first = engine.gradient(baseline)
+    own, other = (
+        max(_difference(first, engine.gradient(plan)) for _ in range(_PASSES)) for plan in (baseline, recomputed)
+    )
+    return {"yes": other <= _NOISE * own, "repeated_frac": own, "recomputed_frac": other}
+
+
+def _difference(one: Sequence[torch.Tensor | None], two: Sequence[torch.Tensor | None]) -> float:
+    """Return the largest difference of two gradients, over the largest entry of its parameter."""
+    pairs = [(a, b) for a, b in zip(one, two, strict=True) if a is not None and b is not None]
+    found = [float((a - b).abs().max() / a.abs().max().clamp_min(torch.finfo(a.dtype).tiny)) for a, b in pairs]
+    return max(found, default=0.0)
+
+
+def main() -> None:
+    """Run the part that the asker names, and tell it what was found as it is found."""
+    wire, asked, number = opened()
+    with contextlib.suppress(EOFError, OSError):
+        try:
+            with pointed_at(asked["data"]):
+                for found in PARTS[asked["part"]](asked):
+                    # What is no number says nothing, and documents have none.
+                    wire.send({"found": json.loads(json.dumps(found), parse_constant=lambda _: None)})
+        except Exception as error:  # noqa: BLE001 - whatever it is, the asker classifies
+            fail(wire, number, error)
+        wire.send({"done": True})
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()

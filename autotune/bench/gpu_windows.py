@@ -1,0 +1,121 @@
+"""Measure plans in turn with the baseline, and say what they come to."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.profile import Profile
+from autotune.cost_model.time_model import seconds_per_step
+from autotune.engines.torch_engine import TorchEngine
+from autotune.measurement import Measurement
+from autotune.plan import Plan
+
+# A step that is metered and not timed, and those that are timed.
+_STEPS = 4
+
+
+class Windows:
+    """What windows of an engine under some plans came to; the first chooses among plans, the others are reported.
+
+    Args:
+        engine: trains the job.
+        plans: the plans.
+        computed: stands round the windows of the plans, and not round the baseline's.
+    """
+
+    def __init__(
+        self,
+        engine: TorchEngine,
+        plans: Sequence[Plan],
+        computed: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        self._engine = engine
+        self._computed = computed
+        self._rounds = 0
+        self._baseline: list[Measurement] = []
+        self._windows: dict[Plan, list[Measurement]] = {plan: [] for plan in plans}
+
+    @property
+    def plans(self) -> list[Plan]:
+        """Return the plans."""
+        return list(self._windows)
+
+    def measure(self) -> None:
+        """Measure the baseline and every plan once; every second time in the other direction."""
+        turns: list[Plan | None] = [None, *self._windows]
+        for plan in turns if self._rounds % 2 == 0 else reversed(turns):
+            if plan is None:
+                self._baseline.append(self._window(self._engine.space.baseline()))
+            else:
+                with self._computed():
+                    self._windows[plan].append(self._window(plan))
+        self._rounds += 1
+
+    def _window(self, plan: Plan) -> Measurement:
+        self._engine.apply(plan)
+        return self._engine.run(_STEPS)
+
+    def reference(self) -> dict[str, Any]:
+        """Return what the baseline comes to."""
+        return {
+            "seconds_per_sample": _per_sample(self._baseline[1:]),
+            "peak_bytes": _peak(self._baseline),
+            "failure": _failure(self._baseline),
+        }
+
+    def plan(self, plan: Plan, seen: Profile) -> dict[str, Any]:
+        """Return what a plan comes to, beside what a profile predicts."""
+        windows = self._windows[plan]
+        return {
+            "plan": plan.to_json(),
+            "seconds_per_step": _seconds(windows[1:]),
+            "predicted_seconds_per_step": seconds_per_step(seen, plan),
+            "peak_bytes": _peak(windows),
+            "predicted_peak_bytes": peak_bytes(seen, plan),
+            "failure": _failure(windows),
+        }
+
+    def within(self, budget: int, plans: Sequence[Plan]) -> dict[str, Any]:
+        """Return which of some plans is chosen within a budget, and what it comes to."""
+        if not plans:
+            return {"plan": None, "fits": False, "speedup": None}
+
+        def first_round(plan: Plan) -> tuple[bool, float]:
+            peak, seconds = _peak(self._windows[plan]), _per_sample(self._windows[plan][:1])
+            return (peak is None or peak > budget), float("inf") if seconds is None else seconds
+
+        plan = min(plans, key=first_round)
+        peak, seconds = _peak(self._windows[plan]), _per_sample(self._windows[plan][1:])
+        reference = _per_sample(self._baseline[1:])
+        return {
+            "plan": self.plans.index(plan),
+            "fits": peak is not None and peak <= budget and _failure(self._windows[plan]) is None,
+            "speedup": None if seconds is None or reference is None else reference / seconds,
+        }
+
+
+def _seconds(windows: Sequence[Measurement]) -> float | None:
+    """Return the median seconds of a step; ``None`` if a window failed, or there is none."""
+    if any(window.failure is not None for window in windows):
+        return None
+    seconds = [second for window in windows for second in window.step_s]
+    return statistics.median(seconds) if seconds else None
+
+
+def _per_sample(windows: Sequence[Measurement]) -> float | None:
+    """Return the median seconds of a sample: under adaptive batching a step takes k batches."""
+    seconds = _seconds(windows)
+    return None if seconds is None or not windows[0].samples_per_step else seconds / windows[0].samples_per_step
+
+
+def _peak(windows: Sequence[Measurement]) -> int | None:
+    return max((window.peak_bytes for window in windows if window.peak_bytes is not None), default=None)
+
+
+def _failure(windows: Sequence[Measurement]) -> str | None:
+    return next((f"{one.failure}: {one.failure_detail}" for one in windows if one.failure is not None), None)

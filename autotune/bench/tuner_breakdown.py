@@ -1,0 +1,88 @@
+"""Name what makes a live run's steps longer than those of an unattached copy under the same plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autotune.bench.attached_arms import Arm, LiveArm
+from autotune.bench.tuner_rooms import DECISION, STATISTICS, Rooms, Spent, summed
+from autotune.plan import Plan
+
+# Kinds of steps, and what is done in each that is not in those after it.
+LEARNING, DECIDED, SAMPLED, SWITCHED, SAME = (
+    "learning",
+    "deciding",
+    "sampling the gradient",
+    "the first of another plan",
+    "all others",
+)
+
+
+def watch(rooms: Rooms, arm: Arm) -> list[dict[str, Spent]]:
+    """Have each batch of an arm attributed to rooms; return where that is put.
+
+    Args:
+        rooms: attributes.
+        arm: the arm, before its first batch.
+    """
+    found: list[dict[str, Spent]] = []
+    step = arm.step
+
+    def watched(batch: Any) -> Any:
+        rooms.beside = (lambda: arm.tuner.probing) if isinstance(arm, LiveArm) else lambda: False
+        result, spent = rooms.step(lambda: step(batch))
+        found.append(spent)
+        return result
+
+    arm.__dict__["step"] = watched
+    return found
+
+
+def breakdown(
+    live: Sequence[dict[str, Spent]],
+    followed: Sequence[dict[str, Spent]],
+    plans: Sequence[Plan],
+    learning: Sequence[bool],
+) -> dict[str, Any]:
+    """Return what each room adds to the seconds of an unattached copy, over all batches and by kinds of steps.
+
+    Args:
+        live: what each batch of the live arm spent where.
+        followed: the same of the arm that follows it.
+        plans: what each batch ran under.
+        learning: whether it was one of the steps that the run is profiled by.
+    """
+    kinds = [_kind_of(*one) for one in zip(live, plans, [None, *plans], learning, strict=False)]
+    found: dict[str, Any] = {"all": _added(live, followed)}
+    for kind in dict.fromkeys((LEARNING, DECIDED, SAMPLED, SWITCHED, SAME)):
+        places = [number for number, one in enumerate(kinds) if one == kind]
+        if places:
+            found[kind] = _added([live[place] for place in places], [followed[place] for place in places])
+    return found
+
+
+def _kind_of(spent: Mapping[str, Spent], plan: Plan, former: Plan | None, learning: bool) -> str:
+    if learning:
+        return LEARNING
+    if DECISION in spent:
+        return DECIDED
+    if STATISTICS in spent:
+        return SAMPLED
+    return SAME if plan == former else SWITCHED
+
+
+def _added(live: Sequence[dict[str, Spent]], followed: Sequence[dict[str, Spent]]) -> dict[str, Any]:
+    found: dict[str, Any] = {"batches": len(live)}
+    for clock in ("wall", "cpu"):
+        own, other = summed(live, clock), summed(followed, clock)
+        total = sum(other.values())
+        own.subtract(other)
+        found[clock] = {
+            "followed_s": total,
+            "added_s": sum(own.values()),
+            "added_frac": sum(own.values()) / total,
+            # Of the followed arm's seconds, the largest first.
+            "rooms": {room: seconds / total for room, seconds in own.most_common()},
+        }
+    return found

@@ -1,0 +1,236 @@
+"""Time, in a benchmark alone, in which of a live tuner's rooms a step's seconds are spent.
+
+Wrappers are put round the tuner's methods while a benchmark runs, and taken off after it; a user's run has none of
+them. Each second belongs to the innermost room that it was spent in, so that rooms sum to the step.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotune.bench.attached_arms import Arm
+from autotune.live import tuner
+from autotune.live.controller import Pilot
+from autotune.live.deciding import Decider
+from autotune.live.decision_log import DecisionLog
+from autotune.live.live_profiler import LiveProfiler
+from autotune.live.memory_budget import BudgetReader
+from autotune.live.tripwires import Wires
+from autotune.live.tuner import LiveTuner
+from autotune.mechanics import devices, stepping
+from autotune.mechanics.controls import Switcher
+from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe
+from autotune.mechanics.step_trace import StepWatch
+from autotune.mechanics.stepping import Update
+from autotune.profiling import probe
+from autotune.profiling.step_peaks import StepPeaks
+from autotune.profiling.unit_calls import UnitCalls
+
+LOOP, SHADOW, COLLECTION = "the loop itself", "shadow passes", "garbage collection"
+FORWARD, BACKWARD, NORM, OPTIMIZER = "forward", "backward", "norm and clipping", "optimizer and clearing"
+STATISTICS, DECISION, TRACING, PROBE = "gradient statistics", "decision", "tracing and timing", "probe of units"
+
+# Of each room, what is timed: an object and the names of its functions.
+ROOMS: Mapping[str, tuple[tuple[Any, tuple[str, ...]], ...]] = {
+    "beginning a step": ((LiveTuner, ("_begin",)), (tuner, ("is_disabled",))),
+    "size of the batch": ((tuner._Running, ("add",)),),
+    "signature": ((tuner, ("signature_of",)),),
+    "reading the budget": ((BudgetReader, ("read", "read_device")),),
+    "choosing the placement": (
+        (Pilot, ("_plan_ahead", "_placed_plan", "_is_news", "_of_several")),
+        (LiveProfiler, ("plan_for", "also_watch")),
+    ),
+    "switching plans": ((Switcher, ("apply",)),),
+    "counting calls": (
+        (UnitCalls, ("begin_step", "begin_pass", "end_step")),
+        (Pilot, ("_begin_to_count",)),
+        (Switcher, ("barred",)),
+    ),
+    STATISTICS: (
+        (GradientProbe, ("__init__", "__enter__", "__exit__", "next_micro_batch", "read")),
+        (GradientMonitor, ("observe", "aged")),
+    ),
+    "memory peaks": ((StepPeaks, ("begin", "end", "take")),),
+    "log": ((DecisionLog, ("write",)),),
+    DECISION: ((Pilot, ("_meet",)),),
+    "policy": ((Decider, ("ask",)),),
+    "profile": ((Pilot, ("_take_profile",)), (LiveProfiler, ("rebuild",))),
+    TRACING: ((LiveProfiler, ("begin", "phase", "end")), (StepWatch, ("_see", "_go"))),
+    PROBE: ((probe, ("storage_lock",)), (LiveProfiler, ("_read_probes",))),
+    SHADOW: ((Pilot, ("take_shadows",)),),
+    "bookkeeping": (
+        (Pilot, ("before_step", "before_update", "after_step", "tell_phase", "_take")),
+        (Wires, ("after_step",)),
+    ),
+    "ending a step": ((LiveTuner, ("_end", "_watch_over")),),
+    "device synchronisation": ((devices, ("synchronize",)),),
+    # What an unattached step does as well.
+    "cutting the batch": ((tuner, ("_cut",)), (stepping, ("split",))),
+    BACKWARD: ((torch.Tensor, ("backward",)),),
+    NORM: ((Update, ("unscale", "clip", "average")), (nn.utils, ("clip_grad_norm_",))),
+    OPTIMIZER: ((Update, ("finish",)), (Arm, ("update",))),
+}
+# Empty rooms that are entered to find out what a timer itself takes.
+_EMPTY = 2000
+
+
+@dataclass(slots=True)
+class Spent:
+    """What a step spent in one room.
+
+    Attributes:
+        wall: seconds by the wall, without those of rooms within.
+        cpu: seconds that the process computed.
+        entries: how often it was entered.
+        within: how many rooms were entered from it.
+    """
+
+    wall: float = 0.0
+    cpu: float = 0.0
+    entries: int = 0
+    within: int = 0
+
+
+@dataclass(slots=True)
+class Rooms:
+    """Attribute the seconds of steps, one after the other, to rooms.
+
+    Attributes:
+        spent: of the step that runs, by room.
+        beside: tells whether a pass beside the run is going on, to which everything then belongs.
+    """
+
+    spent: dict[str, Spent] = field(default_factory=dict)
+    beside: Callable[[], bool] = lambda: False
+    _stack: list[Spent] = field(default_factory=list)
+    _wall: float = 0.0
+    _cpu: float = 0.0
+    _thread: int = field(default_factory=threading.get_ident)
+    # What a timer adds to the room that it times, and to the one round it.
+    _inside: tuple[float, float] = (0.0, 0.0)
+    _outside: tuple[float, float] = (0.0, 0.0)
+
+    def enter(self, room: str) -> None:
+        """Enter a room."""
+        if self._stack:
+            self._charge()
+            self._stack[-1].within += 1
+        found = self.spent.get(room)
+        if found is None:
+            found = self.spent[room] = Spent()
+        found.entries += 1
+        self._stack.append(found)
+        self._cpu, self._wall = time.process_time(), time.perf_counter()
+
+    def leave(self) -> None:
+        """Leave the room that was entered last."""
+        self._charge()
+        self._stack.pop()
+        self._cpu, self._wall = time.process_time(), time.perf_counter()
+
+    def _charge(self) -> None:
+        wall, cpu = time.perf_counter(), time.process_time()
+        room = self._stack[-1]
+        room.wall += wall - self._wall
+        room.cpu += cpu - self._cpu
+
+    def step(self, body: Callable[[], Any]) -> tuple[Any, dict[str, Spent]]:
+        """Run a step; return what it returns, and what it spent in which room, less what these timers took."""
+        self.spent = {}
+        self.enter(LOOP)
+        try:
+            result = body()
+        finally:
+            self.leave()
+        for one in self.spent.values():
+            one.wall -= one.entries * self._inside[0] + one.within * self._outside[0]
+            one.cpu -= one.entries * self._inside[1] + one.within * self._outside[1]
+        return result, self.spent
+
+    def timed(self, room: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that does the same in a room; in other threads, and outside of steps, it only does it."""
+
+        @functools.wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            if not self._stack or threading.get_ident() != self._thread:
+                return function(*args, **kwargs)
+            self.enter(SHADOW if self.beside() else room)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.leave()
+
+        return inside
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Run the body with timers on every room."""
+        self._weigh()
+        with ExitStack() as stack:
+            for room, targets in ROOMS.items():
+                for owner, names in targets:
+                    for name in names:
+                        self._replace(stack, owner, name, self.timed(room, vars(owner)[name]))
+            note = GradientProbe._note
+            self._replace(
+                stack, GradientProbe, "_note", lambda probe, index: self.timed(STATISTICS, note(probe, index))
+            )
+            gc.callbacks.append(self._collecting)
+            stack.callback(gc.callbacks.remove, self._collecting)
+            yield
+
+    def _replace(self, stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+        stack.callback(setattr, owner, name, vars(owner)[name])
+        setattr(owner, name, value)
+
+    def _collecting(self, phase: str, _: Any) -> None:
+        if self._stack and threading.get_ident() == self._thread:
+            if phase == "start":
+                self.enter(COLLECTION)
+            else:
+                self.leave()
+
+    def _weigh(self) -> None:
+        """Find out what a timer takes."""
+        empty = self.timed("empty", lambda: None)
+        self._inside = self._outside = (0.0, 0.0)
+        inner, outer = [], []
+        for _ in range(_EMPTY):
+            _, spent = self.step(empty)
+            inner.append((spent["empty"].wall, spent["empty"].cpu))
+            outer.append((spent[LOOP].wall, spent[LOOP].cpu))
+        _, alone = self.step(lambda: None)
+        _, alone = self.step(lambda: None)
+        self._inside = _medians(inner)
+        around = _medians(outer)
+        self._outside = around[0] - alone[LOOP].wall, around[1] - alone[LOOP].cpu
+
+
+def _medians(pairs: list[tuple[float, float]]) -> tuple[float, float]:
+    return statistics.median(wall for wall, _ in pairs), statistics.median(cpu for _, cpu in pairs)
+
+
+def summed(steps: Iterable[Mapping[str, Spent]], clock: str) -> Counter[str]:
+    """Return the seconds of several steps by room.
+
+    Args:
+        steps: what :meth:`Rooms.step` returned of each.
+        clock: ``wall`` or ``cpu``.
+    """
+    total: Counter[str] = Counter()
+    for spent in steps:
+        for room, one in spent.items():
+            total[room] += getattr(one, clock)
+    return total

@@ -1,0 +1,329 @@
+"""Train the policy that leans on a planner: several seeds side by side, each resumable, the best of them kept.
+
+Seeds train in processes of their own, which write what they reach as files; whoever watches reads those. A training
+that is interrupted, at whatever point, is taken up where its files end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autotune.agents.recipe import Recipe, recipe_of
+from autotune.agents.saved_training import SavedTraining
+from autotune.campaign.seed_files import (
+    VALIDATION_LANES,
+    SeedFiles,
+    SeedResult,
+    finished,
+    identity,
+    own_folder,
+    read_result,
+    taken_up,
+    write_result,
+)
+from autotune.campaign.seed_processes import ClusterSeeds, LocalSeeds, SeedProcess
+from autotune.cost_model.cost_arrays import Floats
+from autotune.engines.ray_cluster import ClusterOptions
+from autotune.errors import AutotuneError, WorkerLostError
+from autotune.gym.moving_env import MovingEnv
+from autotune.io.files import append_json_line
+from autotune.io.progress import Reporter
+from autotune.records.run_directory import RunDirectory
+from autotune.records.tracking import Tracker
+from autotune.simulator.moving_conditions import Strengths
+from autotune.simulator.random_jobs import draw_job
+from autotune.simulator.simulated_job import SimulatedJob
+
+logger = logging.getLogger(__name__)
+
+POLICY = "policy"
+_POLL_S = 1.0
+_RESAMPLES = 2000
+
+
+def jobs_of(recipe: Recipe, *, validation: bool = False) -> list[SimulatedJob]:
+    """Return the simulated jobs that a recipe trains on, or judges on."""
+    jobs = recipe.jobs
+    generator = np.random.default_rng(jobs.seed + validation)
+    count = jobs.validation if validation else jobs.training
+    return [draw_job(generator, depth=(jobs.shallowest, jobs.deepest)) for _ in range(count)]
+
+
+def validation_env(recipe: Recipe, strengths: Strengths | None = None, lanes: int = VALIDATION_LANES) -> MovingEnv:
+    """Return the environment that networks are judged in: jobs and courses that none was trained on."""
+    return MovingEnv(
+        jobs_of(recipe, validation=True),
+        strengths or recipe.strengths,
+        lanes,
+        windows=recipe.jobs.windows,
+        settings=recipe.planner,
+        seed=recipe.jobs.seed + 1,
+    )
+
+
+def train_seed(document: dict[str, Any], seed: int, folder: str, parent: int) -> None:
+    """Train and judge one seed, in a process of its own.
+
+    Args:
+        document: the recipe as a JSON object.
+        seed: of the network, the courses and the actions.
+        folder: the run directory.
+        parent: the process that waits for it; without it, training ends.
+    """
+    import torch
+    from safetensors.torch import save
+
+    from autotune.agents.ppo import train_levers
+
+    torch.set_num_threads(1)
+    recipe, files = recipe_of(document), SeedFiles(folder=Path(folder), seed=seed)
+    generations = files.generations()
+    saved = taken_up(files, recipe, generations)
+    told = {row["decisions"] for row in files.rows()}
+    env = MovingEnv(
+        jobs_of(recipe),
+        recipe.strengths,
+        recipe.ppo.lanes,
+        windows=recipe.jobs.windows,
+        settings=recipe.planner,
+        clones=recipe.ppo.clones,
+        seed=1000 + seed,
+    )
+    began = time.perf_counter()
+
+    def on_rollout(decisions: int, won: float) -> None:
+        if os.getppid() != parent:
+            # Whoever began this training is gone; what is saved can be taken up.
+            raise SystemExit(1)
+        if decisions in told:
+            return
+        seconds = time.perf_counter() - began
+        append_json_line(files.progress, {"decisions": decisions, "won_percent": won, "seconds": seconds})
+
+    def on_save(reached: SavedTraining) -> None:
+        generations.write(reached.to_bytes(identity(files, recipe)))
+
+    network = train_levers(env, recipe.ppo, seed=seed, saved=saved, on_save=on_save, on_rollout=on_rollout)
+    judged = validation_env(recipe)
+    features, done, won = judged.reset(), False, np.zeros(judged.lanes)
+    lowest, highest = features[0].min(axis=0), features[0].max(axis=0)
+    while not done:
+        features, rewards, done = judged.step(network.most_likely(features))
+        won += rewards
+        lowest, highest = np.minimum(lowest, features[0].min(axis=0)), np.maximum(highest, features[0].max(axis=0))
+    weights = save({name: tensor.contiguous() for name, tensor in network.state_dict().items()})
+    result = SeedResult(won=won, job=judged.course.job, lowest=lowest, highest=highest, weights=weights)
+    write_result(files, recipe, result)
+    generations.remove()
+
+
+def train(
+    recipe: Recipe,
+    run: RunDirectory,
+    tracker: Tracker,
+    reporter: Reporter,
+    *,
+    processes: int | None = None,
+    cluster: ClusterOptions | None = None,
+) -> dict[str, Any]:
+    """Train every seed that is not done yet, and write the policy of the best.
+
+    Args:
+        recipe: what to train on, and how.
+        run: the run directory; one that an interrupted training left is taken up.
+        tracker: where progress is logged.
+        reporter: shows progress.
+        processes: seeds at once; ``None`` takes the number of cores, or of a cluster's places.
+        cluster: where seeds train; ``None`` for this machine.
+
+    Returns:
+        What ``train --json`` prints.
+
+    Raises:
+        InputError: if the cluster does not answer.
+        AutotuneError: if a seed's process ended without a result, or all machines of the cluster were lost.
+    """
+    began = time.perf_counter()
+    seeds = [SeedFiles(folder=run.path, seed=seed) for seed in recipe.seeds]
+    tracker.params({"recipe_sha256": recipe.sha256, "strengths_sha256": recipe.strengths_sha256})
+    reporter.stage(f"train {len(seeds)} seeds", recipe.ppo.decisions * len(seeds))
+    waiting = []
+    for files in seeds:
+        if finished(files, recipe) is None:
+            waiting.append(files)
+        else:
+            files.keep_rows()
+    running: dict[int, SeedProcess] = {}
+    keys = {files.seed: tracker.begin(f"seed {files.seed}") for files in seeds}
+    logged = dict.fromkeys(keys, 0)
+    places = LocalSeeds(train_seed, processes) if cluster is None else ClusterSeeds(train_seed, cluster, processes)
+    try:
+        while waiting or running:
+            while waiting and len(running) < places.at_once:
+                files = waiting.pop(0)
+                # What is damaged is named here: a seed's process may run on another machine.
+                taken_up(files, recipe)
+                running[files.seed] = places.begin(recipe.to_json(), files.seed, run.path)
+            time.sleep(_POLL_S)
+            waiting += _ended(running, run)
+            _log(seeds, tracker, keys, logged, reporter, recipe.ppo.decisions)
+    finally:
+        for process in running.values():
+            process.terminate()
+            process.join()
+        places.close()
+    _log(seeds, tracker, keys, logged, reporter, recipe.ppo.decisions)
+    for key in keys.values():
+        tracker.end(key)
+    return _finish(recipe, run, tracker, seeds, time.perf_counter() - began)
+
+
+def _ended(running: dict[int, SeedProcess], run: RunDirectory) -> list[SeedFiles]:
+    """Take away the processes that ended, and return the seeds whose machine was lost."""
+    lost = []
+    for seed, process in list(running.items()):
+        files = SeedFiles(folder=run.path, seed=seed)
+        try:
+            code = process.exitcode
+        except WorkerLostError as error:
+            logger.warning("seed %d goes on elsewhere: %s", seed, error)
+            del running[seed]
+            lost.append(files)
+            continue
+        if code is None:
+            continue
+        del running[seed]
+        if not files.result.is_file():
+            raise AutotuneError(
+                f"seed {seed} ended with exit code {code}; take it up again: autotune train --resume {run.path}"
+            )
+    return lost
+
+
+def _log(
+    seeds: Sequence[SeedFiles],
+    tracker: Tracker,
+    keys: dict[int, str],
+    logged: dict[int, int],
+    reporter: Reporter,
+    decisions: int,
+) -> None:
+    """Send on what the seeds wrote since the last time."""
+    done, last = 0, 0.0
+    for files in seeds:
+        rows = files.rows()
+        for row in rows[logged[files.seed] :]:
+            tracker.metrics({"won_percent": row["won_percent"]}, step=row["decisions"], run=keys[files.seed])
+        logged[files.seed] = len(rows)
+        done += min(rows[-1]["decisions"], decisions) if rows else 0
+        last = rows[-1]["won_percent"] if rows else last
+    reporter.advance(done, f"{last:+.2f} % against the planner")
+
+
+def _finish(
+    recipe: Recipe, run: RunDirectory, tracker: Tracker, seeds: Sequence[SeedFiles], seconds: float
+) -> dict[str, Any]:
+    import torch
+
+    from autotune.agents.planner_policy import Ranges
+    from autotune.agents.policy_folder import LeverTraining, save_levers
+
+    results = [read_result(files, recipe) for files in seeds]
+    won = np.array([result.won for result in results])
+    interval = interval_over_jobs_and_seeds(won, results[0].job)
+    best = int(won.mean(axis=1).argmax())
+    network = results[best].network(recipe.ppo.width)
+    training = LeverTraining(
+        recipe_sha256=recipe.sha256,
+        strengths_sha256=recipe.strengths_sha256,
+        seed=recipe.seeds[best],
+        seeds=len(seeds),
+        decisions=recipe.ppo.decisions,
+        won_percent=float(won.mean()),
+        won_ci95=list(interval),
+    )
+    with torch.no_grad():
+        parameters = sum(parameter.numel() for parameter in network.parameters())
+    document = {
+        "version": 1,
+        "policy": str(run.path / POLICY),
+        "seed": recipe.seeds[best],
+        "won_percent": {str(files.seed): float(row.mean()) for files, row in zip(seeds, won, strict=True)},
+        "won_percent_mean": float(won.mean()),
+        "won_percent_ci95": list(interval),
+        "decisions": recipe.ppo.decisions * len(seeds),
+        "decisions_per_s": recipe.ppo.decisions * len(seeds) / seconds,
+        "parameters": parameters,
+        "training_s": seconds,
+        "run": str(run.path),
+    }
+    ranges = Ranges(results[best].lowest, results[best].highest)
+    save_levers(
+        own_folder(run.path / POLICY), network, recipe.planner, ranges, training, card(recipe, training, document)
+    )
+    tracker.artifact(run.path / POLICY)
+    tracker.artifact(run.write("trained.json", document))
+    return document
+
+
+def interval_over_jobs_and_seeds(
+    values: Floats, job: np.ndarray[Any, Any], *, resamples: int = _RESAMPLES, confidence: float = 0.95
+) -> tuple[float, float]:
+    """Return a bootstrap interval of a mean over seeds and lanes, both jobs and seeds drawn again.
+
+    Args:
+        values: shape (seeds, lanes).
+        job: shape (lanes,), each lane's job: lanes of one job are drawn together.
+        resamples: how often is drawn.
+        confidence: of the interval.
+    """
+    generator = np.random.default_rng(0)
+    jobs, place = np.unique(job, return_inverse=True)
+    count = np.bincount(place)
+    sums = np.stack([np.bincount(place, row) for row in values])
+    means = []
+    for _ in range(resamples):
+        drawn = generator.integers(0, len(jobs), len(jobs))
+        seeds = generator.integers(0, len(values), len(values))
+        means.append(sums[np.ix_(seeds, drawn)].sum() / (count[drawn].sum() * len(seeds)))
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def card(recipe: Recipe, training: Any, document: dict[str, Any]) -> str:
+    """Return the text of a policy's card."""
+    seeds = ", ".join(f"{seed}: {value:+.2f} %" for seed, value in document["won_percent"].items())
+    low, high = document["won_percent_ci95"]
+    minutes = document["training_s"] / 60
+    return f"""# Policy
+
+A network of {document["parameters"]:,} parameters that leans on a planner while a run's conditions move: whether to
+brace for less memory than announced, how cautious to be about longer sequences, how to value a larger k, 16-bit formats
+and what has not been measured, and how sticky to be. The planner makes the plans; untrained, the network leaves it
+alone.
+
+| | |
+|---|---|
+| trained by | PPO, {training.decisions:,} windows for each of {training.seeds} seeds, in {minutes:.0f} minutes |
+| trained on | {recipe.jobs.training} simulated jobs of {recipe.jobs.shallowest} to {recipe.jobs.deepest} blocks, \
+{recipe.jobs.windows} windows each |
+| time won over the planner alone, on {recipe.jobs.validation} other jobs | {document["won_percent_mean"]:+.2f} % \
+(95 % interval over jobs and seeds {low:+.2f} to {high:+.2f}) |
+| the seeds | {seeds}; seed {training.seed} is this one |
+| recipe, SHA-256 | `{training.recipe_sha256}` |
+| how strongly conditions move, SHA-256 | `{training.strengths_sha256}` |
+
+## When not to use it
+
+- Where nothing moves, it has nothing to win: the planner alone is as good.
+- Where a feature of a run lies outside what it was trained on, the planner acts alone and says so.
+- It was trained on simulated runs. What it won on real ones is in the project's README, and is little data.
+"""

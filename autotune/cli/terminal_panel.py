@@ -1,0 +1,178 @@
+"""Draw how an attached run stands: a panel, or one line.
+
+What a log holds may come from anybody: text of it is shown without what a terminal would act on.
+"""
+
+from __future__ import annotations
+
+from rich import box
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from autotune.budget import format_bytes
+from autotune.errors import printable
+from autotune.live.replaying import time_error
+from autotune.plan import Plan, Precision, Storage
+from autotune.report.standing import Snapshot, Watched, told_steps
+
+# Cells of a plan's strip at most: neighbours share one beyond it.
+_CELLS = 40
+_BAR = 12
+# Above this share of the budget a bar warns.
+_TIGHT = 0.92
+_NOT_KNOWN = "not known yet"
+_SHOWN = {"kept": ("▪", "#", "green"), "recomputed": ("▫", "o", "yellow"), "both": ("◧", "+", "yellow")}
+_FIXED = ("·", ".", "dim")
+_LETTERS = {Precision.INHERIT: ".", Precision.FP32: "f", Precision.BF16: "b", Precision.FP16: "h"}
+
+
+def panel(snapshot: Snapshot, silent_s: float | None = None, *, plain: bool = False) -> Panel:
+    """Return the panel: plan, memory, time, noise scale, overhead, switches and trips.
+
+    Args:
+        snapshot: what to show.
+        silent_s: seconds since the log's last line; ``None`` leaves them out.
+        plain: whether the terminal knows ASCII alone.
+    """
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True, min_width=len("switches"))
+    table.add_column(no_wrap=True, overflow="ellipsis")
+    table.add_row("plan", strip(snapshot, plain=plain) + Text("  " + told_plan(snapshot.plan, snapshot.recomputable)))
+    if set(snapshot.plan.precision.values()) - {Precision.INHERIT}:
+        table.add_row("", Text(_precisions(snapshot)))
+    table.add_row("memory", _memory(snapshot, plain=plain))
+    table.add_row("peak", Text(_measured_peak(snapshot)))
+    table.add_row("step", Text(told_time(snapshot.predicted_s, snapshot.measured_s)))
+    table.add_row("noise", Text(_noise(snapshot)))
+    table.add_row("switches", _switches(snapshot))
+    table.add_row("trips", Text(_trips(snapshot), style="yellow" if snapshot.trips else ""))
+    title = Text(printable(f"autotune: {snapshot.name}, {snapshot.state}"))
+    steps = Text(_progress(snapshot, silent_s))
+    frame = box.ASCII if plain else box.ROUNDED
+    return Panel(table, title=title, title_align="left", subtitle=steps, subtitle_align="right", box=frame)
+
+
+def line(snapshot: Snapshot, silent_s: float | None = None) -> str:
+    """Return all of it in one line, what matters most first.
+
+    Args:
+        snapshot: what to show.
+        silent_s: seconds since the log's last line; ``None`` leaves them out.
+    """
+    pressure = "no budget" if snapshot.pressure is None else f"{snapshot.pressure:.0%} of the budget"
+    parts = [
+        f"autotune {snapshot.state}, {_progress(snapshot, silent_s)}",
+        f"trips: {_trips(snapshot)}",
+        pressure,
+        told_plan(snapshot.plan, snapshot.recomputable),
+        f"{snapshot.switches:,} switches",
+        _overhead(snapshot),
+        f"step time {told_time(snapshot.predicted_s, snapshot.measured_s)}",
+    ]
+    return " | ".join(parts)
+
+
+def strip(snapshot: Snapshot, *, plain: bool = False) -> Text:
+    """Return one cell per unit: kept, recomputed, or fixed; where there are many, one per few neighbours."""
+    each = max(-(-len(snapshot.units) // _CELLS), 1)
+    text = Text()
+    for start in range(0, len(snapshot.units), each):
+        names = [name for name in snapshot.units[start : start + each] if name in snapshot.recomputable]
+        kinds = {snapshot.plan.storage_of(name) for name in names}
+        both = "both" if len(kinds) > 1 else "recomputed" if Storage.RECOMPUTE in kinds else "kept"
+        mark, ascii_mark, style = _SHOWN[both] if kinds else _FIXED
+        text.append(ascii_mark if plain else mark, style=style)
+    return text
+
+
+def told_plan(plan: Plan, recomputable: frozenset[str]) -> str:
+    """Return a plan in a few words."""
+    count = sum(plan.storage_of(name) is Storage.RECOMPUTE for name in recomputable)
+    return f"{count} of {len(recomputable)} recomputed, k = {plan.accumulation_steps}"
+
+
+def told_time(predicted_s: float | None, measured_s: float | None) -> str:
+    """Return predicted against measured seconds per step, in words."""
+    if predicted_s is None:
+        return _NOT_KNOWN
+    told, error = f"{_milliseconds(predicted_s)} predicted", time_error(measured_s, predicted_s)
+    if measured_s is None or error is None:
+        return f"{told}, none measured yet"
+    return f"{_milliseconds(measured_s)} measured, {told} ({error:+.1%})"
+
+
+def told_silence(silent_s: float) -> str:
+    """Return how long ago a log's last line came."""
+    if silent_s < 120:
+        return f"last line {silent_s:.0f} s ago"
+    return f"last line {silent_s / 60:.0f} min ago" if silent_s < 7200 else f"last line {silent_s / 3600:.0f} h ago"
+
+
+def _progress(snapshot: Snapshot, silent_s: float | None) -> str:
+    steps = told_steps(snapshot.steps, snapshot.total_steps)
+    return steps if silent_s is None or snapshot.ended is not None else f"{steps}, {told_silence(silent_s)}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 10 else f"{seconds:.1f} s"
+
+
+def _precisions(snapshot: Snapshot) -> str:
+    if len(snapshot.units) > _CELLS:
+        return str(snapshot.plan)
+    return "".join(_LETTERS[snapshot.plan.precision_of(name)] for name in snapshot.units) + "  b bf16, h fp16, f fp32"
+
+
+def _memory(snapshot: Snapshot, *, plain: bool) -> Text:
+    peak = snapshot.predicted_peak_bytes
+    if peak is None:
+        return Text(_NOT_KNOWN)
+    pressure, budget = snapshot.pressure, snapshot.memory_budget_bytes
+    told = f"{format_bytes(peak)} predicted"
+    if pressure is None or budget is None:
+        return Text(f"{told}; no budget")
+    full = min(round(pressure * _BAR), _BAR)
+    bar = ("#" if plain else "█") * full + ("-" if plain else "░") * (_BAR - full)
+    style = "red" if pressure > 1 else "yellow" if pressure > _TIGHT else "green"
+    return Text.assemble((bar, style), f" {pressure:.0%} of {format_bytes(budget)}: {told}")
+
+
+def _measured_peak(snapshot: Snapshot) -> str:
+    # Where a peak is measured by tracing, that was some steps ago, and under another plan perhaps.
+    measured = snapshot.measured_peak_bytes
+    return "not measured yet" if measured is None else f"{format_bytes(measured)} when last measured"
+
+
+def _noise(snapshot: Snapshot) -> str:
+    if snapshot.noise_scale is None:
+        return "scale unknown with one micro-batch a step"
+    return f"scale {snapshot.noise_scale:,.0f} samples"
+
+
+def _switches(snapshot: Snapshot) -> Text:
+    counts = f"{snapshot.switches:,}, and {snapshot.placed:,} placements; {_overhead(snapshot)}"
+    late = f"; {snapshot.over_budget_steps:,} steps over" if snapshot.over_budget_steps else ""
+    return Text.assemble(counts, (late, "yellow"))
+
+
+def _overhead(snapshot: Snapshot) -> str:
+    share = snapshot.overhead_frac
+    return f"overhead {_NOT_KNOWN}" if share is None else f"overhead {share:.1%}"
+
+
+def _trips(snapshot: Snapshot) -> str:
+    if snapshot.last_trip is None:
+        return "none"
+    step, reason = snapshot.last_trip[0], printable(snapshot.last_trip[1])
+    return f"{snapshot.trips:,}, {'last ' if snapshot.trips > 1 else ''}at step {step:,}: {reason}"
+
+
+def farewell(watched: Watched) -> str:
+    """Return one line on a run that is over."""
+    snapshot = watched.snapshot
+    assert snapshot is not None
+    trips, switches = snapshot.trips, snapshot.switches
+    counts = f"{switches:,} switch{'' if switches == 1 else 'es'}, {trips or 'no'} trip{'s' if trips > 1 else ''}"
+    told = f"{snapshot.ended} after {snapshot.steps:,} steps: {counts}, {_overhead(snapshot)}"
+    return printable(f"autotune: {told}; autotune report {watched.folder}")

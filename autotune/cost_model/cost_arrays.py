@@ -1,0 +1,320 @@
+"""Predict many plans of many jobs at once: the memory and the time model on arrays.
+
+The figures are those of :mod:`autotune.cost_model.memory_model` and :mod:`autotune.cost_model.time_model`, to the byte;
+what is gained is that a thousand plans take about as long as one. Jobs are padded to the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.cost_model.memory_model import levels
+from autotune.cost_model.profile import FIXED, Profile, Segment, StepTable, choice_name
+from autotune.errors import ProfileError
+from autotune.plan import Plan, Storage
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
+# Below every level: padded segments never hold the peak.
+_NEVER = -1e18
+_STORAGES = (Storage.SAVE, Storage.RECOMPUTE)
+
+
+def choice_index(precision_index: int, storage: Storage) -> int:
+    """Return the number of a choice: twice the precision's place among the job's, plus 1 if recomputed."""
+    return 2 * precision_index + _STORAGES.index(storage)
+
+
+@dataclass(frozen=True, slots=True)
+class Plans:
+    """One plan for each of n lanes.
+
+    Attributes:
+        job: shape (n,), which job.
+        k: shape (n,), which of the job's accumulation choices.
+        choices: shape (n, max_units), the number of each unit's choice; see :func:`choice_index`.
+    """
+
+    job: Indices
+    k: Indices
+    choices: Indices
+
+
+class CostArrays:
+    """The profiles of many jobs as arrays.
+
+    Attributes:
+        profiles: the jobs.
+        max_units: units of the largest.
+        max_k: accumulation choices of the job that has most.
+        variants: sets of costs that a job can have: one per k for plans of different precisions and, where a profile
+            says so, one more per k and 16-bit precision for plans that use it everywhere; number regime x max_k + k.
+        max_choices: choices per unit: twice the most precisions.
+        num_units: shape (jobs,).
+        num_k: shape (jobs,).
+        num_precisions: shape (jobs,).
+        recomputable: shape (jobs, max_units).
+        accumulation_steps: shape (jobs, max_k), k itself; the last one repeats.
+        unit_seconds: shape (jobs, variants, max_units, max_choices), calibrated; of choices that a unit lacks, those of
+            saving.
+        between_seconds: shape (jobs, variants), the code between units, calibrated.
+        constant_seconds: shape (jobs, variants), what does not depend on the sequence length.
+        missing: as ``unit_seconds``, whether the choice could not be profiled.
+        unit_kept_bytes: as ``unit_seconds``, what stays until backward because of the unit, boundaries included.
+    """
+
+    def __init__(self, profiles: Sequence[Profile], *, max_units: int | None = None) -> None:
+        self.profiles = tuple(profiles)
+        jobs = len(self.profiles)
+        self.max_units = max(max(len(p.units) for p in profiles), max_units or 0)
+        self.max_k = max(len(p.tables) for p in profiles)
+        self.max_choices = 2 * max(len(p.precisions) for p in profiles)
+        self.regimes = self.max_choices // 2 if any(p.uniform_tables for p in profiles) else 1
+        self.variants = self.regimes * self.max_k
+        tables = [table for p in profiles for table in (*p.tables, *(t for u in p.uniform_tables.values() for t in u))]
+        self._segments = max(len(table.segments) for table in tables)
+        self._boundaries = max(1, *(len(table.boundaries) for table in tables))
+        keepers = [len(b.keepers) for table in tables for b in table.boundaries]
+        self._keepers = max([1, *keepers])
+        self.num_units = np.array([len(p.units) for p in profiles])
+        self.num_k = np.array([len(p.tables) for p in profiles])
+        self.num_precisions = np.array([len(p.precisions) for p in profiles])
+        self.recomputable = np.zeros((jobs, self.max_units), dtype=bool)
+        self.accumulation_steps = np.ones((jobs, self.max_k), dtype=np.int64)
+        self._make()
+        for index, profile in enumerate(self.profiles):
+            self._load(index, profile)
+
+    def _make(self) -> None:
+        shape = (len(self.profiles), self.variants)
+        per_choice = (*shape, self._segments, self.max_choices)
+        self._saved = np.zeros(per_choice)
+        # A pass needs constant + length x activation bytes above what earlier segments keep.
+        self._forward, self._backward = np.zeros(per_choice), np.zeros(per_choice)
+        self._forward_constant = np.full(per_choice, _NEVER)
+        self._backward_constant = np.full(per_choice, _NEVER)
+        self._unit_of = np.full((*shape, self._segments), self.max_units, dtype=np.int64)
+        per_boundary = (*shape, self._boundaries)
+        self._size = np.zeros(per_boundary)
+        self._born, self._last = np.zeros(per_boundary, dtype=np.int64), np.zeros(per_boundary, dtype=np.int64)
+        self._passes = np.zeros(per_boundary, dtype=bool)
+        self._held = np.zeros(per_boundary, dtype=bool)
+        self._keeper = np.zeros((self._keepers, *per_boundary), dtype=np.int64)
+        self._keeper_bits = np.zeros((self._keepers, *per_boundary), dtype=np.int64)
+        self._static = np.zeros(shape)
+        self._update_peak = np.zeros(shape)
+        self.between_seconds, self.constant_seconds = np.zeros(shape), np.zeros(shape)
+        units = (*shape, self.max_units, self.max_choices)
+        self.unit_seconds, self.unit_kept_bytes = np.zeros(units), np.zeros(units)
+        self.missing = np.zeros(units, dtype=bool)
+
+    def _load(self, job: int, profile: Profile) -> None:
+        numbers = {unit.name: number for number, unit in enumerate(profile.units)}
+        self.recomputable[job, : len(profile.units)] = [unit.recomputable for unit in profile.units]
+        for k in range(self.max_k):
+            mixed = profile.tables[min(k, len(profile.tables) - 1)]
+            self.accumulation_steps[job, k] = mixed.accumulation_steps
+            for regime in range(self.regimes):
+                self._load_table((job, regime * self.max_k + k), profile, _table(profile, regime, mixed), numbers)
+
+    def _load_table(self, where: tuple[int, int], profile: Profile, table: StepTable, numbers: dict[str, int]) -> None:
+        calibration = profile.calibration
+        added = calibration.micro_batch_s * table.accumulation_steps + calibration.constant_s
+        self._static[where] = profile.static_bytes + table.batch_bytes
+        self._update_peak[where] = table.update_peak_bytes
+        self.constant_seconds[where] = calibration.scale * table.update_s + added
+        self._load_segments(where, profile, table, numbers)
+        self._load_boundaries(where, profile, table, numbers)
+
+    def _load_segments(
+        self, where: tuple[int, int], profile: Profile, table: StepTable, numbers: dict[str, int]
+    ) -> None:
+        gradients = [segment.gradient_bytes for segment in table.segments]
+        around = levels(gradients, [0] * len(gradients), (), ())
+        later = table.accumulation_steps > 1
+        for index, segment in enumerate(table.segments):
+            if segment.unit is not None:
+                self._unit_of[(*where, index)] = numbers[segment.unit]
+            for choice, name in enumerate(_names(profile, segment, self.max_choices)):
+                at = (*where, index, choice)
+                if name not in segment.costs:
+                    # It could not be profiled: it never fits.
+                    self._forward_constant[at] = -_NEVER
+                    if segment.unit is not None:
+                        self.missing[(*where, numbers[segment.unit], choice)] = True
+                    continue
+                cost = segment.costs[name]
+                self._saved[at] = cost.saved_bytes
+                self._forward_constant[at], self._forward[at] = _larger(
+                    (0, cost.forward_peak_bytes[0]), (around.gradients_before, cost.forward_peak_bytes[1]), later=later
+                )
+                self._backward_constant[at], self._backward[at] = _larger(
+                    (around.gradients_after[index], cost.backward_peak_bytes[0]),
+                    (around.gradients_before, cost.backward_peak_bytes[1]),
+                    later=later,
+                )
+                if segment.unit is not None:
+                    unit = (*where, numbers[segment.unit], choice)
+                    self.unit_seconds[unit] += cost.seconds * profile.calibration.scale
+                    self.unit_kept_bytes[unit] += cost.saved_bytes
+            if segment.unit is None:
+                self.between_seconds[where] += segment.costs[FIXED].seconds * profile.calibration.scale
+
+    def _load_boundaries(
+        self, where: tuple[int, int], profile: Profile, table: StepTable, numbers: dict[str, int]
+    ) -> None:
+        for index, boundary in enumerate(table.boundaries):
+            at = (*where, index)
+            self._size[at], self._held[at] = boundary.size_bytes, boundary.held
+            self._born[at] = boundary.born
+            self._last[at] = min(boundary.last_use, len(table.segments) - 1)
+            self._passes[at] = boundary.last_use > boundary.born
+            for number, (segment, names) in enumerate(boundary.keepers.items()):
+                own = _names(profile, table.segments[segment], self.max_choices)
+                self._keeper[(number, *at)] = segment
+                keeps = [name in names for name in own]
+                self._keeper_bits[(number, *at)] = sum(1 << choice for choice, kept in enumerate(keeps) if kept)
+                unit = table.segments[segment].unit
+                if unit is not None and not boundary.held:
+                    self.unit_kept_bytes[(*where, numbers[unit])] += np.array(keeps) * boundary.size_bytes
+
+    def encode(self, job: int, plan: Plan) -> tuple[int, Indices]:
+        """Return a plan as the number of its k and its units' choices, shape (max_units,).
+
+        Raises:
+            ProfileError: if the plan's k or a precision is not in the job's profile.
+        """
+        profile = self.profiles[job]
+        k = profile.tables.index(profile.table(plan.accumulation_steps))
+        choices = np.zeros(self.max_units, dtype=np.int64)
+        for number, unit in enumerate(profile.units):
+            precision = plan.precision_of(unit.name)
+            if precision not in profile.precisions:
+                raise ProfileError(
+                    f"precision of {unit.name!r} is {str(precision)!r}, which was not profiled",
+                    where=f"profile of {profile.job}",
+                    allowed=profile.precisions,
+                )
+            choices[number] = choice_index(profile.precisions.index(precision), plan.storage_of(unit.name))
+        return k, choices
+
+    def decode(self, job: int, k: int, choices: Indices) -> Plan:
+        """Return the plan of a job that numbers encode."""
+        profile = self.profiles[job]
+        pairs = list(zip(profile.units, choices.tolist(), strict=False))
+        return Plan(
+            accumulation_steps=profile.tables[k].accumulation_steps,
+            precision={unit.name: profile.precisions[choice // 2] for unit, choice in pairs},
+            storage={unit.name: _STORAGES[choice % 2] for unit, choice in pairs if unit.recomputable},
+        )
+
+    def variant(self, plans: Plans) -> Indices:
+        """Return the set of costs that holds for each plan, shape (n,)."""
+        if self.regimes == 1:
+            return plans.k
+        precision = plans.choices // 2
+        first = precision[:, :1]
+        there = np.arange(self.max_units)[None, :] < self.num_units[plans.job][:, None]
+        uniform = ((precision == first) | ~there).all(axis=1)
+        return np.asarray(plans.k + self.max_k * np.where(uniform, first[:, 0], 0))
+
+    def peak_bytes(self, plans: Plans, length: Floats | float = 1.0) -> Floats:
+        """Return predicted peaks, shape (n,).
+
+        Args:
+            plans: one plan per lane.
+            length: factor on every activation, shape (n,): sequences longer or shorter than the profiled ones.
+        """
+        row, cell = self._cells(plans)
+        factor = np.broadcast_to(np.asarray(length, dtype=np.float64), plans.job.shape)[:, None]
+        saved = np.take(self._saved.reshape(-1), cell) * factor
+        all_born, kept_born = self._boundary_changes(plans, row, cell)
+        # Levels before each segment: what earlier ones saved, and the boundaries born before it.
+        earlier = np.cumsum(saved, axis=1) - saved
+        forward = earlier + np.cumsum(all_born, axis=1)[:, :-1] * factor
+        backward = earlier + np.cumsum(kept_born, axis=1)[:, :-1] * factor
+        forward += np.take(self._forward.reshape(-1), cell) * factor
+        forward += np.take(self._forward_constant.reshape(-1), cell)
+        backward += np.take(self._backward.reshape(-1), cell) * factor
+        backward += np.take(self._backward_constant.reshape(-1), cell)
+        peak = np.maximum(forward.max(axis=1), backward.max(axis=1))
+        peak = np.maximum(peak, np.take(self._update_peak.reshape(-1), row))
+        return np.asarray(peak + np.take(self._static.reshape(-1), row))
+
+    def seconds_per_step(
+        self, plans: Plans, length: Floats | float = 1.0, unit_seconds: Floats | None = None
+    ) -> Floats:
+        """Return predicted seconds per step, shape (n,).
+
+        Args:
+            plans: one plan per lane.
+            length: factor on everything that grows with the sequences, as for :meth:`peak_bytes`.
+            unit_seconds: shape (n, max_units, max_choices), what the units cost each lane at its plan's variant;
+                ``None`` for what its job's profile says.
+        """
+        row = plans.job * self.variants + self.variant(plans)
+        if unit_seconds is None:
+            units = row[:, None] * self.max_units + np.arange(self.max_units)
+            chosen = np.take(self.unit_seconds.reshape(-1), units * self.max_choices + plans.choices)
+        else:
+            chosen = np.take_along_axis(unit_seconds, plans.choices[:, :, None], axis=2)[:, :, 0]
+        growing = chosen.sum(axis=1) + np.take(self.between_seconds.reshape(-1), row)
+        return np.asarray(growing * length + np.take(self.constant_seconds.reshape(-1), row))
+
+    def _cells(self, plans: Plans) -> tuple[Indices, Indices]:
+        """Return the flat index of each lane's job and k, and of each of its segments' choices."""
+        row = plans.job * self.variants + self.variant(plans)
+        unit_of = np.take(self._unit_of.reshape(-1, self._segments), row, axis=0)
+        padded = np.concatenate([plans.choices, np.zeros((len(row), 1), dtype=np.int64)], axis=1)
+        choice = np.take_along_axis(padded, unit_of, axis=1)
+        segment = row[:, None] * self._segments + np.arange(self._segments)
+        return row, segment * self.max_choices + choice
+
+    def _boundary_changes(self, plans: Plans, row: Indices, cell: Indices) -> tuple[Floats, Floats]:
+        """Return by how much boundaries change the level at each segment: all of them, and those that stay."""
+
+        def of(array: NDArray[Any]) -> NDArray[Any]:
+            return np.take(array.reshape(-1, self._boundaries), row, axis=0)
+
+        lanes, width = len(row), self._segments + 1
+        choice = cell % self.max_choices
+        kept = of(self._held)
+        for keeper, bits in zip(self._keeper, self._keeper_bits, strict=True):
+            kept |= (of(bits) >> np.take_along_axis(choice, of(keeper), axis=1)) & 1 == 1
+        size, start = of(self._size), np.arange(lanes)[:, None] * width
+        born, gone = start + of(self._born) + 1, start + of(self._last) + 1
+        passing = np.where(kept, 0.0, size * of(self._passes))
+
+        def spread(where: Indices, values: Floats) -> Floats:
+            flat = np.bincount(where.reshape(-1), values.reshape(-1), minlength=lanes * width)
+            return np.asarray(flat, dtype=np.float64).reshape(lanes, width)
+
+        staying = spread(born, np.where(kept, size, 0.0))
+        return staying + spread(born, passing) - spread(np.minimum(gone, start + width - 1), passing), staying
+
+
+def _table(profile: Profile, regime: int, mixed: StepTable) -> StepTable:
+    """Return the costs of plans that use one 16-bit precision everywhere, or those of others where there are none."""
+    if not 0 < regime < len(profile.precisions):
+        return mixed
+    tables = profile.uniform_tables.get(str(profile.precisions[regime]), ())
+    return next((table for table in tables if table.accumulation_steps == mixed.accumulation_steps), mixed)
+
+
+def _larger(first: tuple[int, int], later_one: tuple[int, int], *, later: bool) -> tuple[int, int]:
+    """Return the larger of two needs as constant and activation bytes; the second counts where k > 1."""
+    return later_one if later and sum(later_one) > sum(first) else first
+
+
+def _names(profile: Profile, segment: Segment, count: int) -> list[str]:
+    """Return the name of each numbered choice of a segment; of a storage that it cannot have, that of saving."""
+    if segment.unit is None:
+        return [FIXED] * count
+    storages = _STORAGES if profile.unit(segment.unit).recomputable else (Storage.SAVE, Storage.SAVE)
+    last = len(profile.precisions) - 1
+    return [choice_name(profile.precisions[min(c // 2, last)], storages[c % 2]) for c in range(count)]

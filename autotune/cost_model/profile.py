@@ -1,0 +1,331 @@
+"""The cost of a job's pieces on a device: measured once, the input of every prediction.
+
+A step is a chain of *segments*: the calls of units, and the code between them. A segment of a unit has one cost per
+choice of precision and storage; the code between has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from autotune.errors import ProfileError
+from autotune.io.documents import STRICT, Bytes, Count, Level, Quantity, Seconds, shown, validated
+from autotune.plan import Plan, PlanSpace, Precision, Storage
+from autotune.units import Unit
+
+PROFILE_VERSION = 3
+# The one choice of a segment that belongs to no unit.
+FIXED = "fixed"
+
+
+def choice_name(precision: Precision, storage: Storage) -> str:
+    """Return the name under which a segment's cost stands, for example ``bf16/recompute``."""
+    return f"{precision}/{storage}"
+
+
+# Segments that all boundaries of a step pass, together: the solver has a term for each.
+_MOST_PASSED = 2**20
+_CHOICES = frozenset(choice_name(precision, storage) for precision in Precision for storage in Storage)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What one segment costs in a step under one choice.
+
+    Attributes:
+        forward_s: seconds in all forward passes of a step.
+        backward_s: seconds in all backward passes of a step, recomputation included.
+        saved_bytes: what stays allocated from forward until backward, without boundaries.
+        forward_peak_bytes: highest level within its forward pass above what earlier segments keep, in the first
+            micro-batch and in later ones (0 where there are none).
+        backward_peak_bytes: the same of its backward pass.
+    """
+
+    __pydantic_config__ = STRICT
+
+    forward_s: Quantity
+    backward_s: Quantity
+    saved_bytes: Level
+    forward_peak_bytes: tuple[Level, Level]
+    backward_peak_bytes: tuple[Level, Level]
+
+    @property
+    def seconds(self) -> float:
+        """Return its seconds in a step."""
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One call of a unit, or the code between two calls.
+
+    Attributes:
+        unit: the unit's name; ``None`` for the code between.
+        gradient_bytes: parameter gradients that its first backward pass allocates.
+        costs: by choice; the one choice of the code between is called ``fixed``.
+    """
+
+    __pydantic_config__ = STRICT
+
+    unit: str | None
+    gradient_bytes: Bytes
+    costs: Mapping[str, Cost]
+
+    def cost(self, choice: str) -> Cost:
+        """Return what a choice costs.
+
+        Raises:
+            ProfileError: if it could not be profiled.
+        """
+        if choice not in self.costs:
+            raise ProfileError(
+                f"{choice} of unit {self.unit!r} could not be profiled", where="profile", allowed=list(self.costs)
+            )
+        return self.costs[choice]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """A tensor that passes from one segment to others.
+
+    Attributes:
+        born: the segment that allocates it.
+        last_use: the last segment whose forward pass needs it.
+        size_bytes: its size.
+        held: whether it stays until backward whatever the plan.
+        keepers: segments that keep it until their backward pass, and under which choices.
+    """
+
+    __pydantic_config__ = STRICT
+
+    born: Count
+    last_use: Count
+    size_bytes: Bytes
+    held: bool
+    keepers: Mapping[Count, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTable:
+    """The costs of a step at one k.
+
+    Attributes:
+        accumulation_steps: k.
+        micro_batch: samples in its largest micro-batch.
+        segments: in forward order.
+        boundaries: what passes between them.
+        update_peak_bytes: highest level outside forward and backward: all gradients, and what the update needs.
+        update_s: seconds of a step outside forward and backward.
+        batch_bytes: the batches that a step holds: under adaptive batching one per micro-batch.
+    """
+
+    __pydantic_config__ = STRICT
+
+    accumulation_steps: Count
+    micro_batch: Count
+    segments: tuple[Segment, ...]
+    boundaries: tuple[Boundary, ...]
+    update_peak_bytes: Level
+    update_s: Quantity
+    batch_bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Correct summed seconds to those of whole plans: scale x sum + per micro-batch x k + constant.
+
+    Attributes:
+        scale: factor.
+        micro_batch_s: seconds per micro-batch.
+        constant_s: seconds per step.
+        plans: whole plans that it was fitted to; 0 where it was not.
+        error_frac: median relative error left on those plans.
+        plans_needed: of how many of them a fit would have done as well, to a tenth; 0 if the sum alone did.
+    """
+
+    __pydantic_config__ = STRICT
+
+    scale: Quantity = 1.0
+    micro_batch_s: Quantity = 0.0
+    constant_s: Quantity = 0.0
+    plans: Count = 0
+    error_frac: Quantity = 0.0
+    plans_needed: Count = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Everything that was measured of a job on a device.
+
+    Attributes:
+        job: the job's name.
+        device: what the device is called.
+        fingerprint: SHA-256 of model structure, shapes, device and library versions.
+        batching: ``fixed`` or ``adaptive``.
+        batch_size: samples in one batch.
+        units: the units, in forward order.
+        accumulation_choices: allowed k.
+        precisions: allowed precisions.
+        static_bytes: model and optimizer state.
+        tables: one per profiled k, ascending.
+        uniform_tables: by the name of a 16-bit precision and of k, where plans that use it for all units cost something
+            else, since tensors then pass between units in 16 bits.
+        calibration: of the time model.
+        noise_frac: median relative difference of two medians of the same plan.
+        switch_s: seconds by which the first step after a switch is longer, median.
+        seconds: how long profiling took.
+        steps: real optimizer steps that it took.
+        length_spread: standard deviation of the logarithm of a batch's bytes, over the job's first batches; 0 where all
+            are alike.
+        fragments_bytes: the most that a step reserved beyond what it allocated, each at its peak; 0 on a CPU.
+        warnings: what a reader should know.
+        estimated: whether it was estimated for a device that was not there, instead of measured.
+    """
+
+    __pydantic_config__ = STRICT
+
+    job: str
+    device: str
+    fingerprint: str
+    batching: str
+    batch_size: Count
+    units: tuple[Unit, ...]
+    accumulation_choices: tuple[Count, ...]
+    precisions: tuple[Precision, ...]
+    static_bytes: Bytes
+    tables: tuple[StepTable, ...]
+    uniform_tables: Mapping[str, tuple[StepTable, ...]]
+    calibration: Calibration
+    noise_frac: Quantity
+    switch_s: Quantity
+    seconds: Seconds
+    steps: Count
+    length_spread: Quantity = 0.0
+    fragments_bytes: Bytes = 0
+    warnings: tuple[str, ...] = ()
+    estimated: bool = False
+
+    @property
+    def space(self) -> PlanSpace:
+        """Return the plans that it can predict."""
+        return PlanSpace(
+            units=self.units,
+            accumulation_choices=self.accumulation_choices,
+            precisions=self.precisions,
+            k_splits=self.batching == "fixed",
+        )
+
+    def unit(self, name: str) -> Unit:
+        """Return a unit by the name that its segments have."""
+        return next(unit for unit in self.units if unit.name == name)
+
+    def table_for(self, plan: Plan) -> StepTable:
+        """Return the costs that hold for a plan.
+
+        Raises:
+            ProfileError: if its k is not in the profile.
+        """
+        uniform = plan.changed(
+            precision={unit.name: plan.precision_of(unit.name) for unit in self.units}
+        ).uniform_16_bit
+        for table in self.uniform_tables.get(str(uniform), ()):
+            if table.accumulation_steps == plan.accumulation_steps:
+                return table
+        return self.table(plan.accumulation_steps)
+
+    def table(self, accumulation_steps: int) -> StepTable:
+        """Return the costs at one k, where units compute in different precisions.
+
+        Raises:
+            ProfileError: if that k is not in the profile.
+        """
+        for table in self.tables:
+            if table.accumulation_steps == accumulation_steps:
+                return table
+        raise ProfileError(
+            f"k = {accumulation_steps} is not in the profile",
+            where=f"profile of {self.job}",
+            allowed=[table.accumulation_steps for table in self.tables],
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the profile as a JSON object of the current version."""
+        document = asdict(self)
+        document["precisions"] = [str(precision) for precision in self.precisions]
+        document["uniform_tables"] = {name: list(tables) for name, tables in document["uniform_tables"].items()}
+        for table in [*document["tables"], *(t for tables in document["uniform_tables"].values() for t in tables)]:
+            for boundary in table["boundaries"]:
+                boundary["keepers"] = {str(key): list(names) for key, names in boundary["keepers"].items()}
+        return {"version": PROFILE_VERSION, **document}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any], *, where: str = "profile") -> Profile:
+        """Read a profile from a JSON object.
+
+        Raises:
+            ProfileError: if it is damaged or of another version; the message says of which job and device it is.
+        """
+        try:
+            found = validated(cls, document, where=where, version=PROFILE_VERSION, error=ProfileError)
+            _require_consistent(found)
+        except ProfileError as error:
+            about = document if isinstance(document, Mapping) else {}
+            maker = f"made for job {shown(about.get('job'))} on {shown(about.get('device'))}"
+            allowed = error.allowed or "a profile as it was written"
+            raise ProfileError(f"{error.problem}, {maker}", where=where, allowed=allowed) from error
+        return found
+
+
+def _require_consistent(profile: Profile) -> None:
+    """Refuse a profile whose parts do not belong together.
+
+    Raises:
+        ProfileError: saying which.
+    """
+    names = [unit.name for unit in profile.units]
+    _require(len(set(names)) == len(names), "two units have one name")
+    choices = profile.accumulation_choices
+    _require(bool(choices) and choices[0] >= 1 and sorted(set(choices)) == list(choices), "accumulation_choices")
+    _require(bool(profile.precisions) and len(set(profile.precisions)) == len(profile.precisions), "precisions")
+    _require(profile.batching in ("fixed", "adaptive"), f"batching is {shown(profile.batching)}")
+    _require(profile.batch_size >= 1, "batch_size is 0")
+    _require([table.accumulation_steps for table in profile.tables] == list(choices), "tables are not one per k")
+    _require(set(profile.uniform_tables) <= {Precision.BF16, Precision.FP16}, "uniform_tables")
+    for table in (*profile.tables, *(one for tables in profile.uniform_tables.values() for one in tables)):
+        _require_whole(table, set(names))
+        _require_costly(profile, table)
+
+
+def _require_whole(table: StepTable, units: set[str]) -> None:
+    """Refuse a table whose segments or boundaries name what is not there."""
+    count = len(table.segments)
+    choices: dict[str | None, set[str]] = {}
+    for segment in table.segments:
+        first = choices.setdefault(segment.unit, set(segment.costs))
+        _require(set(segment.costs) <= first, f"calls of unit {shown(segment.unit)} have different choices")
+        known = {FIXED} if segment.unit is None else _CHOICES
+        _require(segment.unit is None or segment.unit in units, f"a segment is of unit {shown(segment.unit)}")
+        _require(bool(segment.costs) and set(segment.costs) <= known, "a segment's costs are of unknown choices")
+    passed = sum(max(0, one.last_use - one.born) for one in table.boundaries)
+    _require(passed <= _MOST_PASSED, f"boundaries pass {passed} segments, more than any step's")
+    for one in table.boundaries:
+        _require(one.born <= one.last_use < count, "a boundary lies outside the step")
+        _require(all(key < count for key in one.keepers), "a boundary is kept outside the step")
+
+
+def _require_costly(profile: Profile, table: StepTable) -> None:
+    """Refuse costs by which some plan would take no time or no memory: plans are compared by ratios."""
+    sums = table.update_s + sum(min(cost.seconds for cost in segment.costs.values()) for segment in table.segments)
+    calibration, k = profile.calibration, table.accumulation_steps
+    fastest = calibration.scale * sums + calibration.micro_batch_s * k + calibration.constant_s
+    _require(fastest > 0 and calibration.scale > 0, f"at k = {k} a step takes no time")
+    _require(
+        profile.static_bytes + table.batch_bytes + table.update_peak_bytes > 0, f"at k = {k} a step takes no memory"
+    )
+
+
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise ProfileError(f"is damaged: {problem}", where="profile")

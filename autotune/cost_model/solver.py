@@ -1,0 +1,409 @@
+"""Compute the best plan of a profile under a memory budget, exactly.
+
+For each k a mixed-integer program chooses one precision and storage per unit. The memory model is linear in these
+choices: a running total of what earlier segments keep, one row per pass of each segment, and one variable per boundary
+that is 1 if any neighbour keeps it. Solved with HiGHS; every solution is checked again with the memory model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+
+from autotune.budget import format_bytes
+from autotune.cost_model.goodput import efficiency
+from autotune.cost_model.memory_model import levels, peak_bytes
+from autotune.cost_model.paper_equations import Weights
+from autotune.cost_model.profile import FIXED, Cost, Profile, StepTable, choice_name
+from autotune.cost_model.time_model import seconds_per_step
+from autotune.errors import BudgetError, ProfileError
+from autotune.plan import Plan, Precision, Storage
+
+# Share of a budget that is left free for what the memory model does not see.
+SAFETY_MARGIN = 0.005
+_MIB = 2.0**20
+# Thousands of equal units can be exchanged for each other in too many ways to prove the last hundredth of a percent.
+_TIME_LIMIT_S = 1.5
+# What SciPy's `milp` answers where that time did not do.
+_TIME_IS_UP = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What is minimised: w1 T + w2 M per sample of progress, against the baseline.
+
+    Attributes:
+        weights: w1, w2; energy is not predicted.
+        noise_scale: tr(Sigma)/|G|^2 in samples. Under adaptive batching a larger k is then worth less per sample;
+            ``None`` takes it to be one batch, where a step is worth half of one without noise.
+    """
+
+    weights: Weights = field(default_factory=Weights)
+    noise_scale: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """A plan and what is predicted of it.
+
+    Attributes:
+        plan: the plan.
+        seconds_per_step: predicted seconds of one step.
+        seconds_per_sample: the same per sample of progress (a sample is worth less in larger batches).
+        peak_bytes: predicted peak.
+        objective: what was minimised.
+        gap: by what share the objective could at most be better.
+        shadow_price: predicted seconds per step that one more GiB would save; ``None`` where it was not asked for.
+    """
+
+    plan: Plan
+    seconds_per_step: float
+    seconds_per_sample: float
+    peak_bytes: int
+    objective: float
+    gap: float
+    shadow_price: float | None = None
+
+
+def solve(profile: Profile, budget_bytes: int | None = None, goal: Goal | None = None) -> Solution:
+    """Return the best plan whose predicted peak, with the safety margin, fits a budget.
+
+    Args:
+        profile: the profile.
+        budget_bytes: the budget; ``None`` for none.
+        goal: what is minimised.
+
+    Raises:
+        BudgetError: if no plan fits; the message names the smallest budget that can be met.
+    """
+    return solve_each(profile, budget_bytes, goal)[0]
+
+
+def solve_each(profile: Profile, budget_bytes: int | None = None, goal: Goal | None = None) -> list[Solution]:
+    """Return the best plan of every k that has one, the best first; see :func:`solve`."""
+    goal = goal or Goal()
+    usable = math.inf if budget_bytes is None else budget_bytes * (1 - SAFETY_MARGIN)
+    found = _best_of_each_k(profile, usable, goal)
+    if not found:
+        require_feasible(profile, budget_bytes or 0)
+    return sorted(found, key=lambda solution: solution.objective)
+
+
+def require_feasible(profile: Profile, budget_bytes: int) -> None:
+    """Refuse a budget that no plan meets.
+
+    Raises:
+        BudgetError: naming the smallest budget that can be met, and the plan that meets it.
+    """
+    least = smallest(profile)
+    needed = math.ceil(least.peak_bytes / (1 - SAFETY_MARGIN))
+    if needed > budget_bytes:
+        raise BudgetError(
+            f"memory budget is {format_bytes(budget_bytes)}, but the smallest plan ({least.plan}) needs more",
+            where="--memory-budget",
+            allowed=f"at least {needed} bytes ({format_bytes(needed)})",
+        )
+
+
+def smallest(profile: Profile) -> Solution:
+    """Return the plan with the smallest predicted peak; the fastest of them, nearly.
+
+    Raises:
+        ProfileError: if the profile's numbers are beyond the solver.
+    """
+    goal = Goal(weights=Weights(time=1e-4, memory=1.0))
+    found = _best_of_each_k(profile, math.inf, goal)
+    if not found:
+        raise ProfileError(
+            "has sizes that no solver can compute with", where=f"profile of {profile.job}", allowed="those of a job"
+        )
+    return min(found, key=lambda item: item.peak_bytes)
+
+
+def with_shadow_price(profile: Profile, solution: Solution, budget_bytes: int, goal: Goal | None = None) -> Solution:
+    """Return the solution with the price of memory at its budget, from a budget that is 5 % larger."""
+    more = round(budget_bytes * 1.05)
+    relaxed = solve(profile, more, goal)
+    saved = max(solution.seconds_per_step - relaxed.seconds_per_step, 0.0)
+    return replace(solution, shadow_price=saved / ((more - budget_bytes) / 2**30))
+
+
+def pareto_front(profile: Profile, points: int = 16, goal: Goal | None = None) -> list[Solution]:
+    """Return the fastest plan for each of several budgets, the smallest feasible one first, none dominated."""
+    least, fastest = smallest(profile), solve(profile, None, goal)
+    budgets = np.geomspace(least.peak_bytes, max(fastest.peak_bytes, least.peak_bytes), points) / (1 - SAFETY_MARGIN)
+    front: list[Solution] = []
+    for budget in budgets:
+        solution = solve(profile, math.ceil(budget) + 1, goal)
+        if not front or solution.seconds_per_sample < front[-1].seconds_per_sample * (1 - 1e-9):
+            front.append(solution)
+    return front
+
+
+def _best_of_each_k(profile: Profile, usable_bytes: float, goal: Goal) -> list[Solution]:
+    """Return the best plan of every k that has one: of different precisions, or one 16-bit precision for all units."""
+    best: dict[int, Solution] = {}
+    for table in (*profile.tables, *(table for tables in profile.uniform_tables.values() for table in tables)):
+        solution = _best_at(profile, table, usable_bytes, goal)
+        if solution is None:
+            continue
+        k = solution.plan.accumulation_steps
+        if k not in best or solution.objective < best[k].objective:
+            best[k] = solution
+    return list(best.values())
+
+
+def _best_at(profile: Profile, table: StepTable, usable_bytes: float, goal: Goal) -> Solution | None:
+    """Return the best plan at one k, or ``None`` if none fits."""
+    program = _Program(profile, table, usable_bytes, goal)
+    try:
+        chosen, gap = program.solve()
+    except TimeoutError:
+        return _leanest_at(profile, table, usable_bytes, goal)
+    if chosen is None:
+        return None
+    plan = _plan(profile, table, chosen)
+    peak = peak_bytes(profile, plan)
+    if peak > usable_bytes and profile.table_for(plan) is not table:
+        # All units happen to compute in one 16-bit precision, which has costs of its own.
+        return None
+    if peak > usable_bytes * (1 + 1e-9):
+        raise AssertionError(f"the program's solution needs {peak} bytes, over {usable_bytes:.0f}")
+    return _solution(profile, plan, goal, gap)
+
+
+def _leanest_at(profile: Profile, table: StepTable, usable_bytes: float, goal: Goal) -> Solution | None:
+    """Return the plan that should need least memory at one k, if it fits: what there is where the solver ran late."""
+    space = profile.space
+    plan = space.plan(
+        accumulation_steps=table.accumulation_steps, precision=space.lowest_precision, recomputed=space.recomputable
+    )
+    if profile.table_for(plan) is not table or peak_bytes(profile, plan) > usable_bytes:
+        return None
+    return _solution(profile, plan, goal, gap=1.0)
+
+
+def _solution(profile: Profile, plan: Plan, goal: Goal, gap: float) -> Solution:
+    seconds = seconds_per_step(profile, plan)
+    worth = samples_of_progress(profile, plan.accumulation_steps, goal.noise_scale)
+    base_s, base_bytes = _reference(profile, goal)
+    time_ratio = (seconds / worth) / base_s
+    peak = peak_bytes(profile, plan)
+    memory_ratio = peak / base_bytes
+    return Solution(
+        plan=plan,
+        seconds_per_step=seconds,
+        seconds_per_sample=seconds / worth,
+        peak_bytes=peak,
+        objective=goal.weights.time * time_ratio + goal.weights.memory * memory_ratio,
+        gap=gap,
+    )
+
+
+def _reference(profile: Profile, goal: Goal) -> tuple[float, int]:
+    """Return the baseline's seconds per sample of progress and its peak; the leanest plan's, if it cannot run."""
+    plan = profile.space.baseline()
+    try:
+        peak = peak_bytes(profile, plan)
+    except ProfileError:
+        plan = profile.space.leanest()
+        peak = peak_bytes(profile, plan)
+    worth = samples_of_progress(profile, plan.accumulation_steps, goal.noise_scale)
+    return seconds_per_step(profile, plan) / worth, peak
+
+
+def samples_of_progress(profile: Profile, accumulation_steps: int, noise_scale: float | None) -> float:
+    """Return what a step at some k is worth, in samples at k = 1."""
+    single = float(profile.batch_size)
+    if profile.batching == "fixed":
+        return single
+    # Unknown, it is not taken to be large: a larger k would then look better than it is.
+    noise = single if noise_scale is None else noise_scale
+    return accumulation_steps * single * efficiency(accumulation_steps * single, noise, single)
+
+
+def _plan(profile: Profile, table: StepTable, chosen: dict[str, str]) -> Plan:
+    precision, storage = {}, {}
+    for unit in profile.units:
+        name = chosen.get(unit.name, choice_name(profile.precisions[0], Storage.SAVE))
+        dtype, _, kept = name.partition("/")
+        precision[unit.name] = Precision(dtype)
+        if unit.recomputable:
+            storage[unit.name] = Storage(kept)
+    return Plan(accumulation_steps=table.accumulation_steps, precision=precision, storage=storage)
+
+
+class _Program:
+    """The mixed-integer program of one k.
+
+    Columns: the choices of each unit, the boundaries, the running totals, the peak. Memory is in MiB, because rows in
+    bytes exceed the solver's tolerances; the rows of logic are left unscaled, because scaled ones fall below them.
+    """
+
+    def __init__(self, profile: Profile, table: StepTable, usable_bytes: float, goal: Goal) -> None:
+        self._table = table
+        self._saved_only = {unit.name for unit in profile.units if not unit.recomputable}
+        self._rows: list[tuple[list[int], list[float], float, float]] = []
+        self._lower: list[float] = []
+        self._upper: list[float] = []
+        self._cost: list[float] = []
+        self._whole: list[int] = []
+        self._options: dict[str, dict[str, int]] = {}
+        worth = samples_of_progress(profile, table.accumulation_steps, goal.noise_scale)
+        base_s, base_bytes = _reference(profile, goal)
+        self._per_second = goal.weights.time * profile.calibration.scale / worth / base_s
+        self._per_mib = goal.weights.memory * _MIB / base_bytes
+        room = (usable_bytes - profile.static_bytes - table.batch_bytes) / _MIB
+        self._peak = self._column(0.0, room, self._per_mib)
+        self._infeasible = room < table.update_peak_bytes / _MIB
+        self._choose()
+        self._remember()
+
+    def solve(self) -> tuple[dict[str, str] | None, float]:
+        """Return each unit's choice, or ``None`` if nothing fits; and the relative gap.
+
+        Raises:
+            TimeoutError: if the time that it has passed before it found anything.
+        """
+        if self._infeasible:
+            return None, 0.0
+        rows, columns, values = [], [], []
+        for number, (where, what, _, _) in enumerate(self._rows):
+            rows += [number] * len(where)
+            columns += where
+            values += what
+        matrix = coo_array((values, (rows, columns)), shape=(len(self._rows), len(self._cost))).tocsr()
+        constraints = LinearConstraint(matrix, [row[2] for row in self._rows], [row[3] for row in self._rows])
+        result = milp(
+            np.array(self._cost),
+            integrality=np.array(self._whole),
+            bounds=Bounds(np.array(self._lower), np.array(self._upper)),
+            constraints=constraints,
+            options={"mip_rel_gap": 1e-6, "time_limit": _TIME_LIMIT_S},
+        )
+        if result.status == _TIME_IS_UP and result.x is None:
+            raise TimeoutError
+        if result.x is None:
+            return None, 0.0
+        chosen = {
+            unit: max(options, key=lambda name, options=options: result.x[options[name]])  # type: ignore[misc]
+            for unit, options in self._options.items()
+        }
+        return chosen, float(result.mip_gap or 0.0)
+
+    def _column(self, lower: float, upper: float, cost: float = 0.0, *, whole: bool = False) -> int:
+        self._lower.append(lower)
+        self._upper.append(upper)
+        self._cost.append(cost)
+        self._whole.append(int(whole))
+        return len(self._cost) - 1
+
+    def _row(self, terms: Sequence[tuple[int, float]], lower: float, upper: float) -> None:
+        self._rows.append(([column for column, _ in terms], [value for _, value in terms], lower, upper))
+
+    def _choose(self) -> None:
+        """Add one column per unit and choice, priced in seconds, exactly one of which is taken."""
+        for segment in self._table.segments:
+            if segment.unit is None:
+                continue
+            if segment.unit not in self._options:
+                # What a lock took away may have been measured all the same.
+                locked = f"/{Storage.RECOMPUTE}" if segment.unit in self._saved_only else None
+                names = [name for name in segment.costs if locked is None or not name.endswith(locked)]
+                self._options[segment.unit] = {name: self._column(0, 1, whole=True) for name in names}
+                self._row([(column, 1.0) for column in self._options[segment.unit].values()], 1.0, 1.0)
+            for name, column in self._options[segment.unit].items():
+                self._cost[column] += segment.costs[name].seconds * self._per_second
+
+    def _kept(self) -> list[int]:
+        """Add one column per boundary, at least 1 if a neighbour's choice keeps it."""
+        columns = []
+        for boundary in self._table.boundaries:
+            column = self._column(1.0 if boundary.held else 0.0, 1.0)
+            for index, names in boundary.keepers.items():
+                unit = self._table.segments[index].unit
+                if unit is not None and not boundary.held:
+                    options = self._options[unit]
+                    self._row([(column, 1.0), *((options[n], -1.0) for n in names if n in options)], 0.0, math.inf)
+            columns.append(column)
+        return columns
+
+    def _remember(self) -> None:
+        """Add the running total and the rows that hold each pass of each segment below the peak."""
+        table, kept = self._table, self._kept()
+        gradients = [segment.gradient_bytes for segment in table.segments]
+        around = levels(gradients, [0] * len(gradients), (), ())
+        self._row([(self._peak, 1.0)], table.update_peak_bytes / _MIB, math.inf)
+        total = self._column(0.0, 0.0)
+        for index in range(len(table.segments)):
+            passing = [
+                (kept[number], boundary.size_bytes)
+                for number, boundary in enumerate(table.boundaries)
+                if boundary.born < index <= boundary.last_use
+            ]
+            # What passes counts in full during forward; of it, the running total holds the share that is kept.
+            extra = sum(size for _, size in passing) / _MIB
+            less = [(column, size / _MIB) for column, size in passing]
+            after = around.gradients_after[index]
+
+            def forward(cost: Cost) -> float:
+                return _forward_need(cost, around.gradients_before, later=table.accumulation_steps > 1)
+
+            def backward(cost: Cost, after: int = after) -> float:
+                return _backward_need(cost, after, around.gradients_before, later=table.accumulation_steps > 1)
+
+            self._hold(total, less, extra, index, forward)
+            self._hold(total, [], 0.0, index, backward)
+            following = self._column(0.0, math.inf)
+            born = [
+                (kept[number], -boundary.size_bytes / _MIB)
+                for number, boundary in enumerate(table.boundaries)
+                if boundary.born == index
+            ]
+            terms, fixed = self._terms(index, lambda cost: cost.saved_bytes)
+            saved = [(column, -value) for column, value in terms]
+            self._row([(following, 1.0), (total, -1.0), *born, *saved], fixed, fixed)
+            total = following
+
+    def _hold(
+        self,
+        total: int,
+        less: Sequence[tuple[int, float]],
+        extra: float,
+        index: int,
+        need: Callable[[Cost], float],
+    ) -> None:
+        terms, fixed = self._terms(index, need)
+        self._row(
+            [
+                (self._peak, 1.0),
+                (total, -1.0),
+                *less,
+                *((column, -value) for column, value in terms),
+            ],
+            fixed + extra,
+            math.inf,
+        )
+
+    def _terms(self, index: int, what: Callable[[Cost], float]) -> tuple[list[tuple[int, float]], float]:
+        """Return a segment's bytes in MiB: per choice, or fixed for the code between units."""
+        segment = self._table.segments[index]
+        if segment.unit is None:
+            return [], what(segment.costs[FIXED]) / _MIB
+        options = self._options[segment.unit]
+        return [(column, what(segment.costs[name]) / _MIB) for name, column in options.items()], 0.0
+
+
+def _forward_need(cost: Cost, gradients: int, *, later: bool) -> float:
+    first, second = cost.forward_peak_bytes
+    return max(first, gradients + second) if later else first
+
+
+def _backward_need(cost: Cost, after: int, gradients: int, *, later: bool) -> float:
+    first, second = cost.backward_peak_bytes
+    return max(after + first, gradients + second) if later else after + first

@@ -1,0 +1,71 @@
+"""Choose how tuning measures: on which engine, and in windows of how many steps."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from autotune.engines.cluster_pool import cluster_pool
+from autotune.engines.engine import Engine
+from autotune.engines.isolated_engine import IsolatedEngine, RankOptions
+from autotune.engines.ray_cluster import ClusterOptions
+from autotune.engines.torch_engine import EngineOptions, TorchEngine
+from autotune.job import Job
+from autotune.measurement import ABSENT, Measurement
+
+# The metered step, which is not timed, and two timed ones; one where memory has to settle first.
+WINDOW_STEPS = 3
+_DISCARDED = 1
+
+
+def make_engine(
+    job: Job,
+    seed: int,
+    *,
+    isolate: str | None = None,
+    ranks: RankOptions | None = None,
+    cluster: ClusterOptions | None = None,
+    watts: float | None = None,
+) -> Engine:
+    """Return the engine that tuning measures on.
+
+    Args:
+        job: the job.
+        seed: of weights, batches and everything random.
+        isolate: the job's reference, if it shall train in a process of its own.
+        ranks: how many such processes train it together, through DeepSpeed; ``None`` for one without.
+        cluster: where many such processes measure plans at once; ``None`` for one after another, here.
+        watts: power from which energy is estimated where it cannot be measured; ``None`` makes no estimate.
+    """
+    options = EngineOptions(discard_steps=_DISCARDED, split_to_learn_noise=True, watts=watts)
+    if isolate is not None and cluster is not None:
+        return cluster_pool(cluster, isolate, seed=seed, measuring=options)
+    if isolate is not None:
+        threads = torch.get_num_threads() if ranks is None else None
+        return IsolatedEngine(isolate, seed=seed, options=options, ranks=ranks, threads=threads)
+    return TorchEngine(job, seed=seed, options=options)
+
+
+def merge_windows(windows: Sequence[Measurement]) -> Measurement:
+    """Return several windows of one plan as one: all timed steps together; a failed window stays the answer."""
+    failed = [window for window in windows if window.failure is not None]
+    if failed:
+        return failed[0]
+    steps = [seconds for window in windows for seconds in window.step_s]
+    energies = [window.energy_j for window in windows if window.energy_j is not None]
+    totals = [window.total_energy_j for window in windows if window.total_energy_j is not None]
+    return replace(
+        windows[-1],
+        steps=sum(window.steps for window in windows),
+        samples=sum(window.samples for window in windows),
+        items=sum(window.items for window in windows),
+        total_s=sum(window.total_s for window in windows),
+        step_s=tuple(steps),
+        seconds_per_step=statistics.median(steps) if steps else None,
+        energy_j=sum(energies) if len(energies) == len(windows) else None,
+        total_energy_j=sum(totals) if len(totals) == len(windows) else None,
+        energy_source=windows[-1].energy_source if len(energies) == len(windows) else ABSENT,
+    )

@@ -1,0 +1,1 @@
+"""Files, folders and documents: read and written so that nothing is lost and nothing foreign runs."""

@@ -1,0 +1,250 @@
+"""Read a pickle that holds plain types and arrays of bytes, and nothing that runs.
+
+A pickle is a program for Python's unpickler, which calls what the program names. Here its few harmless instructions
+are followed one by one, and what it would call is noted down instead: neither numpy nor anything else is called with
+what the file says, and nothing that one file does is left for the next.
+"""
+
+from __future__ import annotations
+
+import math
+import pickletools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.errors import InputError, JobError
+from autotune.io.files import read_bytes
+
+_ALLOWED = "a pickle of plain types and arrays of unsigned bytes"
+# A published batch of 10,000 images has some 30,000; each may make an object many times larger than itself.
+_MOST_INSTRUCTIONS = 2**18
+_LONGEST_REASON = 120
+
+
+class _Called:
+    """Name a function or a class, which is never looked up."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class _Kind:
+    """Stand for a ``numpy.dtype``; what else it is told (byte order, alignment) single bytes do not have."""
+
+    def __init__(self, name: Any) -> None:
+        self.name = name.decode("ascii", "replace") if isinstance(name, bytes) else name
+
+
+class _Array:
+    """Stand for a ``numpy.ndarray``: what it is told, unread."""
+
+    def __init__(self) -> None:
+        self.state: Any = None
+
+    def read(self) -> NDArray[np.uint8]:
+        """Return the array.
+
+        Raises:
+            ValueError: if it is not one of unsigned bytes, in C order and complete.
+        """
+        _, shape, kind, fortran, content = self.state
+        plain = isinstance(kind, _Kind) and kind.name in ("u1", "uint8", "|u1")
+        if not plain or fortran is not False or not isinstance(content, bytes):
+            raise ValueError("an array is not one of unsigned bytes in C order")
+        sizes = isinstance(shape, tuple) and len(shape) <= 8 and all(_is_size(size, len(content)) for size in shape)
+        if not sizes or math.prod(shape) != len(content):
+            raise ValueError(f"an array of another shape has {len(content)} bytes")
+        return np.frombuffer(content, dtype=np.uint8).reshape(shape)
+
+
+_RECONSTRUCT = ("numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconstruct")
+# As which Python 3 writes bytes for Python 2.
+_ENCODE = "_codecs encode"
+_NAMES = (*_RECONSTRUCT, "numpy ndarray", "numpy dtype", _ENCODE)
+# What the argument of an instruction is, as it stands.
+_PLAIN = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8")
+_TEXT = ("SHORT_BINUNICODE", "BINUNICODE")
+_BYTES_OF_PYTHON_2 = ("SHORT_BINSTRING", "BINSTRING")
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+
+
+class _Program:
+    """Follow a pickle's instructions.
+
+    Args:
+        content: the pickle.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
+        # The same text may be encoded again and again: all of it together is no larger than the file.
+        self._left_to_encode = len(content)
+        self._effects: dict[str, Callable[[], None]] = {
+            "PROTO": lambda: None,
+            "FRAME": lambda: None,
+            "MARK": lambda: self._marks.append(len(self._stack)),
+            "EMPTY_TUPLE": lambda: self._stack.append(()),
+            "EMPTY_LIST": lambda: self._stack.append([]),
+            "EMPTY_DICT": lambda: self._stack.append({}),
+            "TUPLE": lambda: self._stack.append(tuple(self._since_mark())),
+            "TUPLE1": lambda: self._stack.append(tuple(self._last(1))),
+            "TUPLE2": lambda: self._stack.append(tuple(self._last(2))),
+            "TUPLE3": lambda: self._stack.append(tuple(self._last(3))),
+            "APPEND": lambda: self._extend(self._last(1)),
+            "APPENDS": lambda: self._extend(self._since_mark()),
+            "SETITEM": lambda: self._update(self._last(2)),
+            "SETITEMS": lambda: self._update(self._since_mark()),
+            "MEMOIZE": lambda: self._keep(len(self._memo)),
+            "STACK_GLOBAL": lambda: self._name("{} {}".format(*self._last(2))),
+            "REDUCE": self._call,
+            "BUILD": self._tell,
+        }
+
+    def result(self) -> Any:
+        """Return what the program leaves.
+
+        Raises:
+            ValueError: for an instruction that is not harmless, or one that makes no sense where it stands.
+        """
+        for count, (instruction, argument, _) in enumerate(pickletools.genops(self._content)):
+            if count >= _MOST_INSTRUCTIONS:
+                raise ValueError(f"it has more than {_MOST_INSTRUCTIONS} instructions")
+            if instruction.name == "STOP":
+                break
+            self._follow(instruction.name, argument)
+        (found,) = self._stack
+        return found
+
+    def _follow(self, name: str, argument: Any) -> None:
+        if name in _PLAIN or name in _TEXT:
+            self._stack.append(argument)
+        elif name in _BYTES_OF_PYTHON_2:
+            self._stack.append(argument.encode("latin1"))
+        elif name in _CONSTANTS:
+            self._stack.append(_CONSTANTS[name])
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            self._keep(argument)
+        elif name in ("BINGET", "LONG_BINGET"):
+            self._stack.append(self._memo[argument])
+        elif name == "GLOBAL":
+            self._name(argument)
+        elif name in self._effects:
+            self._effects[name]()
+        elif name in ("PERSID", "BINPERSID"):
+            raise ValueError("it asks for something outside the file")
+        else:
+            raise ValueError(f"it has the instruction {name}")
+
+    def _last(self, count: int) -> list[Any]:
+        """Take away and return what was put on the stack last."""
+        if len(self._stack) < count:
+            raise ValueError("it takes more than it has")
+        taken = self._stack[-count:]
+        del self._stack[-count:]
+        return taken
+
+    def _since_mark(self) -> list[Any]:
+        mark = self._marks.pop()
+        taken = self._stack[mark:]
+        del self._stack[mark:]
+        return taken
+
+    def _keep(self, number: int) -> None:
+        self._memo[number] = self._stack[-1]
+
+    def _extend(self, items: list[Any]) -> None:
+        if type(self._stack[-1]) is not list:
+            raise ValueError("it adds to what is no list")
+        self._stack[-1].extend(items)
+
+    def _update(self, items: list[Any]) -> None:
+        keys = items[::2]
+        if type(self._stack[-1]) is not dict or len(items) % 2 or not all(type(key) in (bytes, str) for key in keys):
+            raise ValueError("it puts no pairs of a name and a value into a dictionary")
+        self._stack[-1].update(zip(keys, items[1::2], strict=True))
+
+    def _name(self, name: str) -> None:
+        if name not in _NAMES:
+            raise ValueError(f"it asks for {name.replace(' ', '.')}")
+        self._stack.append(_Called(name))
+
+    def _call(self) -> None:
+        """Put what a call would return on the stack, without the call."""
+        called, arguments = self._last(2)
+        if not isinstance(called, _Called) or type(arguments) is not tuple:
+            raise ValueError("it calls what is no function")
+        if called.name in _RECONSTRUCT:
+            # An empty array, to be filled later.
+            self._stack.append(_Array())
+        elif called.name == "numpy dtype" and arguments:
+            self._stack.append(_Kind(arguments[0]))
+        elif called.name == _ENCODE:
+            self._stack.append(self._encoded(*arguments))
+        else:
+            raise ValueError(f"it calls {called.name.replace(' ', '.')}")
+
+    def _encoded(self, text: object, encoding: object) -> bytes:
+        if not isinstance(text, str) or encoding != "latin1":
+            raise ValueError("text is encoded in another way than latin1")
+        self._left_to_encode -= len(text)
+        if self._left_to_encode < 0:
+            raise ValueError("it encodes more than it holds")
+        return text.encode("latin1")
+
+    def _tell(self) -> None:
+        (state,) = self._last(1)
+        told = self._stack[-1]
+        if isinstance(told, _Array) and type(state) is tuple and len(state) == 5:
+            told.state = state
+        elif not isinstance(told, _Kind):
+            raise ValueError("it sets the state of what has none")
+
+
+def _is_size(size: object, most: int) -> bool:
+    return type(size) is int and 0 <= size <= most
+
+
+def _shown(error: Exception) -> str:
+    """Return a reason as a short line: it may quote the file."""
+    said = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
+    return said if said.isprintable() else ascii(said)
+
+
+def load_plain_pickle(path: Path, *, limit_bytes: int) -> dict[str, Any]:
+    """Return the dictionary that a pickle holds; arrays of bytes in it are numpy's.
+
+    Args:
+        path: the file.
+        limit_bytes: what it may be large.
+
+    Raises:
+        JobError: if it cannot be read, is larger, or holds anything else; nothing that it names has run.
+    """
+    where = str(path)
+    try:
+        content = read_bytes(path, limit_bytes=limit_bytes)
+    except InputError as error:
+        raise JobError(error.problem, where=where, allowed=_ALLOWED) from error
+    try:
+        found = _Program(content).result()
+    except Exception as error:
+        # What hostile bytes make the standard library raise, which reads single instructions, is any exception at all.
+        raise JobError(f"cannot be read ({_shown(error)})", where=where, allowed=_ALLOWED) from error
+    if not isinstance(found, dict):
+        raise JobError(f"holds a {type(found).__name__}", where=where, allowed=_ALLOWED)
+    try:
+        return {
+            key.decode("ascii", "replace") if isinstance(key, bytes) else key: (
+                value.read() if isinstance(value, _Array) else value
+            )
+            for key, value in found.items()
+        }
+    except Exception as error:
+        raise JobError(f"is damaged ({_shown(error)})", where=where, allowed=_ALLOWED) from error

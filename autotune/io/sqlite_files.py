@@ -1,0 +1,41 @@
+"""Refuse an SQLite database that would make SQLite touch other files.
+
+A folder may come from anybody, and SQLite trusts what lies beside a database: a journal may name a second one, of a
+transaction over several databases, and when the transaction is rolled back that file is deleted, wherever it lies. No
+database of ours is ever written together with another.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from autotune.errors import InputError
+from autotune.io.files import require_replaceable
+
+# What SQLite keeps beside a database.
+BESIDE = ("-journal", "-wal", "-shm")
+# Ends a journal that names a second one.
+_NAMES_ANOTHER = bytes.fromhex("d9d505f920a163d7")
+
+
+def require_own(database: Path) -> None:
+    """Refuse a database, and what lies beside it, that leads to another file; nothing need be there.
+
+    Raises:
+        InputError: naming the file.
+    """
+    for path in (database, *(database.with_name(database.name + suffix) for suffix in BESIDE)):
+        try:
+            require_replaceable(path)
+            if path.exists() and _tail(path) == _NAMES_ANOTHER:
+                allowed = "a journal of this database alone, or none"
+                raise InputError("names another file, which SQLite would delete", where=str(path), allowed=allowed)
+        except OSError as error:
+            raise InputError(f"cannot be read ({error.strerror})", where=str(path), allowed="a file") from error
+
+
+def _tail(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - len(_NAMES_ANOTHER)))
+        return file.read()

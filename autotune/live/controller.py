@@ -1,0 +1,751 @@
+"""Leads a live run: reads its budget and its steps, profiles it, asks the policy, judges the answer, switches plans.
+
+Everything here is advice and may fail; whoever calls it goes on with the user's own baseline if it does. How a batch is
+cut and an update made is the business of ``live.tuner`` and ``mechanics.stepping``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any
+
+from autotune.agents.policy import PlanningPolicy
+from autotune.budget import format_bytes
+from autotune.cost_model.profile import Profile
+from autotune.gym.observation import Observation
+from autotune.live.agreement import LOCKED_ELSEWHERE, Agreement, Decision
+from autotune.live.attached import Attached, Step, StepAhead
+from autotune.live.deciding import Decider, RecordedPolicy
+from autotune.live.decision_log import DecisionLog, digest_of
+from autotune.live.guard import Breaker, Situation, SlowdownCheck, gain_of, judge
+from autotune.live.limits import Stage
+from autotune.live.live_profiler import LiveProfiler
+from autotune.live.live_window import Ran, Window
+from autotune.live.memory_budget import BudgetReader
+from autotune.live.phases import Profiled, Unprofiled
+from autotune.live.placement import Placements, usable
+from autotune.live.rank_channel import Ranks
+from autotune.live.tripwires import Reading, Wires, compiled_graphs
+from autotune.measurement import Measurement
+from autotune.mechanics import controls
+from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe
+from autotune.mechanics.loop_signals import any_error
+from autotune.mechanics.step_trace import Phase
+from autotune.plan import Plan
+from autotune.profiling.own_time import OwnTime
+from autotune.profiling.step_peaks import StepPeaks
+from autotune.profiling.step_signature import Signature
+from autotune.profiling.trial_passes import Outcome
+from autotune.profiling.unit_calls import UnitCalls
+
+logger = logging.getLogger(__name__)
+
+# A policy plans from a new profile once batches have grown by this factor; the rules always do.
+_BEGIN_AGAIN = 1.5
+# One of so many first cut steps is tried again in smaller pieces; after it ever fewer are.
+_TRIED_WITHIN = 8
+# Where memory ran out, plans are held to this share of what was predicted to fit.
+_LESS = 0.9
+# Seconds that a policy may take to plan from a profile.
+_BEGIN_TIMEOUT_S = 30.0
+
+
+class Pilot:
+    """Leads one run.
+
+    Attributes:
+        plan: The plan that is applied.
+        step: Optimizer steps since the tuner was attached.
+        phase: What can be predicted.
+        time: The tuner's own share of the run's time.
+        over_budget: Steps that ran though no plan was known to fit, or that were seen to need more.
+        switches: Decided switches.
+        placed: Changes of storage between them, for a batch or a budget.
+
+    Args:
+        attached: The run.
+        policy: Decides.
+        log: Keeps everything.
+        ranks: The other ranks.
+    """
+
+    def __init__(self, attached: Attached, policy: Any, log: DecisionLog, ranks: Ranks) -> None:
+        self.attached = attached
+        self.log = log
+        self.ranks = ranks
+        self.breaker = Breaker.closed(attached.limits)
+        self.decider = Decider(policy, attached.limits.decision_timeout_s)
+        self.phase: Unprofiled | Profiled = Unprofiled(attached.space)
+        self.plan = self.phase.baseline
+        self.time = OwnTime(attached.total_steps)
+        self.step = self.switches = self.placed = self.over_budget = 0
+        # Whether no plan was known to fit the step that runs.
+        self._unfitting = False
+        self._said_unreachable = False
+        # Ranks lead their own steps until all have a profile; then the first rank's profile and decisions hold for all.
+        self._agreement = Agreement(ranks)
+        self._follows = attached.limits.follow_batches and isinstance(policy, PlanningPolicy)
+        # Size of the batch that the policy's profile is of, and the profile that is planned from.
+        self._begun = 0
+        self._news = False
+        self._taken: Profile | None = None
+        self._switcher = controls.Switcher(attached.model, [unit.name for unit in attached.space.units])
+        self._calls = UnitCalls(self._switcher)
+        self._profiler = LiveProfiler(attached)
+        self._switcher.hooks = self._profiler.hooks
+        self._monitor = GradientMonitor(attached.model, attached.space.units)
+        self._probe: GradientProbe | None = None
+        # Of the steps since the last decision, and of those before it.
+        self._window, self._past = Window(), Window()
+        self._reference: Measurement | None = None
+        self._latest: Measurement | None = None
+        self._last_ran: Ran | None = None
+        self._previous_loss: float | None = None
+        self._since_switch = 10**9
+        self._size = 0
+        self._wires = Wires(attached.limits)
+        self._check = SlowdownCheck()
+        self._budget = BudgetReader(attached, log)
+        self._peaks = StepPeaks(attached.device)
+        self._pressure: float | None = None
+        # Steps of cut batches so far, and the one whose batch is tried again: a loss between samples may come late, or
+        # in some steps only. All ranks draw the same, and nothing from the run's generators.
+        self._random = random.Random(0)  # noqa: S311 - chooses steps
+        self._cut_steps, self._next_try = 0, self._random.randint(1, _TRIED_WITHIN)
+        self._budget.read_device(self._fragments)
+
+    @property
+    def placements(self) -> Placements | None:
+        """What predicts; ``None`` until the run is profiled."""
+        return self.phase.placements
+
+    @property
+    def acting(self) -> bool:
+        """Whether plans may be switched now."""
+        profiled = isinstance(self.phase, Profiled)
+        return self.attached.stage is Stage.ACT and profiled and self.breaker.allows(self.step)
+
+    @property
+    def wants_time(self) -> bool:
+        """Whether the running step's time is needed to the end of what the device does."""
+        return self._profiler.watching
+
+    @property
+    def calls(self) -> int:
+        """How many times as often as when it was profiled a forward pass may call a unit, as recent ones did."""
+        return self._calls.ratio
+
+    @property
+    def locks(self) -> dict[str, str]:
+        """Why units' storage is locked, by unit; and why there is no profile, if there is none."""
+        failed = self._profiler.failed
+        return {**self._profiler.locks, **({} if failed is None else {"profile": failed})}
+
+    def summary(self) -> dict[str, Any]:
+        """Return figures of the run so far."""
+        latest, budget = self._latest, self._budget.latest
+        # A plan is chosen for the batch that it runs with, which others of the window may be larger than.
+        peak = self.phase.peak_bytes(self.plan, self._size) if self._size else None
+        peak = None if peak is None else peak + self._peaks.unforeseen
+        gradient = None if latest is None else latest.gradient
+        return {
+            "steps": self.step,
+            "total_steps": self.attached.total_steps,
+            "run_s": self.time.run_s,
+            "stage": str(self.attached.stage),
+            "acting": self.acting,
+            "plan": self.plan,
+            "decided": self.phase.decided,
+            "switches": self.switches,
+            "placed": self.placed,
+            "trips": list(self.breaker.trips),
+            "over_budget_steps": self.over_budget,
+            "memory_budget_bytes": budget,
+            "predicted_peak_bytes": peak,
+            "measured_peak_bytes": self._profiler.knowledge.latest_peak,
+            "pressure": peak / budget if peak is not None and budget else None,
+            "predicted_s": None if self._last_ran is None else self._last_ran.predicted,
+            "measured_s": None if self._last_ran is None else self._last_ran.seconds,
+            "noise_scale": None if gradient is None else gradient.noise_scale,
+            "overhead_frac": self.overhead_frac(),
+        }
+
+    # Before, in and after a step.
+
+    def change(self) -> str | None:
+        """Return what has become of the model's modules that plans know nothing of; ``None`` for nothing."""
+        return self._switcher.change()
+
+    def before_step(self, ahead: StepAhead) -> None:
+        """Read the budget, and apply the plan that the step shall run under.
+
+        Args:
+            ahead: What is known of the step.
+        """
+        learns, self._unfitting = not self._profiler.done, False
+        if learns:
+            # What steps leave unused of what they reserve is only being learnt.
+            self._budget.read_device(self._fragments)
+        budget, self._size = self._budget.read(self.step, self._fragments), ahead.largest_bytes
+        plan = self._profiler.plan_for(ahead, budget) if learns else None
+        if plan is None:
+            plan = self._plan_ahead(ahead)
+        # To plan from a first profile is part of learning, too.
+        self.time.learns = learns or self._profiler.watching
+        every = self.attached.limits.statistics_every
+        sampled = every is not None and self.step % every == every - 1 and not self._profiler.watching
+        self._apply(self._of_several(plan, ahead.largest_bytes) if sampled else plan)
+        self._calls.begin_step()
+        self._profiler.begin()
+        # What was known to fit no plan, or stands beside the step, speaks against none.
+        counts = not self._unfitting and not self._profiler.watching
+        self._peaks.begin(self.plan, ahead.largest_bytes, budget, counts=counts)
+        if sampled:
+            trained = [p for group in self.attached.optimizer.param_groups for p in group["params"]]
+            alone = max(self.plan.accumulation_steps, self.attached.accumulation_steps) == 1
+            self._probe = GradientProbe(trained, whole=alone)
+            self._probe.__enter__()
+
+    @property
+    def shadows(self) -> tuple[Plan, ...]:
+        """The plans that the batch is to be tried under beside the step that begins; none for most steps."""
+        return self._profiler.shadows
+
+    @contextmanager
+    def trying(self, plan: Plan) -> Iterator[list[Exception]]:
+        """Run passes beside the step under a plan; yield what it makes units raise."""
+        try:
+            with self._switcher.trying(plan) as failures:
+                yield failures
+        finally:
+            self._switcher.apply(self.plan)
+
+    def take_shadows(self, outcomes: Sequence[Outcome]) -> None:
+        """Take in what those passes came to; what one rank's batch speaks against is locked on all."""
+        self._profiler.take_shadows(outcomes)
+        names = ["accumulation_steps", *map(str, self.attached.space.precisions[1:])]
+        for name in self._agreement.locked_elsewhere(names, self._profiler.locks):
+            self._profiler.lock(name, LOCKED_ELSEWHERE)
+        k, reason = self.phase.space.accumulation_choices[0], self._profiler.locks.get("accumulation_steps")
+        if reason is not None and isinstance(self.phase, Profiled):
+            logger.warning("step %d: batches are not cut any more: %s", self.step, reason)
+            self.log.write("locked", self.step, what="accumulation_steps", reason=reason)
+            self._narrow(self.phase, self.phase.decided.changed(accumulation_steps=k))
+            self._apply(self._profiler.leanest)
+
+    def lock_shadows(self, reason: str) -> None:
+        """Lock what would have to be tried with a batch that cannot be."""
+        self._profiler.lock_shadows(reason)
+
+    def tell_phase(self, name: Phase) -> None:
+        """Note that a pass of a micro-batch begins."""
+        self._profiler.phase(name)
+        if name == "forward":
+            self._calls.begin_pass()
+            if self._probe is not None:
+                self._probe.next_micro_batch()
+
+    def before_update(self, norm: float, micro_samples: Sequence[int], scales: Sequence[float]) -> None:
+        """Read the gradient's statistics, after unscaling and before clipping."""
+        if self._probe is None:
+            return
+        probe, self._probe = self._probe, None
+        probe.__exit__(None, None, None)
+        sample = probe.read()
+        if len(sample.micro or scales[:1]) == len(scales):
+            self._monitor.observe(sample, step=self.step, norm=norm, micro_samples=micro_samples, scales=scales)
+
+    def after_step(self, step: Step) -> None:
+        """Take in a step; decide, where one is due."""
+        self._end_probe()
+        self._calls.end_step()
+        peak, watched = self._peaks.end(), self._profiler.watching
+        if self._peaks.news:
+            self._peaks.correct(self.phase.peak_bytes)
+        self._take_news(self._profiler.end(step))
+        peak = self._profiler.step_peak or peak or 0
+        self.over_budget += self._unfitting or peak > (self._budget.latest or math.inf)
+        barred = self._switcher.barred()
+        self._take_news(bool(barred) and self._profiler.bar(barred))
+        self.time.run_s += step.seconds
+        self._take(step, ordinary=not watched)
+        # Under adaptive batching a longer step than the baseline's consumes more.
+        if not self._check.runs_baseline or self.plan == self.phase.baseline:
+            self._check.note(step.seconds / max(step.all_bytes, 1))
+        rounds = self.plan.precision != self.phase.baseline.precision
+        reason = self._wires.after_step(stepped=step.stepped, rounds=rounds)
+        if reason is not None:
+            self.trip(reason)
+        self.step += 1
+        self._since_switch += 1
+        if self.step % self.attached.limits.decide_every == 0:
+            self._meet()
+
+    def abandon_step(self) -> None:
+        """Forget a step that did not come to its end."""
+        self._end_probe()
+        self._profiler.abandon()
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """The k that plans may choose from; none where no plan may be switched."""
+        return self._profiler.space.accumulation_choices if self.attached.stage is Stage.ACT else ()
+
+    def raise_k(self, k: int, reason: str) -> None:
+        """Take away every k below one: memory ran out in the running step, which is forgotten.
+
+        From now on plans are also held to less memory than that step was predicted to need.
+
+        Args:
+            k: The smallest that is left.
+            reason: What was said where memory ran out.
+        """
+        self.abandon_step()
+        self.log.write("out of memory", self.step, plan=self.plan, smallest_k=k, reason=reason)
+        self._profiler.raise_k(k, reason)
+        phase = self.phase
+        if isinstance(phase, Unprofiled):
+            self.phase = Unprofiled(self._profiler.space)
+            return
+        predicted = phase.placements.peak_bytes(self.plan, phase.share(self._size))
+        if predicted < math.inf:
+            self._budget.ceiling = int(min(predicted, self._budget.ceiling or math.inf) * _LESS)
+        k = max(k, phase.decided.accumulation_steps)
+        self._narrow(phase, phase.decided.changed(accumulation_steps=k))
+
+    def _narrow(self, phase: Profiled, decided: Plan) -> None:
+        """Go on from one of the choices of k that are left; a policy plans anew from them."""
+        self._begun, self._news = 0, True
+        phase.decide_on(decided)
+        if self._agreement.many:
+            profile = replace(phase.placements.profile, accumulation_choices=self.ks)
+            self._adopt(profile, phase.placements.square_share)
+        else:
+            self._take_profile()
+
+    def _end_probe(self) -> None:
+        """Take off a probe whose step showed no gradients before its update."""
+        if self._probe is not None:
+            self._probe.__exit__(None, None, None)
+            self._probe = None
+
+    def close(self) -> None:
+        """Leave the model as it was found."""
+        self.abandon_step()
+        self._switcher.remove()
+        self.plan = self.phase.baseline
+        self.decider.close()
+
+    # Plans.
+
+    def trip(self, reason: str) -> None:
+        """Go back to the baseline for a while, and for good if it was once too often."""
+        self.breaker.trip(self.step, reason)
+        self.log.write("tripped", self.step, reason=reason, trips=len(self.breaker.trips), open=self.breaker.open)
+        self.phase.decide_on(self.phase.fallback(self._room, self._length()))
+
+    def _plan_ahead(self, ahead: StepAhead) -> Plan:
+        """Return the plan of a step from which nothing has to be learnt; it may be watched nevertheless."""
+        profiler, size = self._profiler, ahead.largest_bytes
+        if profiler.complete and profiler.profile is not self._taken and not self._agreement.many:
+            self._take_profile()
+        plan = self._placed_plan(size)
+        if self._is_news(ahead.signature):
+            plan = profiler.leanest
+            profiler.look_at(plan, ahead)
+        elif self._check.runs_baseline and self._fits(self.phase.baseline, size):
+            plan = self.phase.baseline
+        elif self._is_tried_again(plan):
+            profiler.try_again(plan)
+        else:
+            profiler.also_watch(plan, ahead)
+        return plan
+
+    def _is_tried_again(self, plan: Plan) -> bool:
+        """Whether the next step's batch, which is cut, is tried beside it in smaller pieces."""
+        space = self.phase.space
+        # Where fp16 overflows, other steps are skipped, and nothing can be compared.
+        if not space.k_splits or plan.accumulation_steps == space.accumulation_choices[0] or plan.uses_fp16:
+            return False
+        self._cut_steps += 1
+        now = self._cut_steps
+        if now < self._next_try:
+            return False
+        self._next_try = now + self._random.randint(now, 3 * now)
+        return True
+
+    def _is_news(self, signature: Signature) -> bool:
+        """Whether, under a budget, a step is like none that was traced."""
+        if self._budget.latest is None or not self.acting or self._agreement.many:
+            return False
+        return self._profiler.complete and not self._profiler.knowledge.knows(signature)
+
+    def _placed_plan(self, size: int) -> Plan:
+        """Return the plan for a batch: the decided one, with the storage that fits the batch and the budget best."""
+        budget = self._budget.latest
+        if self.attached.stage is Stage.OBSERVE or self.breaker.open:
+            return self.phase.baseline
+        if isinstance(self.phase, Unprofiled):
+            # Nothing can be predicted yet: the user's own profiler runs, or other ranks are not as far.
+            return self._profiler.leanest if budget is not None and self._profiler.probed else self.phase.baseline
+        length, room = self._agreement.most_demanding(self.phase.share(size), self._room)
+        trusted = self._agreement.trusted(self.breaker.allows(self.step))
+        found = self.phase.place(length, room, follows=self._follows and trusted)
+        if found.least_bytes is not None:
+            self._unfitting = True
+            self._say_unreachable(found.least_bytes, room)
+        return found.plan
+
+    def _say_unreachable(self, least: float, room: float) -> None:
+        """Warn the user, once, that a budget cannot be met, and name the smallest one that can."""
+        if self._said_unreachable or not math.isfinite(least):
+            # Of some batches it is only known that they need more than was measured.
+            return
+        self._said_unreachable = True
+        budget = self._budget.latest
+        logger.warning(
+            "step %d: no plan fits the memory budget of %s: all that may be is recomputed, and that needs %s; the "
+            "smallest budget that can be met for this batch is %d bytes",
+            self.step,
+            format_bytes(budget or 0),
+            format_bytes(least),
+            math.ceil(least * (budget or 1) / max(room, 1)),
+        )
+
+    def _apply(self, plan: Plan) -> None:
+        # To compare plans takes longer than a short step may: most are the same object.
+        if plan is not self.plan and plan != self.plan:
+            self._switcher.apply(plan)
+            self.placed += 1
+        elif not self._switcher.stands():
+            # Somebody put forwards of their own on units.
+            self._switcher.apply(plan)
+        self.plan = plan
+
+    def _of_several(self, plan: Plan, size: int) -> Plan:
+        """Return the plan with steps of several batches, where one alone would never tell the gradient's noise."""
+        more = next((k for k in self.phase.space.accumulation_choices if k > 1), None)
+        if not self.attached.adaptive or not self.acting or plan.accumulation_steps > 1 or more is None:
+            return plan
+        several = plan.changed(accumulation_steps=more)
+        return several if self._fits(several, size) else plan
+
+    def _fits(self, plan: Plan, size: float) -> bool:
+        return self.phase.fits(plan, size, self._room)
+
+    @property
+    def _room(self) -> float:
+        """Bytes that a plan may be predicted to need: of the budget, what is left beside what nothing predicted."""
+        return usable(self._budget.latest) - self._peaks.unforeseen
+
+    # What was seen.
+
+    @property
+    def _fragments(self) -> int:
+        return self._profiler.knowledge.fragments
+
+    def _length(self) -> float:
+        """Return the share of the last window's largest batch."""
+        return self.phase.share(self._past.largest_bytes) if self._past.sizes else 1.0
+
+    def _take(self, step: Step, *, ordinary: bool) -> None:
+        self._window.take(step)
+        predicted = self.phase.seconds_of(self.plan) if ordinary else None
+        if predicted is not None:
+            seconds = step.seconds / max(self.phase.share(step.batch_bytes), 1e-9)
+            self._window.compare(seconds, predicted, decided=self.plan == self.phase.decided)
+
+    def _noise_scale(self) -> float | None:
+        gradient = self._monitor.aged(self.step)
+        return None if gradient is None else gradient.noise_scale
+
+    def _measure(self) -> tuple[Measurement, int]:
+        """Return the window since the last decision and how many losses were not finite, and begin another window."""
+        window = self._past = self._window
+        self._window = Window()
+        self._pressure = self._peaks.pressure
+        self._budget.read_device(self._fragments)
+        losses = window.loss_values()
+        every = self.attached.limits.statistics_every
+        measured = window.measurement(
+            losses,
+            peak_bytes=self._peaks.take() or self._profiler.knowledge.latest_peak,
+            memory_budget_bytes=self._budget.announced,
+            gradient=self._monitor.aged(self.step) if every is not None else None,
+            learning_rate=float(self.attached.optimizer.param_groups[0]["lr"]),
+        )
+        return measured, sum(not math.isfinite(loss) for loss in losses)
+
+    def _observe(self, window: Measurement) -> Observation:
+        total = self.attached.total_steps
+        self._reference = self._reference or window
+        placements = self.placements
+        observation = Observation(
+            space=self.phase.space,
+            plan=self.phase.decided,
+            window=window,
+            reference=self._reference,
+            previous_loss=self._previous_loss,
+            memory_budget_bytes=self._budget.announced,
+            batch_size=1 if placements is None else placements.profile.batch_size,
+            adaptive=self.attached.adaptive,
+            progress=min(self.step / total, 1.0) if total else 0.0,
+        )
+        self._previous_loss = window.loss
+        return observation
+
+    # Profiles.
+
+    def _take_news(self, news: bool) -> None:
+        """Plan from a new profile, if there is one: at once, or with the next decision of several ranks."""
+        self._news = self._news or news
+        if news and not self._agreement.many:
+            self._take_profile()
+
+    def _take_profile(self) -> None:
+        """Take a new profile: whoever plans from one begins anew."""
+        profile = self._taken = self._profiler.profile
+        if profile is None:
+            return
+        self._news = False
+        self._adopt(profile, self._profiler.growth.beyond)
+        policy, size = self.decider.policy, profile.tables[0].batch_bytes
+        if isinstance(policy, PlanningPolicy) and size > _BEGIN_AGAIN * self._begun:
+            self._begun = size
+            planner, budget = policy, self._budget.latest
+            try:
+                begun = self.decider.ask(lambda: planner.begin(profile, budget), _BEGIN_TIMEOUT_S)
+            except any_error() as error:  # a policy that fails costs a trip, not the run
+                self.trip(f"policy: {type(error).__name__}: {error}")
+                return
+            self._consider(begun, None)
+
+    def _adopt(self, profile: Profile, square_share: float) -> None:
+        """Predict with a profile from now on."""
+        phase = self.phase = Profiled(
+            profile,
+            self.phase,
+            budget_bytes=self._budget.latest,
+            square_share=square_share,
+            largest_bytes=self._past.largest_bytes,
+        )
+        self._peaks.correct(phase.peak_bytes)
+        self._begin_to_count()
+        autocast = self._profiler.autocast
+        self.log.write(
+            "profiled",
+            self.step,
+            units=len(profile.units),
+            square_share=square_share,
+            autocast=None if autocast is None else str(autocast),
+            locks=self.locks,
+            scores=[asdict(score) for score in self._profiler.knowledge.scores],
+            baseline={
+                "seconds": phase.seconds_of(phase.baseline),
+                "peak_bytes": phase.placements.peak_bytes(phase.baseline, 1.0),
+            },
+            static_bytes=profile.static_bytes,
+            batch_bytes=profile.tables[0].batch_bytes,
+        )
+
+    def _begin_to_count(self) -> None:
+        """Count the calls of a unit, where more of them would break a budget."""
+        acts = self.attached.stage is Stage.ACT and self._budget.latest is not None and not self._agreement.many
+        if not acts or self._calls.counting or not self.phase.space.recomputable:
+            return
+        name = self.phase.space.recomputable[0]
+        self._calls.count(name, self._profiler.knowledge.calls_of(name))
+        self._switcher.apply(self.plan)
+        # Calls of the steps before are nobody's.
+        self._switcher.calls()
+
+    # Decisions.
+
+    def _meet(self) -> None:
+        """Decide, once all ranks have a profile."""
+        if not self._agreement.many:
+            if isinstance(self.phase, Profiled):
+                self._decide()
+        elif self._agreement.all_profiled(self._profiler.complete):
+            if self._agreement.is_first:
+                self._decide_for_all()
+            else:
+                self._measure()
+                self._follow(self._agreement.hear())
+
+    def _decide_for_all(self) -> None:
+        news = self._news or isinstance(self.phase, Unprofiled)
+        if news:
+            self._take_profile()
+        self._decide()
+        self.breaker.open = self.breaker.open or self.too_expensive()
+        placements = self.placements
+        self._agreement.tell(
+            Decision(
+                plan=self.phase.decided,
+                open=self.breaker.open,
+                trusts=self.breaker.allows(self.step),
+                profile=placements.profile if news and placements is not None else None,
+                square_share=self._profiler.growth.beyond,
+            )
+        )
+
+    def _follow(self, decision: Decision) -> None:
+        """Take over the first rank's profile and decision."""
+        if decision.profile is not None:
+            self._adopt(decision.profile, decision.square_share)
+        self.breaker.open = self.breaker.open or decision.open
+        plan = self.phase.space.check(decision.plan)
+        if plan != self.phase.decided:
+            self._switch(plan)
+
+    def _decide(self) -> None:
+        window, non_finite = self._measure()
+        self._latest, self._last_ran = window, self._past.ran() or self._last_ran
+        if self._tripped(window, non_finite):
+            return
+        observation = self._observe(window)
+        proposal: object = self.phase.decided
+        if self.breaker.allows(self.step):
+            proposal = self._asked(observation)
+        if proposal is not None:
+            self._consider(proposal, observation)
+
+    def _asked(self, observation: Observation) -> object:
+        policy, plan = self.decider.policy, self.phase.decided
+        if isinstance(policy, RecordedPolicy):
+            return policy.at(self.step) or plan
+        try:
+            proposal = self.decider.ask(lambda: policy.decide(observation, plan))
+        except TimeoutError as error:
+            self.log.write("late", self.step, reason=str(error))
+            return None
+        except any_error() as error:  # whatever a policy raises, the run goes on
+            self.trip(f"policy: {type(error).__name__}: {error}")
+            return None
+        self._budget.reserve_frac = reserve_of(policy)
+        return proposal
+
+    def _consider(self, proposal: object, observation: Observation | None) -> None:
+        """Check a proposal against the rules, note their verdict, and switch if they allow it."""
+        phase, budget = self.phase, self._budget.latest
+        if isinstance(phase, Unprofiled):
+            return
+        now = Situation(
+            space=phase.space,
+            locks=self._profiler.locks,
+            placements=phase.placements,
+            usable_bytes=self._room,
+            length=self._length(),
+            current=phase.decided,
+            since_switch=self._since_switch,
+            switches=self.switches,
+            noise_scale=self._noise_scale(),
+        )
+        ran = self._past.ran()
+        verdict = judge(proposal, now, self.attached.limits)
+        acts = self.attached.stage is Stage.ACT and self.breaker.allows(self.step)
+        standing = self.summary()
+        self.log.write(
+            "decision",
+            self.step,
+            observation=None if observation is None else digest_of(observation),
+            proposal=proposal,
+            rules=verdict.rules,
+            applied=acts and verdict.refused is None,
+            predicted={
+                "seconds": phase.seconds_of(verdict.plan),
+                "peak_bytes": phase.placements.peak_bytes(verdict.plan, now.length),
+                "gain": gain_of(verdict.plan, phase.decided, phase.placements, now.noise_scale),
+            },
+            measured=None if observation is None else _seen(observation.window),
+            ran=None if observation is None or ran is None else asdict(ran),
+            memory_budget_bytes=budget,
+            placed=self.placed,
+            over_budget_steps=self.over_budget,
+            overhead_frac=self.overhead_frac(),
+            # What the step behind ran under, for whoever watches the log.
+            **{name: standing[name] for name in ("plan", "acting", "predicted_peak_bytes")},
+        )
+        if verdict.illegal:
+            self.trip(f"illegal action: {verdict.refused}: {verdict.rules[verdict.refused or '']}")
+        elif acts and verdict.refused is None and verdict.plan != phase.decided:
+            self._switch(verdict.plan)
+
+    def _switch(self, plan: Plan) -> None:
+        self.phase.decide_on(plan)
+        self.switches += 1
+        self._since_switch = 0
+        self.log.write("switched", self.step, plan=plan)
+
+    def _tripped(self, window: Measurement, non_finite: int) -> bool:
+        limits = self.attached.limits
+        reason = self._wires.after_window(self._reading(window, non_finite))
+        if not self.acting:
+            return False
+        if reason is None:
+            reason = self._check.verdict(limits)
+            # Ranks step in time with each other, so that one cannot run the baseline for comparison.
+            possible = self._fits(self.phase.baseline, self._past.largest_bytes) and not self._agreement.many
+            self._check.begin_if_slow(self._slowdown(), limits, possible=possible)
+        if reason is not None:
+            self._check = SlowdownCheck()
+            self.trip(reason)
+        return reason is not None
+
+    def _reading(self, window: Measurement, non_finite: int) -> Reading:
+        baseline, decided = self.phase.baseline, self.phase.decided
+        return Reading(
+            pressure=self._pressure,
+            retries=self._peaks.retries,
+            graphs=compiled_graphs(),
+            placed=self.placed,
+            non_finite=non_finite,
+            rounds=(decided.accumulation_steps, decided.precision) != (baseline.accumulation_steps, baseline.precision),
+        )
+
+    def _slowdown(self) -> float | None:
+        """Return the window's steps over what they should take, by the baseline's; ``None`` for the baseline."""
+        ran, should = self._past.ran(), self.phase.seconds_of(self.phase.baseline)
+        if should is None or ran is None or self.plan == self.phase.baseline:
+            return None
+        return ran.seconds / max(ran.predicted, should)
+
+    # The tuner's own share of the run's time.
+
+    def spend(self, seconds: float) -> None:
+        """Count seconds that the tuner took for itself."""
+        self.time.spend(seconds)
+
+    def overhead_frac(self) -> float:
+        """Return the tuner's own share of the run's time."""
+        return self.time.frac(self.step, self._profiler.probe_s)
+
+    def too_expensive(self) -> bool:
+        """Whether the tuner takes more of the run's time than it may."""
+        return self.time.is_too_expensive(self.step, self._profiler.probe_s, self.attached.limits.overhead_frac)
+
+
+def reserve_of(policy: object) -> float:
+    """Return the share of the device's memory that a policy leaves free; 0 where it does not say, or says nonsense."""
+    reserve = getattr(policy, "reserve_frac", 0.0)
+    good = isinstance(reserve, int | float) and not isinstance(reserve, bool) and 0 <= reserve < 1
+    return float(reserve) if good else 0.0
+
+
+def _seen(window: Measurement) -> dict[str, Any]:
+    return {
+        "seconds_per_step": window.seconds_per_step,
+        "peak_bytes": window.peak_bytes,
+        "loss": window.loss,
+        "noise_scale": None if window.gradient is None else window.gradient.noise_scale,
+        "memory_budget_bytes": window.memory_budget_bytes,
+        "skipped_steps": window.skipped_steps,
+        "steps": window.steps,
+        "total_s": window.total_s,
+    }

@@ -1,0 +1,250 @@
+"""What the traced and timed steps of a live run have shown so far, and the profile that is made of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import Counter, deque
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from autotune.cost_model.profile import Profile
+from autotune.live.attached import Attached, Step
+from autotune.live.prediction_scores import Expected, Score
+from autotune.live.step_uses import Tracing
+from autotune.mechanics import devices
+from autotune.mechanics.step_trace import Phase, StepTrace
+from autotune.plan import Plan, PlanSpace, Precision, Storage
+from autotune.profiling.live_profile import Seen, Timed, build_profile, seen_of
+from autotune.profiling.memory_scaling import Growth
+from autotune.profiling.step_signature import Signature
+
+# The profile is made anew after so many timed steps; there are no more than the last of them.
+RENEWED_AFTER = (2, 4, 8, 16, 32)
+# How much more memory for the bytes of its batch tells a step apart from those that were traced.
+_DENSER = 1.02
+
+
+class Knowledge:
+    """What traced and timed steps have shown.
+
+    Attributes:
+        growth: How memory grows with a batch's size.
+        seen: The traced step of each plan that is planned with.
+        signatures: The kinds of steps that were traced, the one that is planned with first.
+        scores: Scores of predicted peaks.
+        traces: The number of traced steps.
+        timed: The timed steps.
+        latest_peak: Measured peak of the last traced step in bytes; ``None`` before the first.
+        forgotten: How often what was known ceased to hold.
+        fragments: The most bytes that a traced step reserved beyond what it allocated at its peak; 0 on a CPU.
+
+    Args:
+        attached: The run.
+    """
+
+    def __init__(self, attached: Attached) -> None:
+        self._attached = attached
+        self.scores: list[Score] = []
+        self.traces = 0
+        self.timed: list[Timed] = []
+        self.latest_peak: int | None = None
+        self.fragments = 0
+        self._static = 0
+        self._times: Counter[Plan] = Counter()
+        self._batch_bytes: deque[int] = deque(maxlen=64)
+        self.forgotten = -1
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the traced steps: what they showed does not hold any more."""
+        self.forgotten += 1
+        self.growth = Growth()
+        self.seen: dict[Plan, Seen] = {}
+        self.signatures: list[Signature] = []
+        # Of each traced plan, the peak of its last traced step, and the most bytes that it needed for one of the batch.
+        self._peaks: dict[Plan, int] = {}
+        self._densities: dict[Plan, float] = {}
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Forget the times of steps that recomputed units which may not be recomputed any more.
+
+        Args:
+            names: The units.
+        """
+
+        def holds(plan: Plan) -> bool:
+            return all(plan.storage_of(name) is Storage.SAVE for name in names)
+
+        self.timed = [one for one in self.timed if holds(one.plan)]
+
+    def knows(self, signature: Signature) -> bool:
+        """Whether the traced steps tell what a step with a signature needs."""
+        return any(known.tells_of(signature) for known in self.signatures)
+
+    def plans_with(self, signature: Signature) -> bool:
+        """Whether a step with a signature is like those that are planned with; ``True`` if there is none yet."""
+        return not self.signatures or self.signatures[0].tells_of(signature)
+
+    def calls_of(self, name: str) -> int:
+        """Return how often a unit was called in a traced forward pass."""
+        return sum(called == name for called in self._first.calls) if self.seen else 0
+
+    def peak_of(self, plan: Plan) -> int | None:
+        """Return the peak of a plan's last traced step in bytes; ``None`` if there was none."""
+        return self._peaks.get(plan)
+
+    def times_of(self, plan: Plan) -> int:
+        """Return how often a plan was timed."""
+        return self._times[plan]
+
+    def traced_bytes(self, plan: Plan, otherwise: int) -> int:
+        """Return bytes of the batch that a plan was traced with, or another number if it was not."""
+        own = self.seen.get(plan)
+        return otherwise if own is None else own.batch_bytes
+
+    def expected_peak(self, plan: Plan, space: PlanSpace, ks: tuple[int, ...]) -> float:
+        """Return what a plan should need, in bytes, if it falls with k as the user's own precision does.
+
+        Args:
+            plan: The plan.
+            space: The plans that are allowed.
+            ks: The k that the batch can be cut into, ascending.
+
+        Returns:
+            The peak; 0 if nothing tells.
+        """
+        own, small, large = space.precisions[0], ks[0], ks[-1]
+        names = [unit.name for unit in space.units]
+
+        def peak(k: int, precision: Precision | None = None) -> int | None:
+            other = {} if precision is None else {"precision": dict.fromkeys(names, precision)}
+            return self._peaks.get(plan.changed(accumulation_steps=k, **other))
+
+        whole, least, known = peak(small, own), peak(large, own), peak(large)
+        if small == large or whole is None or least is None or known is None or not space.k_splits:
+            return 0.0
+        falls = (1 / plan.accumulation_steps - 1 / large) / (1 / small - 1 / large)
+        share = max(known - self._static, 0) / max(least - self._static, 1)
+        return known + share * max(whole - least, 0) * falls
+
+    def note_batch(self, num_bytes: int) -> None:
+        """Take in the size of a step's batch."""
+        self._batch_bytes.append(num_bytes)
+
+    def note_trace(
+        self, use: Tracing, trace: StepTrace, seconds: dict[tuple[Phase, int], float], step: Step, signature: Signature
+    ) -> bool:
+        """Take in a traced step.
+
+        Args:
+            use: What traced it.
+            trace: Its trace.
+            seconds: Its seconds by phase and segment.
+            step: The step.
+            signature: Its signature.
+
+        Returns:
+            Whether it showed more than was known.
+
+        Raises:
+            RuntimeError: If it shows that the run cannot be profiled.
+        """
+        plan = use.plan
+        if self.seen and self._first.calls != trace.calls:
+            raise RuntimeError("the units are called differently from step to step")
+        self.traces += 1
+        self._static = use.static_bytes
+        held = devices.allocated(self._attached.device)
+        if held is not None:
+            self.fragments = max(self.fragments, held.reserved_peak - held.peak)
+        began = trace.times[0] - 1
+        trace = replace(trace, changes=((began, use.gradient_bytes + use.older_bytes()), *trace.changes))
+        # First and later micro-batches were seen at sizes of their own: both are bounds for the smaller one.
+        size = min(use.batch_bytes, step.later_bytes or use.batch_bytes)
+        seen = seen_of(
+            plan,
+            trace,
+            seconds,
+            batch_bytes=size,
+            static_bytes=use.static_bytes,
+            gradients=self._first.attribution.gradients if self.seen else None,
+        )
+        level = max(itertools.accumulate(change for _, change in trace.changes), default=0)
+        self.latest_peak = self._peaks[plan] = use.static_bytes + step.batch_bytes + max(level, 0)
+        if use.expected is not None:
+            self._score(use.expected, plan, max(step.batch_bytes, use.batch_bytes))
+        former_law = self.growth.within, self.growth.beyond
+        if not self._is_densest(plan, level / max(use.batch_bytes, 1), signature):
+            return False
+        self.growth.note(plan, use.batch_bytes, seen.attribution)
+        former = self.seen.get(plan)
+        if former is not None and former.batch_bytes > size:
+            # A smaller batch only tells how memory grows.
+            return former_law != (self.growth.within, self.growth.beyond)
+        self.seen[plan] = seen
+        return True
+
+    def note_times(
+        self, plan: Plan, calls: tuple[str, ...], seconds: Mapping[tuple[Phase, int], float], size: int
+    ) -> bool:
+        """Take in a timed step.
+
+        Args:
+            plan: The plan that it ran under.
+            calls: The units that its first forward pass called, in order.
+            seconds: Its seconds by phase and segment.
+            size: Bytes of its batch.
+
+        Returns:
+            Whether a new profile should be made.
+        """
+        if calls != self._first.calls:
+            return False
+        self._times[plan] += 1
+        self.timed.append(Timed(plan=plan, batch_bytes=max(size, 1), seconds=seconds))
+        return len(self.timed) in RENEWED_AFTER
+
+    def profile(self, space: PlanSpace, batch_size: int) -> Profile | None:
+        """Return a profile of all that was seen; ``None`` if no step was traced.
+
+        Args:
+            space: The plans that are allowed.
+            batch_size: Samples in a batch.
+        """
+        if not self.seen:
+            return None
+        logs = [math.log(max(size, 1)) for size in self._batch_bytes]
+        return build_profile(
+            self._attached.name,
+            str(self._attached.device),
+            space,
+            list(self.seen.values()),
+            self.timed,
+            batch_size=max(batch_size, 1),
+            batching="adaptive" if self._attached.adaptive else "fixed",
+            length_spread=statistics.pstdev(logs) if len(logs) > 1 else 0.0,
+            growth=self.growth.within,
+        )
+
+    @property
+    def _first(self) -> Seen:
+        return next(iter(self.seen.values()))
+
+    def _is_densest(self, plan: Plan, density: float, signature: Signature) -> bool:
+        """Note what a step was like; return whether to plan with it, since none needed more for its bytes."""
+        if not self.knows(signature):
+            if self.signatures and density > _DENSER * self._densities.get(plan, 0.0):
+                self.forget()
+            self.signatures.append(signature)
+        self._densities[plan] = max(density, self._densities.get(plan, 0.0))
+        return self.signatures[0].tells_of(signature)
+
+    def _score(self, expected: Expected, plan: Plan, largest: int) -> None:
+        """Score what was predicted of a step; for larger batches nothing was."""
+        assert self.latest_peak is not None
+        if plan == expected.plan and largest <= expected.largest_bytes:
+            # Memory that the loop itself has come to hold since then is not caused by a plan.
+            measured = self.latest_peak - max(self._static - expected.static_bytes, 0)
+            self.scores.append(Score(predicted_bytes=int(expected.peak_bytes), measured_bytes=measured))

@@ -1,0 +1,126 @@
+"""Lead a run along a decision log, without its policy, and say where predictions and measurements differ."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from autotune.engines.job_checks import build_model, build_optimizer
+from autotune.errors import InputError
+from autotune.io.progress import Reporter, Silent
+from autotune.job import Job
+from autotune.live.attach import attach
+from autotune.live.decision_log import LOG_NAME, read_log, schedule_of
+from autotune.live.limits import Limits
+from autotune.mechanics import randomness
+from autotune.plan import Plan
+
+# A recorded run is followed step by step: its own limits were kept when it was made.
+_FOLLOWING = Limits(
+    decide_every=1, min_steps_between_switches=0, canary_steps=0, gain_frac=-1e9, overhead_frac=1e9, slowdown_frac=1e9
+)
+
+
+def replay(
+    log: Path, job: Job | None, *, steps: int | None = None, seed: int = 0, reporter: Reporter | None = None
+) -> dict[str, Any]:
+    """Return what a recorded run predicted and measured and, if its job is given, what a run along it measures now.
+
+    Args:
+        log: a decision log, or the run directory that holds it.
+        job: the job to run along it; ``None`` runs nothing.
+        steps: optimizer steps to run; ``None`` for as many as were recorded.
+        seed: of the weights and batches of the run.
+        reporter: shows progress.
+
+    Raises:
+        InputError: if the log is damaged, or was made with other units than the job's.
+    """
+    events = read_log(log)
+    recorded = {"log": str(log), "switches": len(schedule_of(events, str(log))), "windows": windows_of(events)}
+    if job is None:
+        return {"version": 1, "recorded": recorded, "repeated": None}
+    file = log / LOG_NAME if log.is_dir() else log
+    length = steps or max(int(event["step"]) for event in events)
+    shows = reporter or Silent()
+    shows.stage(f"run {job.name} along {file}", length)
+    with randomness.isolated():
+        randomness.seed_all(seed)
+        model = build_model(job)
+        model.train()
+        optimizer = build_optimizer(job, model)
+        budgets = [event["measured"].get("memory_budget_bytes") for event in events if event.get("measured")]
+        budget = next((size for size in budgets if size is not None), None)
+        tuner = attach(
+            model,
+            optimizer,
+            file,
+            memory_budget_bytes=budget,
+            limits=_FOLLOWING,
+            clip_norm=job.clip_norm,
+            runs_dir=None,
+        )
+        found = [unit for unit in events[0]["units"] if unit not in dict(model.named_modules())]
+        if found:
+            tuner.detach()
+            raise InputError(
+                f"unit {found[0]!r} is no module of {job.name}", where=str(file), allowed="the job's own log"
+            )
+        batches = itertools.chain.from_iterable(job.batches(seed + number) for number in itertools.count())
+        for number, batch in enumerate(itertools.islice(batches, length)):
+            for micro in tuner.micro_batches(batch):
+                tuner.backward(job.loss(model, micro))
+            tuner.step()
+            shows.advance(number + 1)
+        again, because = tuner.events, tuner.detached_because
+        tuner.detach()
+    repeated = {
+        "steps": length,
+        "switches": sum(event["event"] == "switched" for event in again),
+        "windows": windows_of(again),
+        "detached_because": because,
+    }
+    return {"version": 1, "recorded": recorded, "repeated": repeated}
+
+
+def windows_of(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return, per decision that a window followed, what was predicted of its plan and what the window measured.
+
+    Returns:
+        ``step``, ``plan`` (for people), ``predicted_s``, ``measured_s``, ``time_error_frac``, ``predicted_bytes`` and
+        ``measured_bytes``; what is not known is ``None``.
+    """
+    decisions = [event for event in events if event["event"] == "decision"]
+    rows = []
+    for one, following in itertools.pairwise(decisions):
+        measured, predicted = following.get("measured") or {}, one["predicted"]
+        seconds, told = measured.get("seconds_per_step"), predicted["seconds"]
+        rows.append(
+            {
+                "step": one["step"],
+                "plan": in_words(one.get("proposal")),
+                "predicted_s": told,
+                "measured_s": seconds,
+                "time_error_frac": time_error(seconds, told),
+                "predicted_bytes": predicted["peak_bytes"],
+                "measured_bytes": measured.get("peak_bytes"),
+            }
+        )
+    return rows
+
+
+def time_error(measured_s: float | None, predicted_s: float | None) -> float | None:
+    """Return how far a time is off a prediction, as a share of it; ``None`` where that is no number."""
+    error = measured_s / predicted_s - 1 if measured_s and predicted_s else None
+    return None if error is None or not math.isfinite(error) else error
+
+
+def in_words(proposal: object) -> str | None:
+    """Return a logged proposal in a few words; ``None`` if it is not a plan: policies may propose anything."""
+    try:
+        return str(Plan.from_json(proposal)) if isinstance(proposal, dict) else None
+    except InputError:
+        return None

@@ -1,0 +1,185 @@
+"""The types of steps of a live run, by what a step is used for besides training: each watches in its own way.
+
+Only watching is done here. What a use has found is read by :mod:`autotune.live.live_profiler`, which also chooses it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from contextlib import ExitStack
+
+from torch import nn
+
+from autotune.live.attached import Attached
+from autotune.live.prediction_scores import Expected
+from autotune.mechanics import devices
+from autotune.mechanics.memory_meter import resident_tensors, storages, tensor_bytes
+from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch
+from autotune.plan import Plan
+from autotune.profiling.probe import UnitProbe
+
+
+class Use:
+    """A step that only lets time pass: it runs under a plan, and nothing watches it.
+
+    Attributes:
+        plan: The plan that the step runs under.
+
+    Args:
+        plan: The plan.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def begin(self) -> None:
+        """Begin to watch; the plan has been applied, and no pass has run."""
+
+    def phase(self, name: Phase) -> None:
+        """Note that a pass of a micro-batch begins."""
+
+    def close(self) -> None:
+        """Stop watching, whether the step came to its end or not."""
+
+
+class Shadowing(Use):
+    """A step before which its batch is run under other plans, to compare their gradients.
+
+    Attributes:
+        plans: The plans to run the batch under, the reference first.
+    """
+
+    def __init__(self, plan: Plan, others: Iterable[Plan]) -> None:
+        super().__init__(plan)
+        self.plans = (plan, *others)
+
+
+class Probing(Use):
+    """A step that finds out which units may be recomputed.
+
+    Attributes:
+        probes: The probe of each unit, by the unit's name.
+
+    Args:
+        plan: The plan.
+        model: The model.
+        names: The units to probe.
+    """
+
+    def __init__(self, plan: Plan, model: nn.Module, names: Iterable[str]) -> None:
+        super().__init__(plan)
+        self._modules = {name: model.get_submodule(name) for name in names}
+        self.probes: dict[str, UnitProbe] = {}
+
+    def begin(self) -> None:
+        """Place the probes."""
+        self.probes = {name: UnitProbe(module) for name, module in self._modules.items()}
+
+    def phase(self, name: Phase) -> None:
+        """Let the probes look at what the forward pass left, before the backward pass begins."""
+        if name == "backward":
+            for probe in self.probes.values():
+                probe.settle()
+
+    def close(self) -> None:
+        """Remove the probes."""
+        for probe in self.probes.values():
+            probe.remove()
+
+
+class Timing(Use):
+    """A step whose units are timed.
+
+    Attributes:
+        watch: The times of each pass of each unit.
+
+    Args:
+        plan: The plan.
+        attached: The run.
+        names: The units.
+    """
+
+    def __init__(self, plan: Plan, attached: Attached, names: Iterable[str]) -> None:
+        super().__init__(plan)
+        self._attached = attached
+        self._names = list(names)
+        self._hooks = ExitStack()
+        self.watch: StepWatch | None = None
+
+    def begin(self) -> None:
+        """Begin to watch."""
+        self.watch = StepWatch(self._attached.model, self._names, devices.stamp_for(self._attached.device))
+        self._hooks.enter_context(self.watch)
+
+    def phase(self, name: Phase) -> None:
+        """Note that a pass begins."""
+        if self.watch is not None:
+            self.watch.begin(name)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._hooks.close()
+
+
+class Tracing(Timing):
+    """A step whose memory is traced, allocation by allocation.
+
+    Attributes:
+        tracer: The trace.
+        batch_bytes: Bytes of the step's batch, or of the first that the caller accumulates.
+        expected: The peak that was predicted for the step; ``None`` if none was.
+        gradient_bytes: Bytes of the gradients that were alive when the step began.
+        static_bytes: Bytes of the model, the optimizer's state and whatever else stays.
+
+    Args:
+        plan: The plan.
+        attached: The run.
+        names: The units.
+        batch_bytes: As the attribute.
+        expected: As the attribute.
+    """
+
+    def __init__(
+        self, plan: Plan, attached: Attached, names: Iterable[str], batch_bytes: int, expected: Expected | None = None
+    ) -> None:
+        super().__init__(plan, attached, names)
+        self.batch_bytes = batch_bytes
+        self.expected = expected
+        self.tracer: StepTracer | None = None
+        self.gradient_bytes = 0
+        self.static_bytes = 0
+        self._residents: set[int] = set()
+
+    def begin(self) -> None:
+        """Note what is alive, and begin to trace."""
+        run = self._attached
+        if self.expected is not None:
+            # Garbage that is collected in the step would count as the step's. Automatic collection is not switched off:
+            # a step that never ends would leave it so.
+            gc.collect()
+        # Gradients that are alive when a step begins (some frameworks clear them in it) are no static bytes.
+        gradients = (parameter.grad for parameter in run.model.parameters())
+        self.gradient_bytes = tensor_bytes(gradient for gradient in gradients if gradient is not None)
+        resident = [
+            tensor for tensor in resident_tensors(run.model, run.optimizer, []) if tensor.device.type == run.device.type
+        ]
+        self._residents = set(storages(resident))
+        self.static_bytes = tensor_bytes(resident) - self.gradient_bytes + run.bucket_bytes
+        seen = devices.allocated(run.device)
+        if seen is not None:
+            # A teacher, an average of the weights, a library's workspace or a data set takes room as well.
+            self.static_bytes = max(self.static_bytes, seen.current - self.gradient_bytes - self.batch_bytes)
+        self.tracer = StepTracer(run.model, self._names, run.device)
+        self.watch = self.tracer.watch
+        self._hooks.enter_context(self.tracer.tracing())
+
+    def older_bytes(self) -> int:
+        """Return bytes that were alive before the step and freed in it, other than the model's and the optimizer's.
+
+        A loop may hold the outputs of the former step until it has new ones.
+        """
+        assert self.tracer is not None
+        assert self.tracer.trace is not None
+        older = self.tracer.trace.older.items()
+        return sum(size for address, size in older if address not in self._residents)

@@ -1,0 +1,88 @@
+"""Know which of the paper's tables there are, and what each is measured with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autotune.engines.deepspeed_library import imported
+from autotune.errors import InputError
+from autotune.job import DataSource
+from autotune.mechanics.devices import device_name
+from autotune.paper.ablation import ablation
+from autotune.paper.cross_layer import cross_layer
+from autotune.paper.efficiency import efficiency
+from autotune.paper.error_analysis import error_analysis
+from autotune.paper.experiments import CONVOLUTION, TRANSFORMER, Experiment, experiments_of
+from autotune.paper.paper_numbers import TABLE_1, TABLE_2
+from autotune.paper.rows import Row, document_of
+from autotune.paper.scaling import scaling
+from autotune.paper.table_comparisons import Campaign
+from autotune.records.protocol import FEWEST_FOR_A_CLAIM
+
+TABLES: Mapping[str, tuple[str, ...]] = {
+    "table1": (CONVOLUTION,),
+    "table2": (TRANSFORMER,),
+    "table3": (CONVOLUTION,),
+    "table4": (CONVOLUTION,),
+    "error-analysis": (CONVOLUTION, TRANSFORMER),
+}
+_ON_RANKS = ("table4", "error-analysis")
+RANKS = (1, 2, 4)
+
+
+def experiments_for(table: str, scale: str) -> list[Experiment]:
+    """Return the tasks of one table.
+
+    Raises:
+        InputError: if there is no such table or scale, or a table needs DeepSpeed and it is missing.
+    """
+    if table not in TABLES:
+        raise InputError(f"table is {table!r}", where="reproduce", allowed=tuple(TABLES))
+    known = experiments_of(scale)
+    if table in _ON_RANKS:
+        imported("cpu")
+    return [known[architecture] for architecture in TABLES[table]]
+
+
+def sources_of(experiments: Sequence[Experiment]) -> list[DataSource]:
+    """Return the data that tasks read.
+
+    Raises:
+        JobError: if a folder lacks it, naming what was expected and what was found.
+    """
+    found: list[DataSource] = []
+    for experiment in experiments:
+        sources = experiment.job.data_sources
+        found += sources() if sources is not None else []
+    return found
+
+
+def reproduced(table: str, scale: str, experiments: Sequence[Experiment], campaign: Campaign) -> dict[str, Any]:
+    """Measure one table and return its document."""
+    rows, notes, facts = _measured(table, experiments, campaign)
+    if len(campaign.seeds) < FEWEST_FOR_A_CLAIM:
+        notes = [*notes, f"{len(campaign.seeds)} seeds are an indication, not a claim"]
+    about = {
+        "device": device_name(),
+        "jobs": [experiment.reference for experiment in experiments],
+        "seeds": list(campaign.seeds),
+    }
+    return document_of(table, scale, rows, notes, {**about, **facts})
+
+
+def _measured(
+    table: str, experiments: Sequence[Experiment], campaign: Campaign
+) -> tuple[list[Row], list[str], dict[str, Any]]:
+    first = experiments[0]
+    if table == "table1":
+        return efficiency(first, TABLE_1, campaign)
+    if table == "table2":
+        return efficiency(first, TABLE_2, campaign)
+    if table == "table3":
+        rows, notes, facts = ablation(first, campaign)
+        more, told, found = cross_layer(first, campaign)
+        return [*rows, *more], [*notes, *told], {**facts, **found}
+    if table == "table4":
+        return scaling(first, campaign, RANKS)
+    return error_analysis(experiments, campaign)

@@ -1,0 +1,219 @@
+"""Race arms for a table: paired seeds through the comparison that everybody uses, remembered in one run's journal."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune.agents.rules import rule_policy
+from autotune.budget import MemoryBudget
+from autotune.campaign import comparison
+from autotune.campaign.baselines import measure_references
+from autotune.cost_model.profile import Profile
+from autotune.engines.tuning_windows import make_engine
+from autotune.io.documents import Count
+from autotune.io.progress import Reporter
+from autotune.job import Job
+from autotune.launching import launched
+from autotune.mechanics.devices import arithmetic_shown, device_kind, device_name, fp32_arithmetic, has_tf32
+from autotune.paper.experiments import Experiment
+from autotune.plan import Launch, PlanSpace
+from autotune.profiling.profile_cache import cached_profile
+from autotune.profiling.profiler import ProfilerOptions
+from autotune.records.journal import Journal, JournaledEngine
+from autotune.records.protocol import Arm, Protocol
+from autotune.records.run_directory import RunDirectory
+from autotune.records.run_documents import Run
+from autotune.records.verdicts import samples_to_target
+
+# Of pilots: none of them is a seed of a compared run.
+_PILOT_SEEDS = (0, 1, 2)
+# The baseline, launched so that it computes fp32 in TF32.
+TF32 = "baseline+tf32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Campaign:
+    """What every table is measured with.
+
+    Attributes:
+        run: the run directory.
+        journal: what was measured so far.
+        seeds: the paired seeds.
+        reporter: shows progress.
+    """
+
+    run: RunDirectory
+    journal: Journal
+    seeds: tuple[int, ...]
+    reporter: Reporter
+
+    @property
+    def runs(self) -> Path:
+        """Return the folder of runs."""
+        return self.run.path.parent
+
+    def profile(self, job: Job) -> Profile:
+        """Return a job's profile, from the cache if it is there."""
+        self.reporter.stage(f"{job.name}: profile the units, once", 1)
+        options = ProfilerOptions.lean()
+        return cached_profile(job, self.runs, options=options, on_progress=self.reporter.advance)[0]
+
+    def budget(self, job: Job, share: float) -> int:
+        """Return a share of the measured FP32 baseline's peak, in bytes."""
+        with closing(JournaledEngine(make_engine(job, 0), self.journal)) as engine:
+            found = measure_references(engine, MemoryBudget(share=share), with_leanest=False, clock=self.journal.clock)
+        assert found.memory_budget_bytes is not None
+        return found.memory_budget_bytes
+
+    def space(self, job: Job) -> PlanSpace:
+        """Return the plans that a job allows on this device."""
+        with closing(make_engine(job, 0)) as engine:
+            return engine.space
+
+    def race(
+        self, experiment: Experiment, arms: Sequence[Arm], budget_bytes: int | None, *, kept: str = "comparison"
+    ) -> dict[str, Any]:
+        """Run arms on every seed, the baseline first, and return ``comparison.json`` as an object.
+
+        Args:
+            experiment: the task; all runs are as long as the FP32 baseline needs with and without a schedule, and more.
+            arms: the arms.
+            budget_bytes: what the memory of runs is judged by; ``None`` for no budget.
+            kept: what the file is called that the comparison is kept in.
+        """
+        job, reporter = experiment.constant, self.reporter
+        protocol = Protocol(
+            job=job.name,
+            arms=tuple(arm.name for arm in arms),
+            seeds=self.seeds,
+            horizon_samples=self._horizon(experiment),
+            memory_budget_bytes=budget_bytes,
+        )
+        reporter.stage(f"{job.name}: {len(arms)} arms on {len(self.seeds)} seeds", len(arms) * len(self.seeds))
+        finished: set[tuple[str, int]] = set()
+
+        def on_progress(arm: str, seed: int, share: float) -> None:
+            if share >= 1:
+                finished.add((arm, seed))
+            reporter.advance(len(finished) + (share if share < 1 else 0), f"{arm}, seed {seed}")
+
+        document = comparison.compare(
+            job,
+            arms,
+            protocol,
+            device=device_name(),
+            journal=self.journal,
+            on_progress=on_progress,
+        )
+        self.run.write(f"{kept}-{job.name}.json", document)
+        return document
+
+    def _horizon(self, experiment: Experiment) -> int:
+        """Return the samples of every run: enough for the baseline at a constant rate and for the one with a schedule.
+
+        At a constant rate the length of a run does not change when it arrives, so that the slowest of a few pilots
+        tells; a schedule is bound to the length, which is searched for.
+        """
+        job, pilots = experiment.constant, _PILOT_SEEDS[: len(self.seeds)]
+        self.reporter.stage(f"{job.name}: pilot runs of the baseline, to fix the length of all runs", len(pilots) + 1)
+        arrivals = []
+        for number, seed in enumerate(pilots):
+            found = self.journal.once(
+                {"pilot": job.name, "seed": seed}, functools.partial(self._pilot, job, number, seed), Run
+            )
+            arrivals.append(samples_needed(found) if found["reached"] else job.total_samples)
+        stride = job.evaluate_every * job.batch_size
+        constant = math.ceil(comparison.HORIZON * max(arrivals) / stride) * stride
+        find = functools.partial(comparison.find_horizon, experiment.job)
+        return max(constant, int(self.journal.once({"horizon": job.name}, find, Count)))
+
+    def _pilot(self, job: Job, number: int, seed: int) -> dict[str, Any]:
+        def on_step(samples: int) -> None:
+            self.reporter.advance(number + samples / job.total_samples, f"pilot {number + 1}")
+
+        return comparison.pilot(job, job.total_samples, seed=seed, on_step=on_step).to_json()
+
+
+def baseline_arm(experiment: Experiment) -> Arm:
+    """Return the paper's baseline: fp32, k = 1, nothing recomputed, a constant learning rate."""
+    job = experiment.constant
+    return Arm(name="baseline", policy=lambda space: rule_policy("baseline", space, job), job=job)
+
+
+def paper_arm(experiment: Experiment) -> Arm:
+    """Return the paper's recipe, with its learning-rate schedule."""
+    job = experiment.job
+    return Arm(name="paper", policy=lambda space: rule_policy("paper", space, job), job=job)
+
+
+def tf32_arms(experiment: Experiment) -> list[Arm]:
+    """Return the baseline in TF32, where the device has it and the baseline does without."""
+    kind = device_kind()
+    if not has_tf32(kind) or fp32_arithmetic(kind)["matrix products"] != "fp32":
+        return []
+    job = launched(experiment.constant, Launch(fp32="tf32"))
+    return [Arm(name=TF32, policy=lambda space: rule_policy("baseline", space, job), job=job)]
+
+
+def fp32_notes(document: Mapping[str, Any]) -> list[str]:
+    """Return how the baseline of ``comparison.json`` computes fp32, where it says so."""
+    return [f"baseline: products in {arithmetic_shown(document['fp32'])}"] if "fp32" in document else []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Result of an arm's runs.
+
+    Attributes:
+        time_s: mean seconds to the target; ``None`` if a run did not reach it.
+        samples: mean samples to the target; likewise.
+        peak_bytes: the largest peak.
+        throughput: mean samples per second.
+        metric: mean of the job's final metric.
+        problem: why something is missing.
+    """
+
+    time_s: float | None
+    samples: float | None
+    peak_bytes: int | None
+    throughput: float | None
+    metric: float | None
+    problem: str = ""
+
+
+def summarised(document: Mapping[str, Any], name: str) -> Summary:
+    """Return what an arm's runs in a comparison came to."""
+    runs = next(arm["runs"] for arm in document["arms"] if arm["name"] == name)
+    missed = [run for run in runs if not run["reached"]]
+    failed = [run["failure"] for run in runs if run["failure"] is not None]
+    problem = f"{len(missed)} of {len(runs)} runs did not reach the target" if missed else ""
+    return Summary(
+        time_s=None if missed else statistics.fmean(run["time_to_target_s"] for run in runs),
+        samples=None if missed else statistics.fmean(samples_needed(run) for run in runs),
+        peak_bytes=max((run["peak_bytes"] for run in runs if run["peak_bytes"]), default=None),
+        throughput=_mean([run["throughput"] for run in runs]),
+        metric=_mean([run["final_metric"] for run in runs]),
+        problem=f"{len(failed)} of {len(runs)} runs ended with {failed[0]}" if failed else problem,
+    )
+
+
+def samples_needed(run: Mapping[str, Any]) -> int:
+    """Return the samples after which a run of ``comparison.json`` had arrived."""
+    return samples_to_target(run["curve"], run["time_to_target_s"])
+
+
+def geometric(values: Sequence[float]) -> float:
+    """Return the geometric mean."""
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return statistics.fmean(there) if len(there) == len(values) and there else None

@@ -1,1 +1,0 @@
-"""Formulas: pure functions that know numbers and nothing else."""

@@ -1,0 +1,192 @@
+"""Attribute the memory of a traced step to its segments: who keeps what, and how high each one reaches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from autotune.cost_model.memory_model import levels
+from autotune.cost_model.profile import Boundary
+from autotune.errors import EngineError
+from autotune.mechanics.step_trace import Block, Place, StepTrace
+
+# A boundary is the same in every trace of one k: the segment that allocates it, and which of its boundaries it is.
+BoundaryKey = tuple[int, int]
+
+
+@dataclass(slots=True)
+class Passing:
+    """A boundary as one trace shows it.
+
+    Attributes:
+        size: bytes.
+        last_use: last segment whose forward pass needs it; ``None`` where it stays until backward.
+        users: segments that receive it.
+        keepers: segments that keep it until backward.
+        stays: whether it stays until backward.
+    """
+
+    size: int
+    last_use: int | None
+    users: set[int] = field(default_factory=set)
+    keepers: set[int] = field(default_factory=set)
+    stays: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attribution:
+    """What each segment did with memory in one trace.
+
+    Attributes:
+        saved: bytes kept until backward, without boundaries.
+        gradients: bytes of parameter gradients that its backward pass left.
+        forward_peaks: above what earlier segments keep, in the first and in later micro-batches.
+        backward_peaks: the same for the backward pass.
+        boundaries: by key.
+        update_peak: highest level outside forward and backward.
+    """
+
+    saved: tuple[int, ...]
+    gradients: tuple[int, ...]
+    forward_peaks: tuple[tuple[int, int], ...]
+    backward_peaks: tuple[tuple[int, int], ...]
+    boundaries: dict[BoundaryKey, Passing]
+    update_peak: int
+
+
+def attribute(trace: StepTrace, recomputed: Collection[str], gradients: Sequence[int] | None = None) -> Attribution:
+    """Attribute a traced step.
+
+    Args:
+        trace: the trace.
+        recomputed: names of the units whose activations were recomputed.
+        gradients: what each segment's backward pass leaves, as another trace of the same k shows it; ``None`` for this
+            one's. A shared parameter's gradient is left by one or another of its users and must not count twice.
+
+    Raises:
+        EngineError: if the trace has no backward pass or no update.
+    """
+    count = 2 * len(trace.calls) + 1
+    turn, end = _begin_of(trace, "backward"), _begin_of(trace, "update")
+    saved, left = [0] * count, [0] * count
+    allocates = {"forward": [False] * count, "backward": [False] * count}
+    passing, boundaries = _boundaries(trace, recomputed, turn)
+    for block in (block for lives in trace.blocks.values() for block in lives):
+        place = trace.place_at(block.born)
+        if place is None or place.micro_batch > 0 or place.phase == "update":
+            continue
+        allocates[place.phase][place.segment] = True
+        if place.phase == "forward" and block.died > turn and block not in passing:
+            saved[place.segment] += block.size
+        elif place.phase == "backward" and block.died > end:
+            left[place.segment] += block.size
+    for boundary in boundaries.values():
+        last = boundary.last_use
+        if last is not None and last % 2 == 0 and not allocates["forward"][last]:
+            # Released on the way to the next segment: its last use was in the one before.
+            boundary.last_use = last - 1
+    left = left if gradients is None else list(gradients)
+    keys = sorted(boundaries)
+    around = levels(
+        left,
+        saved,
+        [as_boundary(key, [boundaries[key]]) for key in keys],
+        [boundaries[key].stays for key in keys],
+    )
+    peaks = _peaks(trace)
+    total = around.gradients_before
+
+    def above(phase: str, index: int, base: int, first_gradients: int) -> tuple[int, int]:
+        if not allocates[phase][index]:
+            return 0, 0
+        first = peaks.get((0, phase, index), 0) - base - first_gradients
+        later = peaks.get((1, phase, index))
+        return first, 0 if later is None else later - base - total
+
+    return Attribution(
+        saved=tuple(saved),
+        gradients=tuple(left),
+        forward_peaks=tuple(above("forward", i, around.forward[i], 0) for i in range(count)),
+        backward_peaks=tuple(above("backward", i, around.backward[i], around.gradients_after[i]) for i in range(count)),
+        boundaries=boundaries,
+        update_peak=max((level for (_, phase, _), level in peaks.items() if phase == "update"), default=0),
+    )
+
+
+def as_boundary(key: BoundaryKey, seen: Sequence[Passing]) -> Boundary:
+    """Return a boundary as all traces together show it, without its keepers."""
+    uses = [passing.last_use for passing in seen if passing.last_use is not None]
+    return Boundary(
+        born=key[0],
+        last_use=max(uses) if uses else max((user for passing in seen for user in passing.users), default=key[0]),
+        size_bytes=max(passing.size for passing in seen),
+        held=any(passing.stays and not passing.keepers for passing in seen),
+        keepers={},
+    )
+
+
+def _begin_of(trace: StepTrace, phase: str) -> float:
+    """Return when a phase of a step begins.
+
+    Raises:
+        EngineError: if the trace has none.
+    """
+    began = (time for time, place in zip(trace.times, trace.places, strict=True) if place.phase == phase)
+    found = next(began, None)
+    if found is None:
+        raise EngineError(f"the traced step has no phase {phase!r}; a loop of one's own names it by tell_phase()")
+    return found
+
+
+def _boundaries(
+    trace: StepTrace, recomputed: Collection[str], turn: float
+) -> tuple[dict[Block, Passing], dict[BoundaryKey, Passing]]:
+    """Return the blocks that pass between segments, by block and by key."""
+    found: dict[Block, Passing] = {}
+    for sighting in trace.sightings:
+        block = trace.block_at(sighting.address, sighting.time)
+        if sighting.role == "saved" or block is None:
+            continue
+        passing = found.setdefault(block, _passing(trace, block, turn))
+        if sighting.role == "input":
+            passing.users.add(sighting.place.segment)
+            if trace.calls[sighting.place.segment // 2] in recomputed:
+                passing.keepers.add(sighting.place.segment)
+    for sighting in trace.sightings:
+        block = trace.block_at(sighting.address, sighting.time)
+        if sighting.role == "saved" and block in found:
+            found[block].keepers.add(sighting.place.segment)
+    keyed: dict[BoundaryKey, Passing] = {}
+    for block, passing in sorted(found.items(), key=lambda item: item[0].born):
+        place = trace.place_at(block.born)
+        if place is not None and place.phase == "forward":
+            order = sum(born == place.segment for born, _ in keyed)
+            keyed[place.segment, order] = passing
+    return found, keyed
+
+
+def _passing(trace: StepTrace, block: Block, turn: float) -> Passing:
+    if block.died > turn:
+        return Passing(size=block.size, last_use=None, stays=True)
+    place = trace.place_at(block.died)
+    return Passing(size=block.size, last_use=None if place is None else place.segment)
+
+
+def _peaks(trace: StepTrace) -> dict[tuple[int, str, int], int]:
+    """Return the highest level by micro-batch (0, or 1 for all later ones), phase and segment."""
+    peaks: dict[tuple[int, str, int], int] = {}
+    events: list[tuple[float, int, Place | int]] = [
+        *((time, 1, size) for time, size in trace.changes),
+        *((time, 0, place) for time, place in zip(trace.times, trace.places, strict=True)),
+    ]
+    events.sort(key=lambda event: event[:2])
+    level, key = 0, None
+    for _, _, event in events:
+        if isinstance(event, Place):
+            key = (min(event.micro_batch, 1), event.phase, event.segment)
+        else:
+            level += event
+        if key is not None:
+            peaks[key] = max(peaks.get(key, -math.inf), level)  # type: ignore[assignment]
+    return peaks

@@ -1,0 +1,101 @@
+"""Profile a job on several ranks: all take the same steps in the same order, and each profiles its share.
+
+The first one's profile is kept, raised by what any rank needs beyond it.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+from autotune.cost_model.profile import Profile
+from autotune.engines.isolated_engine import RankOptions
+from autotune.engines.rank_processes import RanksError, Report, be_rank, run_on_ranks
+from autotune.errors import JobError
+from autotune.measurement import Failure
+from autotune.mechanics.devices import device_kind
+from autotune.profiling.profiler import ProfilerOptions, profile
+from autotune.profiling.tracing_engine import WatchedRanks
+
+# As long as a collective of gloo waits for the other ranks.
+_PATIENCE_S = 1800.0
+
+
+def profile_on_ranks(
+    job: str,
+    ranks: RankOptions,
+    *,
+    device_name: str,
+    fingerprint: str,
+    options: ProfilerOptions | None = None,
+    patience_s: float = _PATIENCE_S,
+    on_progress: Callable[[float], None] | None = None,
+) -> Profile:
+    """Profile a job as several ranks train it together, through DeepSpeed.
+
+    A rank that runs out of memory ends all of them: they are started anew, and leave out what was tried then.
+
+    Args:
+        job: the job's reference; a job itself crosses no process border.
+        ranks: how many, at which ZeRO stage.
+        device_name: what the device is called in the profile.
+        fingerprint: the profile's.
+        options: how much it may cost.
+        patience_s: seconds that a step, or what is before the first one, may take; ranks that hang are ended then.
+        on_progress: is told of the share that is done.
+
+    Raises:
+        InputError: if DeepSpeed is missing, or its configuration at odds with the job.
+        JobError: if a rank does not survive it.
+    """
+    began, no_room = time.perf_counter(), list[str]()
+    asked = {
+        "job": job,
+        "ranks": asdict(ranks),
+        "device": device_kind(ranks.count),
+        "device_name": device_name,
+        "fingerprint": fingerprint,
+        "options": asdict(options or ProfilerOptions()),
+        "no_room": no_room,
+    }
+    module = "autotune.profiling.rank_profiler"
+    while True:
+        try:
+            found = run_on_ranks(
+                module, asked, ranks=ranks.count, threads=None, patience_s=patience_s, on_progress=on_progress
+            )
+        except RanksError as error:
+            if error.failure is not Failure.OUT_OF_MEMORY or error.tried is None or error.tried in no_room:
+                raise JobError(f"profiling it: {error}", where=job) from error
+            no_room.append(error.tried)
+        else:
+            return replace(Profile.from_json(found, where=job), seconds=time.perf_counter() - began)
+
+
+def _profiled(asked: dict[str, Any], report: Report) -> dict[str, Any]:
+    from autotune.catalog import load_job
+
+    make_engine = functools.partial(
+        WatchedRanks,
+        zero_stage=asked["ranks"]["zero_stage"],
+        config=asked["ranks"]["config"],
+        no_room=asked["no_room"],
+        on_try=report.tries,
+    )
+    found = profile(
+        load_job(asked["job"]),
+        device_name=asked["device_name"],
+        fingerprint=asked["fingerprint"],
+        device=asked["device"],
+        options=ProfilerOptions(**asked["options"]),
+        on_progress=report.done,
+        make_engine=make_engine,
+    )
+    return found.to_json()
+
+
+if __name__ == "__main__":
+    be_rank(_profiled)

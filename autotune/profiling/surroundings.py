@@ -1,0 +1,452 @@
+"""Watch what a unit's code can reach besides the unit itself: globals, closures, attributes of its classes.
+
+A list that all blocks of a model append to, a counter in a module, a generator that a hook's closure holds: a copy of
+the unit shares them, so that passes over the copy show whether the unit changes them, and they are put back. What can
+be looked at in no way is left out; a tensor too large to be copied is named, so that nobody runs what may write to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+import random
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autotune.mechanics.copies import attributes_of, same_bits, slots_of
+from autotune.profiling.reachable import (
+    HOOKS,
+    bound_in,
+    forward_of,
+    functions_of,
+    is_trusted,
+    names_in,
+    plain_functions,
+)
+
+logger = logging.getLogger(__name__)
+
+# Objects that are looked at, and how many functions deep: a function calls others.
+_MOST_OBJECTS, _DEPTH = 5000, 8
+# Tensors up to this size are copied.
+_MOST_BYTES = 2**27
+_OF_MODULES = frozenset(vars(nn.Module()))
+# What a class holds and nobody changes in its place; the code of functions is looked into where it is called.
+_FUNCTIONS = (FunctionType, classmethod, staticmethod, property)
+_OF_CLASSES = (*_FUNCTIONS, type, MethodType, BuiltinFunctionType)
+_PLAIN = (bool, int, float, complex, str, bytes)
+_LEFT_OUT: tuple[type, ...] = (*_PLAIN, type(None), weakref.ProxyType, weakref.CallableProxyType)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Seen:
+    """One object as it was.
+
+    Attributes:
+        name: how the code calls it, or leads to it.
+        now: returns what it holds.
+        then: what it held.
+        put: puts that back; what it returns is of no use.
+        same: tells whether two such values are the same.
+    """
+
+    name: str
+    now: Callable[[], Any]
+    then: Any
+    put: Callable[[Any], object]
+    same: Callable[[Any, Any], bool]
+
+    def is_same(self, *, grown: bool = False) -> bool:
+        """Tell whether the object is what it was, or, where that will do, has only got more items."""
+        now = self.now()
+        if grown and self.same in (_same_items, _same_pairs):
+            now = now[: len(self.then)]
+        return self.same(now, self.then)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Values:
+    """A tensor, how often it was written to before, and a copy of its values; ``None`` for those of a large one."""
+
+    tensor: torch.Tensor
+    version: int
+    copy: torch.Tensor | None
+
+
+class Surroundings:
+    """What a unit's code can reach.
+
+    Attributes:
+        refusal: what speaks against running its code, since something could not be put back; ``None`` if all could.
+
+    Args:
+        module: the unit.
+        own: attributes of the unit's parts that are watched as well, by name.
+        handed: objects whose functions are watched as well.
+        named: whether, of objects that ``own`` leads to, only what the unit's code names is watched.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        own: Iterable[tuple[str, Any]] = (),
+        handed: Sequence[Any] = (),
+        named: bool = False,
+    ) -> None:
+        self._seen: list[_Seen] = []
+        # Caches of functions, and how many results they held: a copy of the unit may fill them with its own.
+        self._caches: list[tuple[Any, int]] = []
+        # The unit's own parts are copied, or watched by their attributes.
+        self._met: set[int] = set(map(id, module.modules()))
+        self.refusal: str | None = None
+        # The attributes that are watched; ``None`` for all.
+        self._named = _names_in(module) if named else None
+        for name, value in own:
+            self._take(name, value)
+        self._named = None
+        for kind in dict.fromkeys(base for part in module.modules() for base in type(part).__mro__):
+            self._take_class(kind)
+        for name, function in _functions(module):
+            self._look_into(name, function, _DEPTH)
+        # Whatever else the unit's code may call by names: of what the unit holds, and of what it is handed.
+        names = _names_in(module)
+        for name, value in (*own_attributes(module), *(("what it is handed", one) for one in handed)):
+            if isinstance(value, weakref.ReferenceType):
+                self._take(name, value())
+            elif type(value) in weakref.ProxyTypes:
+                self.refusal = f"its code can reach {name}, a weak proxy: what that stands for cannot be set back"
+            for function in functions_of(value, names):
+                self._look_into(name, function, _DEPTH)
+
+    def changed(self, *, grown: bool = False) -> str | None:
+        """Return the name of the first object that is not what it was; ``None`` if all are.
+
+        Args:
+            grown: whether a list or dictionary may have got more items at its end.
+        """
+        return next((one.name for one in self._seen if not one.is_same(grown=grown)), None)
+
+    def restore(self) -> None:
+        """Put back what is not what it was; a cache that was empty is empty again."""
+        for cache, results in self._caches:
+            if not results and cache.cache_info().currsize:
+                cache.cache_clear()
+        for one in self._seen:
+            try:
+                if not one.is_same():
+                    one.put(one.then)
+            except Exception as error:  # noqa: BLE001 - the others are put back, and the run goes on
+                logger.warning("a unit changed %s, which could not be put back: %s", one.name, error)
+
+    @contextmanager
+    def as_they_were(self) -> Iterator[None]:
+        """Run the body with all as it was; what the body changes of that is forgotten."""
+        changed = [one for one in self._seen if not one.is_same(grown=True)]
+        now = [one.now() for one in changed]
+        for place, one in enumerate(changed):
+            if isinstance(one.then, _Values):
+                now[place] = replace(now[place], copy=one.then.tensor.detach().clone())
+            one.put(one.then)
+        try:
+            yield
+        finally:
+            for one, value in zip(changed, now, strict=True):
+                one.put(value)
+
+    def _look_into(self, name: str, function: Any, depth: int) -> None:
+        """Take in what a function's code names, what its closure holds, and all that it may call by names."""
+        if isinstance(function, MethodType):
+            self._take(f"{name}.__self__", function.__self__)
+        for one in plain_functions(function):
+            if id(one) not in self._met and depth:
+                self._met.add(id(one))
+                if not is_trusted(one.__module__):
+                    self._look_into_code(one, depth - 1)
+
+    def _look_into_code(self, function: FunctionType, depth: int) -> None:
+        names = names_in(function.__code__)
+        for held in (function.__dict__, function.__kwdefaults__ or {}, function.__defaults__ or ()):
+            self._take(f"what {function.__name__} holds", held, depth)
+        for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            try:
+                found = cell.cell_contents
+            except ValueError:
+                continue
+            self._take_named(key, found, names, depth)
+            self._seen.append(_cell(key, cell))
+        self._seen += [_name(function.__globals__, key) for key in bound_in(function.__code__)]
+        self._take_names(function.__globals__, names, depth)
+
+    def _take_names(self, where: dict[str, Any], names: frozenset[str], depth: int) -> None:
+        """Take in what names stand for in a module."""
+        for key in names:
+            found = where.get(key)
+            if key in where and not isinstance(found, type | FunctionType | BuiltinFunctionType | ModuleType):
+                self._seen.append(_name(where, key))
+            if isinstance(found, ModuleType):
+                if not is_trusted(found.__name__) and id(found) not in self._met and depth > 0:
+                    self._met.add(id(found))
+                    self._take_names(vars(found), names, depth - 1)
+            else:
+                self._take_named(key, found, names, depth)
+
+    def _take_named(self, name: str, value: Any, names: frozenset[str], depth: int) -> None:
+        """Take in what a name stands for, and the functions of it that code with such names may call."""
+        self._take(name, value, depth)
+        for function in functions_of(value, names):
+            self._look_into(name, function, depth)
+
+    def _take_class(self, kind: type) -> None:
+        """Take in the attributes of a class, but for its functions, and not those of the classes above."""
+        if is_trusted(kind.__module__) or id(kind) in self._met:
+            return
+        self._met.add(id(kind))
+        for key, value in list(vars(kind).items()):
+            if not key.startswith(("_abc", "__")) and not isinstance(value, _OF_CLASSES):
+                self._seen.append(_attribute(kind, key))
+                self._take(f"{kind.__name__}.{key}", value)
+
+    def _take(self, name: str, value: Any, depth: int = 0) -> None:
+        # A proxy says that it is what it stands for, which may be gone: its class proper is asked.
+        if issubclass(type(value), _LEFT_OUT) or id(value) in self._met or len(self._seen) > _MOST_OBJECTS:
+            return
+        if isinstance(value, weakref.ReferenceType):
+            self._take(name, value(), depth)
+        elif isinstance(value, FunctionType | MethodType):
+            self._look_into(name, value, depth)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self._met.add(id(value))
+            self._caches.append((value, value.cache_info().currsize))
+        elif isinstance(value, Iterator) and not hasattr(value, "write"):
+            self.refusal = f"its code can reach {name}, an iterator, which cannot be set back"
+        else:
+            self._take_object(name, value, depth)
+
+    def _take_object(self, name: str, value: Any, depth: int) -> None:
+        for kind in (value if isinstance(value, type) else type(value)).__mro__:
+            self._take_class(kind)
+        if not isinstance(value, tuple):
+            try:
+                found = _snapshot(name, value, self._named)
+            except Exception:  # noqa: BLE001 - whatever it is (a generator of the system's, say), it does not let itself be read
+                return
+            if found is None:
+                return
+            self._met.add(id(value))
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and found.then.copy is None:
+                self.refusal = f"its code can reach {name}, which is too large to be copied and which it may change"
+            self._seen.append(found)
+        for key, item in _items(value):
+            self._take(f"{name}{key}", item, depth)
+
+
+def own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the attributes of a unit's parts, by name, but for those that every module has."""
+    parts = (vars(part).items() for part in module.modules())
+    return [(name, value) for items in parts for name, value in items if name not in _OF_MODULES]
+
+
+def _functions(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the functions that a unit's forward pass calls, with names for them."""
+    for part in module.modules():
+        for base in type(part).__mro__:
+            if not is_trusted(base.__module__):
+                yield from ((name, value) for name, value in vars(base).items() if isinstance(value, _FUNCTIONS))
+        yield "forward", forward_of(part)
+        if part is not module:
+            for kind in HOOKS:
+                yield from (("a hook", hook) for hook in vars(part)[kind].values())
+
+
+def _names_in(module: nn.Module) -> frozenset[str]:
+    """Return the names that the code of a unit uses."""
+    functions = (function for _, found in _functions(module) for function in plain_functions(found))
+    return frozenset().union(*(names_in(function.__code__) for function in functions))
+
+
+def _snapshot(name: str, value: Any, named: frozenset[str] | None) -> _Seen | None:
+    """Return an object as it is; ``None`` for one that nothing can change, or that nobody can look into.
+
+    Args:
+        name: how the code calls it.
+        value: the object.
+        named: the attributes that count; ``None`` for all.
+    """
+    if isinstance(value, torch.Tensor) and (value.is_inference() or _is_trained(value)):
+        return None
+    for kinds, seen in _KINDS:
+        if isinstance(value, kinds):
+            return seen(name, value)
+    if isinstance(value, nn.Module):
+        return _mapping(name, vars(value))
+    if isinstance(value, type | FunctionType | BuiltinFunctionType | MethodType | ModuleType):
+        return None
+    if is_trusted(type(value).__module__) or type(value).__module__.partition(".")[0] in ("logging", "contextvars"):
+        return None
+    return _object(name, value, named) if hasattr(value, "__dict__") or slots_of(type(value)) else None
+
+
+def _sequence(name: str, value: Any) -> _Seen:
+    return _Seen(name, lambda: list(value), list(value), lambda then: _refill(value, then), _same_items)
+
+
+def _mapping(name: str, value: Any) -> _Seen:
+    return _Seen(name, lambda: list(value.items()), list(value.items()), lambda t: _refill(value, t), _same_pairs)
+
+
+def _object(name: str, value: Any, named: frozenset[str] | None) -> _Seen:
+    """Return an object with its attributes as they are, also those in slots."""
+    # Round what a class of somebody else's does there; attributes of a thread's own have no other way.
+    local = isinstance(value, threading.local)
+    put_in, delete = (setattr, delattr) if local else (object.__setattr__, object.__delattr__)
+
+    def put(then: Sequence[tuple[str, Any]]) -> None:
+        for key in dict(now()).keys() - dict(then).keys():
+            delete(value, key)
+        for key, held in then:
+            put_in(value, key, held)
+
+    def now() -> list[tuple[str, Any]]:
+        return [(key, held) for key, held in attributes_of(value).items() if named is None or key in named]
+
+    return _Seen(name, now, now(), put, _same_pairs)
+
+
+def _bytes(name: str, value: Any) -> _Seen:
+    def put(then: bytes) -> None:
+        value[:] = then
+
+    return _Seen(name, lambda: bytes(value), bytes(value), put, operator.eq)
+
+
+def _array(name: str, value: Any) -> _Seen:
+    return _Seen(name, value.copy, value.copy(), functools.partial(np.copyto, value), _same_arrays)
+
+
+def _same_arrays(one: Any, two: Any) -> bool:
+    return bool(np.array_equal(one, two, equal_nan=one.dtype.kind in "fc"))
+
+
+def _set(name: str, value: Any) -> _Seen:
+    return _Seen(name, lambda: set(value), set(value), lambda then: _refill(value, then), operator.eq)
+
+
+def _torch_generator(name: str, value: Any) -> _Seen:
+    return _Seen(name, value.get_state, value.get_state(), value.set_state, torch.equal)
+
+
+def _python_generator(name: str, value: Any) -> _Seen:
+    return _Seen(name, value.getstate, value.getstate(), value.setstate, operator.eq)
+
+
+def _numpy_generator(name: str, value: Any) -> _Seen:
+    bits = value.bit_generator
+    put = functools.partial(setattr, bits, "state")
+    return _Seen(name, lambda: bits.state, bits.state, put, lambda one, two: repr(one) == repr(two))
+
+
+def _tensor(name: str, value: Any) -> _Seen:
+    dense = value.layout is torch.strided
+    copy = value.detach().to("cpu", copy=True) if not dense or value.nbytes <= _MOST_BYTES else None
+
+    def same(one: _Values, two: _Values) -> bool:
+        # By value as well: what is written by `.data` is not counted.
+        return one.version == two.version and (copy is None or not dense or same_bits(value.detach().cpu(), copy))
+
+    then = _Values(value, value._version, copy)
+    return _Seen(name, lambda: _Values(value, value._version, None), then, lambda then: _write(value, then.copy), same)
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
+
+
+def _cell(name: str, cell: CellType) -> _Seen:
+    """Return what a function's closure holds under a name, which the function may bind anew."""
+    put = functools.partial(setattr, cell, "cell_contents")
+    return _Seen(name, lambda: cell.cell_contents, cell.cell_contents, put, _same)
+
+
+def _name(where: dict[str, Any], name: str) -> _Seen:
+    """Return what a name stands for in a module; nothing, perhaps."""
+
+    def put(then: Any) -> None:
+        if then is _name:
+            where.pop(name, None)
+        else:
+            where[name] = then
+
+    return _Seen(name, lambda: where.get(name, _name), where.get(name, _name), put, _same)
+
+
+def _attribute(kind: type, name: str) -> _Seen:
+    then = vars(kind)[name]
+    return _Seen(f"{kind.__name__}.{name}", lambda: vars(kind).get(name), then, lambda t: setattr(kind, name, t), _same)
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    """Return what an object holds, with names."""
+    if isinstance(value, list | deque):
+        return [(f"[{place}]", item) for place, item in enumerate(value)]
+    if isinstance(value, dict):
+        return [(f"[{key!r:.40}]", item) for key, item in value.items()]
+    if isinstance(value, nn.Module):
+        # Its weights are trained, or are none of the unit's.
+        own = {key: item for key, item in vars(value).items() if key not in _OF_MODULES}
+        return [(f".{key}", item) for key, item in {**own, **value._buffers, **value._modules}.items()]
+    if isinstance(value, tuple):
+        return [(f"[{place}]", item) for place, item in enumerate(value)]
+    return [(f".{key}", item) for key, item in attributes_of(value).items()]
+
+
+def _refill(value: Any, then: Any) -> None:
+    value.clear()
+    if isinstance(value, list | deque):
+        value.extend(then)
+    else:
+        value.update(then)
+
+
+def _write(value: torch.Tensor, then: torch.Tensor | None) -> None:
+    if then is not None:
+        # By .data: what autograd keeps of the run's own graph has the same values again.
+        value.data.copy_(then)
+
+
+def _same(one: Any, two: Any) -> bool:
+    return one is two or (type(one) is type(two) and isinstance(one, _PLAIN) and one == two)
+
+
+def _same_items(one: list[Any], two: list[Any]) -> bool:
+    return len(one) == len(two) and all(map(_same, one, two))
+
+
+def _same_pairs(one: list[tuple[Any, Any]], two: list[tuple[Any, Any]]) -> bool:
+    return len(one) == len(two) and all(
+        key == other and _same(value, item) for (key, value), (other, item) in zip(one, two, strict=True)
+    )
+
+
+_KINDS: tuple[tuple[Any, Callable[[str, Any], _Seen]], ...] = (
+    ((list, deque), _sequence),
+    (dict, _mapping),
+    (set, _set),
+    (bytearray, _bytes),
+    (torch.Generator, _torch_generator),
+    (random.Random, _python_generator),
+    (np.random.Generator, _numpy_generator),
+    (np.ndarray, _array),
+    (torch.Tensor, _tensor),
+)

@@ -1,0 +1,118 @@
+"""Keep the last two generations of a saved file, so that damage to one costs a step back and no more.
+
+Each holds a checksum of the rest. What is damaged is named once and taken away; knows nothing of what is saved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from autotune.errors import InputError, RunDirectoryError
+from autotune.io.files import read_bytes, write_atomic
+
+logger = logging.getLogger(__name__)
+
+_LIMIT_BYTES = 2**26
+_DIGEST = 64
+
+_Read = TypeVar("_Read")
+
+
+class Generations:
+    """Write and read one saved file and the one before it.
+
+    Args:
+        newest: the file.
+        before: the file of the generation before.
+    """
+
+    def __init__(self, newest: Path, before: Path) -> None:
+        self._newest, self._before = newest, before
+        self._last: bytes | None = None
+
+    def read(self, check: Callable[[bytes], _Read], *, begins_anew: str) -> _Read | None:
+        """Return the newest generation that is whole, or ``None`` where none is.
+
+        Args:
+            check: reads what was saved.
+            begins_anew: what happens where no generation is whole, as a clause of the warning.
+
+        Raises:
+            RunDirectoryError: if what stands in a file's place cannot be taken away.
+        """
+        damaged: InputError | None = None
+        for path in (self._newest, self._before):
+            if not _is_there(path):
+                continue
+            try:
+                payload = _unsealed(read_bytes(path, limit_bytes=_LIMIT_BYTES, follow=False), path)
+                found = check(payload)
+            except InputError as error:
+                damaged = damaged or error
+                remove(path)
+                continue
+            if damaged:
+                logger.warning("%s: %s; going back to the save before it", self._newest, damaged.problem)
+            if path != self._newest:
+                # Until the next save, nothing else may stand where the newest is looked for.
+                write_atomic(self._newest, _sealed(payload))
+            self._last = payload
+            return found
+        if damaged:
+            logger.warning("%s: %s, and no save before it is whole; %s", self._newest, damaged.problem, begins_anew)
+        return None
+
+    def write(self, payload: bytes) -> None:
+        """Save; what was saved or read before becomes the generation before.
+
+        Raises:
+            OSError: if it cannot be written; what is there is kept.
+        """
+        if payload == self._last:
+            return
+        if self._last is not None:
+            write_atomic(self._before, _sealed(self._last))
+        write_atomic(self._newest, _sealed(payload))
+        self._last = payload
+
+    def remove(self) -> None:
+        """Take both generations away."""
+        for path in (self._newest, self._before):
+            path.unlink(missing_ok=True)
+
+
+def remove(path: Path) -> None:
+    """Take a damaged file away.
+
+    Raises:
+        RunDirectoryError: if it cannot be.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"is damaged and cannot be taken away ({error.strerror})", where=str(path), allowed="a file, or nothing"
+        ) from error
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.lstat()
+    except OSError:
+        return False
+    return True
+
+
+def _sealed(payload: bytes) -> bytes:
+    return hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload
+
+
+def _unsealed(content: bytes, path: Path) -> bytes:
+    payload = content[_DIGEST + 1 :]
+    if _sealed(payload) != content:
+        raise InputError("its SHA-256 is not the one it names", where=str(path), allowed="what was saved")
+    return payload

@@ -1,0 +1,191 @@
+"""Send an attached run's decision log to MLflow while it is being written: the whole of a process of its own.
+
+What it sends is made from the log's events alone, so that it can be made again from the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import InputError
+from autotune.io.files import parse_line
+from autotune.live.decision_log import LOG_NAME
+from autotune.live.log_tail import LogTail
+from autotune.records.tracking import Tracker
+
+# Seconds between two looks at the log, and decisions sent of what one look finds, the latest.
+POLL_S = 2.0
+_DECISIONS_A_LOOK = 20
+_NICE = 19
+
+
+@dataclass(slots=True)
+class Counts:
+    """Count what metrics are the numbers of.
+
+    Attributes:
+        switches: switches so far.
+        trips: trips so far.
+        refused: proposals that a rule refused.
+    """
+
+    switches: int = 0
+    trips: int = 0
+    refused: int = 0
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """Take in an event."""
+        self.switches += event["event"] == "switched"
+        self.trips += event["event"] == "tripped"
+        self.refused += event["event"] == "decision" and refused_by(event) is not None
+
+
+def refused_by(decision: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the rule that refused a decision's proposal, and what it said; ``None`` if none did."""
+    rules = decision.get("rules") or {}
+    return next(((name, said) for name, said in rules.items() if said not in ("ok", "repaired")), None)
+
+
+def metrics_of(decision: Mapping[str, Any], counts: Counts) -> dict[str, float | None]:
+    """Return the metrics of a decision; what is not known is ``None``.
+
+    Args:
+        decision: the event.
+        counts: what was counted up to it.
+    """
+    predicted, measured = decision["predicted"], decision.get("measured") or {}
+    budget, ran = decision.get("memory_budget_bytes"), decision.get("ran") or {}
+    return {
+        "predicted_seconds_per_step": ran.get("predicted", predicted["seconds"]),
+        "measured_seconds_per_step": ran.get("seconds", measured.get("seconds_per_step")),
+        "predicted_peak_bytes": predicted["peak_bytes"],
+        "measured_peak_bytes": measured.get("peak_bytes"),
+        "memory_budget_bytes": budget,
+        "pressure": predicted["peak_bytes"] / budget if budget and predicted["peak_bytes"] is not None else None,
+        "noise_scale": measured.get("noise_scale"),
+        "loss": measured.get("loss"),
+        "overhead_frac": decision.get("overhead_frac"),
+        "switches": counts.switches,
+        "placed": decision.get("placed"),
+        "refused": counts.refused,
+        "trips": counts.trips,
+    }
+
+
+@dataclass(slots=True)
+class Sender:
+    """Turn events into records of a tracker.
+
+    Attributes:
+        tracker: takes them.
+        counts: of the events so far.
+        over: whether the run has detached.
+    """
+
+    tracker: Tracker
+    counts: Counts = field(default_factory=Counts)
+    over: bool = False
+
+    def send(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Send what one look at the log found."""
+        decisions = [number for number, event in enumerate(events) if event["event"] == "decision"]
+        kept = set(decisions[-_DECISIONS_A_LOOK:])
+        for number, event in enumerate(events):
+            self.counts.note(event)
+            if number in kept:
+                self.tracker.metrics(metrics_of(event, self.counts), step=event["step"])
+            elif event["event"] != "decision":
+                self._tell(event)
+
+    def _tell(self, event: Mapping[str, Any]) -> None:
+        kind, step = event["event"], event["step"]
+        if kind == "attached":
+            told = {key: event[key] for key in ("model", "mode", "stage", "policy", "total_steps") if key in event}
+            self.tracker.params({**told, "units": len(event.get("units", ()))})
+            self.tracker.tags({f"lock.{name}": reason for name, reason in event.get("locks", {}).items()})
+        elif kind in ("switched", "tripped"):
+            self.tracker.metrics({"switches": self.counts.switches, "trips": self.counts.trips}, step=step)
+            if kind == "tripped":
+                self.tracker.tags({f"trip.{self.counts.trips}": f"step {step}: {event['reason']}"})
+        elif kind == "profiled":
+            self.tracker.metrics({"profiled_at": step}, step=step)
+            if event.get("locks"):
+                self.tracker.tags({"locked_units": ", ".join(event["locks"])})
+        elif kind == "detached":
+            self.over = True
+            self.tracker.tags({"detached_because": event["reason"]})
+
+
+class LogReader:
+    """Read what a log has got since the last look.
+
+    Args:
+        path: the log's file, there or not yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._tail = LogTail(path)
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the events whose lines are complete; a damaged line is left out."""
+        events = []
+        with contextlib.suppress(InputError):
+            for row, _ in self._tail.read():
+                with contextlib.suppress(InputError):
+                    event = parse_line(row, where=str(self._tail.path))
+                    if isinstance(event.get("event"), str) and isinstance(event.get("step"), int):
+                        events.append(event)
+        return events
+
+
+def follow(folder: Path, process: int, *, poll_s: float = POLL_S) -> None:
+    """Send a run's log until the run has detached, or the process that makes it is gone.
+
+    Args:
+        folder: the run directory.
+        process: the number of the process whose child this is.
+        poll_s: seconds between two looks.
+    """
+    reader = LogReader(folder / LOG_NAME)
+    events: list[dict[str, Any]] = []
+    gone = False
+    # To import MLflow keeps a core busy for seconds: not while the run is being profiled.
+    while not gone and not any(map(_ends_profiling, events)):
+        time.sleep(poll_s)
+        gone = os.getppid() != process
+        events += reader.read()
+    tracker = Tracker(folder.parent, folder, folder.name)
+    sender = Sender(tracker)
+    sender.send(events)
+    while not gone and not sender.over:
+        time.sleep(poll_s)
+        gone = os.getppid() != process
+        sender.send(reader.read())
+    for name in (LOG_NAME, "config.json"):
+        if (folder / name).is_file():
+            tracker.artifact(folder / name)
+    tracker.close(failed=not sender.over)
+
+
+def _ends_profiling(event: Mapping[str, Any]) -> bool:
+    return event["event"] == "detached" or (event["event"] == "decision" and event.get("measured") is not None)
+
+
+def main() -> None:
+    """Follow the run whose directory and process the command line names."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    follow(Path(sys.argv[1]), int(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Declare a comparison before its first run, and hold what each run of it came to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from autotune.agents.policy import Policy
+from autotune.budget import MemoryBudget
+from autotune.errors import InputError
+from autotune.job import Job
+from autotune.measurement import ABSENT
+from autotune.plan import PlanSpace
+
+# Paired seeds below which a verdict is an indication only: with n = 3 the best two-sided sign-flip p is 0.25.
+FEWEST_FOR_A_CLAIM = 6
+# Seeds of compared runs: none of them is a seed that tuning used.
+_FIRST_SEED = 1000
+_MOST_SEEDS = 1000
+# Windows between two dips: more than any run has.
+_RAREST_DIPS = 10**6
+
+ArmFactory = Callable[[PlanSpace], Policy]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dips:
+    """How the memory budget dips while a run trains, as an evaluation or another process makes it do.
+
+    Attributes:
+        every: windows from one dip to the next; a window is a stretch between evaluations, and a dip lasts for one.
+        share: share of the budget that a dip leaves.
+        told: whether policies are told beforehand.
+    """
+
+    every: int
+    share: float
+    told: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Dips:
+        """Read ``EVERY:SHARE`` or ``EVERY:SHARE:told``, as in ``5:70%``.
+
+        Raises:
+            InputError: if it is neither.
+        """
+        parts = text.split(":")
+        allowed = "EVERY:SHARE or EVERY:SHARE:told, as in 5:70%, with EVERY from 2 to 1000000 and a share below 100%"
+        try:
+            every, share = int(parts[0]), MemoryBudget.parse(parts[1]).share
+        except (ValueError, IndexError) as error:
+            raise InputError(f"dips is {text!r}", where="--dips", allowed=allowed) from error
+        good = 2 <= every <= _RAREST_DIPS and share is not None and share < 1 and parts[2:] in ([], ["told"])
+        if not good or share is None:
+            raise InputError(f"dips is {text!r}", where="--dips", allowed=allowed)
+        return cls(every=every, share=share, told=len(parts) == 3)
+
+    def budget(self, window: int, budget_bytes: int) -> int:
+        """Return the budget of a window, numbered from 0."""
+        return int(budget_bytes * self.share) if window % self.every == self.every - 1 else budget_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One thing to compare.
+
+    Attributes:
+        name: what it is called.
+        policy: makes the policy for a space; called once per run.
+        tuning_s: seconds that were spent to find it.
+        tuning_steps: real optimizer steps that were spent to find it.
+        job: the job that it trains, where it is the compared one with something else than a plan changed, such as the
+            learning-rate schedule; ``None`` for the compared job itself.
+    """
+
+    name: str
+    policy: ArmFactory
+    tuning_s: float = 0.0
+    tuning_steps: int = 0
+    job: Job | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Protocol:
+    """Declare a comparison before its first run.
+
+    Attributes:
+        job: the job's name.
+        arms: the arms' names; the first is the baseline.
+        seeds: the paired seeds.
+        horizon_samples: samples that every run consumes; the schedule is bound to it.
+        memory_budget_bytes: what ``within_budget`` refers to; ``None`` for no budget.
+        dips: how the budget dips; ``None`` if it stays. A window that runs out of memory is then repeated under the
+            leanest plan, and its time counts.
+        watts: power from which energy is estimated where it cannot be measured; ``None`` makes no estimate.
+        margin: largest relative loss of the final metric that counts as non-inferior.
+        confidence: of every interval.
+    """
+
+    job: str
+    arms: tuple[str, ...]
+    seeds: tuple[int, ...]
+    horizon_samples: int
+    memory_budget_bytes: int | None
+    dips: Dips | None = None
+    watts: float | None = None
+    margin: float = 0.005
+    confidence: float = 0.95
+
+    @property
+    def digest(self) -> str:
+        """Return a SHA-256 of the protocol, to be logged before the first run."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(slots=True, kw_only=True)
+class RunRecord:
+    """One compared run; the names are those of ``comparison.json``."""
+
+    seed: int
+    reached: bool = False
+    time_to_target_s: float | None = None
+    steps: int = 0
+    samples: int = 0
+    final_metric: float | None = None
+    throughput: float | None = None
+    peak_bytes: int | None = None
+    within_budget: bool = True
+    out_of_memory: int = 0
+    # Windows in which a policy's planner acted without its network, by reason; empty for other arms.
+    alone: dict[str, int] = field(default_factory=dict)
+    # Of training alone, as its time is; and the POSIX seconds between which the run drew it.
+    energy_j: float | None = None
+    energy_source: str = ABSENT
+    ran_s: tuple[float, float] = (0.0, 0.0)
+    failure: str | None = None
+    # Training seconds, samples and metric at each evaluation, and plans by the step they began at.
+    curve: list[tuple[float, int, float]] = field(default_factory=list)
+    plans: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    # What each window saw, in order; kept where plans change.
+    windows: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as a JSON object."""
+        document = asdict(self)
+        document["curve"] = [list(point) for point in self.curve]
+        document["plans"] = [{"step": step, "plan": plan} for step, plan in self.plans]
+        document["ran_s"] = list(self.ran_s)
+        return document
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> RunRecord:
+        """Return the record of a document of the kind :class:`autotune.records.run_documents.Run`."""
+        curve = [(seconds, samples, metric) for seconds, samples, metric in document["curve"]]
+        plans = [(entry["step"], entry["plan"]) for entry in document.get("plans") or ()]
+        ran = tuple(document.get("ran_s", (0.0, 0.0)))
+        return cls(**{**document, "curve": curve, "plans": plans, "ran_s": ran})
+
+
+def paired_seeds(count: int) -> tuple[int, ...]:
+    """Return fresh seeds for compared runs.
+
+    Raises:
+        InputError: for fewer than 2 or more than 1000.
+    """
+    if not 2 <= count <= _MOST_SEEDS:
+        raise InputError(f"seeds is {count}", where="--seeds", allowed=f"at least 2, at most {_MOST_SEEDS}")
+    return tuple(range(_FIRST_SEED, _FIRST_SEED + count))

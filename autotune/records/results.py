@@ -1,0 +1,126 @@
+"""Read the document that a finished campaign left, and refuse what no campaign wrote before anything is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from autotune.errors import RunDirectoryError
+from autotune.io.documents import validated
+from autotune.measurement import Measurement
+from autotune.plan import Plan
+from autotune.records.run_directory import RunDirectory
+from autotune.records.run_documents import (
+    CompareConfig,
+    Comparison,
+    Config,
+    Jobs,
+    JobsConfig,
+    ReproduceConfig,
+    Reproduction,
+    Trial,
+    TuneConfig,
+    Tuned,
+)
+
+AS_WRITTEN = "what autotune wrote"
+
+
+def result_name(config: Config, where: str) -> str:
+    """Return the name of the document that a finished campaign leaves.
+
+    Args:
+        config: what it was asked for.
+        where: the run directory.
+
+    Raises:
+        RunDirectoryError: if it is no campaign, but a training or an attached run.
+    """
+    match config:
+        case JobsConfig():
+            return "jobs.json"
+        case ReproduceConfig():
+            return "reproduction.json"
+        case TuneConfig():
+            return "tuned.json"
+        case CompareConfig():
+            return "comparison.json"
+    raise RunDirectoryError(
+        f"is a run of {config.verb!r}", where=where, allowed="the run of a tune, a compare, a demo or a reproduce"
+    )
+
+
+def result_of(run: RunDirectory, config: Config) -> dict[str, Any]:
+    """Return the document that a finished campaign left.
+
+    Raises:
+        RunDirectoryError: if it is missing or damaged.
+        PlanError: if a plan in it is.
+    """
+    name = result_name(config, str(run.path))
+    found, where = run.read(name), str(run.path / name)
+    match config:
+        case JobsConfig():
+            _check_jobs(found, where)
+        case ReproduceConfig():
+            validated(Reproduction, found, where=where, version=1, error=RunDirectoryError)
+        case TuneConfig():
+            validated(Tuned, found, where=where, error=RunDirectoryError)
+            Plan.from_json(found["plan"], where=f"{where}, plan")
+        case _:
+            _check_comparison(found, where)
+    return found
+
+
+def trials_of(run: RunDirectory) -> tuple[dict[str, Any], ...]:
+    """Return what was measured to find plans, in order.
+
+    Raises:
+        InputError: naming the line that no campaign wrote.
+    """
+    path, rows = run.path / "trials.jsonl", run.lines("trials.jsonl")
+    for number, row in enumerate(rows, 1):
+        validated(Trial, row, where=f"{path} line {number}", error=RunDirectoryError)
+        Plan.from_json(row["plan"], where=f"{path} line {number}, plan")
+        # With the values that a line may leave out.
+        row["measurement"] = Measurement.from_json(
+            row["measurement"], where=f"{path} line {number}, measurement"
+        ).to_json()
+    return tuple(rows)
+
+
+def _check_comparison(found: Mapping[str, Any], where: str) -> None:
+    """Refuse a comparison with unknown values, or whose parts do not belong together."""
+    read = validated(Comparison, found, where=where, version=1, error=RunDirectoryError)
+    names = [arm.name for arm in read.arms]
+    judged = [entry.arm for entry in (*read.against_baseline, *([read.gate] if read.gate else []))]
+    whole = (
+        len(set(names)) == len(names)
+        and names[0] == read.baseline
+        and len(set(judged)) == len(judged)
+        and set(judged) <= set(names[1:])
+        and all([run.seed for run in arm.runs] == read.seeds for arm in read.arms)
+    )
+    if whole:
+        arrived = {arm.name: all(run.reached and run.time_to_target_s for run in arm.runs) for arm in read.arms}
+        timed = [entry.arm for entry in read.against_baseline if entry.time_ratio is not None]
+        whole = all(arrived[name] for name in (*timed, *([read.baseline] if timed else [])))
+    if not whole:
+        raise RunDirectoryError("arms, seeds and verdicts do not belong together", where=where, allowed=AS_WRITTEN)
+    for arm in read.arms:
+        place = f"{where}, arm {arm.name}"
+        if arm.plan is not None:
+            Plan.from_json(arm.plan, where=place)
+        elif not all(run.plans for run in arm.runs):
+            raise RunDirectoryError("a run has no plan", where=place, allowed=AS_WRITTEN)
+        for run in arm.runs:
+            for number, entry in enumerate(run.plans or ()):
+                Plan.from_json(entry.plan, where=f"{place}, seed {run.seed}, plan {number}")
+
+
+def _check_jobs(found: Mapping[str, Any], where: str) -> None:
+    """Refuse a comparison of several jobs whose arms are not the same on each."""
+    read = validated(Jobs, found, where=where, version=1, error=RunDirectoryError)
+    for entry in read.together:
+        if not all(entry.arm in [one.arm for one in job.against_baseline] for job in read.jobs):
+            raise RunDirectoryError(f"arm {entry.arm!r} is not of every job", where=where, allowed=AS_WRITTEN)

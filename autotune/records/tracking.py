@@ -1,0 +1,395 @@
+"""Log to MLflow without ever stopping or slowing what is logged.
+
+Every record is appended to ``tracking.jsonl`` in the run directory first; one background thread sends it on. A server
+that does not answer costs one short time-out: from then on records are only kept, and the next command sends them.
+
+The only file that knows mlflow.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from autotune.errors import InputError, RunDirectoryError, RunLockedError, one_line
+from autotune.io.addresses import scrubbed, sqlite_address, without_secrets
+from autotune.io.files import append_json_line, open_for_appending, require_plain, write_json
+from autotune.io.run_folder import TRACKING, WriterLock
+from autotune.io.sqlite_files import BESIDE, require_own
+from autotune.records.tracking_spool import CURSOR, SPOOL, Cursor, Row, artifact_of, read_cursor, read_rows
+
+logger = logging.getLogger(__name__)
+
+EXPERIMENT, DATABASE, ARTIFACTS = "autotune", "mlflow.db", "artifacts"
+# What a server says of a record that it will never take, however often it is sent.
+_REFUSALS = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
+# A server that is there answers within this; a command waits for at most this long at its end.
+_REQUEST_TIMEOUT_S = 2
+_CLOSE_TIMEOUT_S = 30.0
+Kind = Literal["begin", "params", "metrics", "tags", "artifact", "end"]
+
+
+def tracking_uri(runs: Path) -> str:
+    """Return ``MLFLOW_TRACKING_URI``, or SQLite in the runs folder."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or sqlite_address(runs / DATABASE)
+
+
+class Tracker:
+    """Record one command as an MLflow run with nested runs.
+
+    Args:
+        runs: the runs folder: home of the default database and of artifacts.
+        folder: the command's run directory.
+        name: the parent run's name.
+    """
+
+    def __init__(self, runs: Path, folder: Path, name: str) -> None:
+        self._folder = folder
+        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._sender = _Sender(tracking_uri(runs), runs, folder)
+        self._lock: WriterLock | None = None
+        try:
+            self._lock = WriterLock(folder, TRACKING)
+        except RunDirectoryError as error:
+            self._sender.broken = error.problem
+        self._thread = threading.Thread(target=self._work, name="autotune-tracking", daemon=True)
+        rows = read_rows(folder)
+        for row in rows[self._sender.sent :]:
+            # What a command that is taken up again did not get sent goes before all else.
+            self._queue.put({"kind": "damaged"} if row is None else dict(row))
+        self._names, left = _begun(rows)
+        for key in left:
+            # A command that is taken up again was killed: what it left open is over.
+            self._put("end", key, {"status": "KILLED"})
+        self.parent = self._begin(name, None)
+        self._thread.start()
+
+    def knows(self, name: str) -> bool:
+        """Tell whether a run of this name was begun, by this command or by one that it takes up."""
+        return name in self._names
+
+    def begin(self, name: str) -> str:
+        """Begin a nested run and return its key."""
+        return self._begin(name, self.parent)
+
+    def params(self, values: Mapping[str, object], run: str | None = None) -> None:
+        """Record parameters of a run (the parent's by default)."""
+        self._put("params", run, {key: str(value)[:500] for key, value in values.items()})
+
+    def metrics(self, values: Mapping[str, float | None], *, step: int = 0, run: str | None = None) -> None:
+        """Record metrics of a run at a step; what is ``None`` is left out."""
+        self._put("metrics", run, {key: value for key, value in values.items() if value is not None}, step=step)
+
+    def tags(self, values: Mapping[str, object], run: str | None = None) -> None:
+        """Record tags of a run."""
+        self._put("tags", run, {key: str(value)[:500] for key, value in values.items()})
+
+    def artifact(self, path: Path, run: str | None = None) -> None:
+        """Record a file or a folder of the run directory."""
+        self._put("artifact", run, {"path": str(path.absolute().relative_to(self._folder.absolute()))})
+
+    def end(self, run: str | None = None, *, failed: bool = False) -> None:
+        """End a run."""
+        self._put("end", run, {"status": "FAILED" if failed else "FINISHED"})
+
+    def settle(self, timeout_s: float = 1.0) -> None:
+        """Let the background thread catch up, so that it does not run while something is timed.
+
+        Returns at once if the server does not answer.
+        """
+        done = threading.Event()
+        self._queue.put({"kind": "event", "event": done})
+        if not self._sender.broken:
+            done.wait(timeout_s)
+
+    def close(self, *, failed: bool = False) -> None:
+        """End the parent run and wait for what is queued, but never long."""
+        self.end(failed=failed)
+        self._queue.put(None)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._lock is not None and not self._thread.is_alive():
+            self._lock.close()
+        if self._sender.broken or self._thread.is_alive():
+            logger.warning(
+                "tracking at %s does not answer (%s); its records are kept in %s and the next command sends them",
+                without_secrets(self._sender.uri),
+                self._sender.broken or "too slow",
+                self._folder / SPOOL,
+            )
+
+    def _begin(self, name: str, parent: str | None) -> str:
+        self._names.append(name)
+        key = f"run-{len(self._names)}"
+        self._put("begin", key, {"name": name, "parent": parent})
+        return key
+
+    def _put(self, kind: Kind, run: str | None, values: Mapping[str, Any], *, step: int = 0) -> None:
+        record = {"kind": kind, "run": self.parent if run is None else run, "values": dict(values), "step": step}
+        try:
+            append_json_line(self._folder / SPOOL, record)
+        except (OSError, ValueError) as error:
+            logger.warning("tracking record dropped: %s", error)
+            return
+        self._queue.put(record)
+
+    def _work(self) -> None:
+        while (record := self._queue.get()) is not None:
+            if record["kind"] == "event":
+                record["event"].set()
+            else:
+                self._sender.send(None if record["kind"] == "damaged" else record)
+                if self._queue.empty():
+                    self._sender.finish()
+        self._sender.finish()
+
+
+def _make_database(path: Path) -> None:
+    """Make MLflow's database whole or not at all: one whose making was cut off is of no use any more."""
+    import fcntl
+
+    from mlflow import MlflowClient
+
+    # Names of their own, so that what a kill leaves is taken over by the next command; the lock ends with its holder.
+    making, lock = path.with_name(f".{path.name}.making"), path.with_name(f".{path.name}.lock")
+    with open_for_appending(lock) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        _remove(making)
+        # Another process may have been faster.
+        if not path.exists():
+            MlflowClient(tracking_uri=sqlite_address(making)).search_experiments(max_results=1)
+        if not path.exists():
+            making.rename(path)
+        _remove(making)
+        lock.unlink(missing_ok=True)
+
+
+def _remove(database: Path) -> None:
+    """Remove a database and what SQLite keeps beside it."""
+    for suffix in ("", *BESIDE):
+        database.with_name(database.name + suffix).unlink(missing_ok=True)
+
+
+def _begun(rows: Sequence[Row | None]) -> tuple[list[str], list[str]]:
+    """Return the names of the runs that an earlier command began in a run directory, and keys of those left open."""
+    whole = [row for row in rows if row is not None]
+    names = [row["values"]["name"] for row in whole if row["kind"] == "begin"]
+    begun = [row["run"] for row in whole if row["kind"] == "begin"]
+    ended = {row["run"] for row in whole if row["kind"] == "end"}
+    return names, [key for key in reversed(begun) if key not in ended]
+
+
+def _key(name: str) -> str:
+    """Return a name as MLflow takes it; an arm may be called otherwise."""
+    return re.sub(r"[^\w\-. :/]", "-", name)
+
+
+def send_pending(runs: Path) -> int:
+    """Send what earlier commands could not, and return how many records that were.
+
+    A run that is being written is left to its writer; one that is damaged is named once and left out. Stops at the
+    first run that the server does not take.
+    """
+    sent = 0
+    for spool in sorted(runs.glob(f"*/{SPOOL}")):
+        folder = spool.parent
+        try:
+            count, broken = _send_folder(runs, folder)
+        except RunLockedError:
+            continue
+        except InputError as error:
+            if folder not in _NAMED:
+                _NAMED.add(folder)
+                logger.warning("%s; what it recorded is not sent", error)
+            continue
+        sent += count
+        if broken:
+            break
+    return sent
+
+
+# Damaged run directories that were named before.
+_NAMED: set[Path] = set()
+
+
+def _send_folder(runs: Path, folder: Path) -> tuple[int, str]:
+    """Send what is left of one run directory; return how many records the server took, and why it took no more."""
+    if folder.is_symlink():
+        return 0, ""
+    require_plain(folder)
+    rows = read_rows(folder)
+    if read_cursor(folder).sent >= len(rows):
+        return 0, ""
+    with WriterLock(folder, TRACKING):
+        sender = _Sender(tracking_uri(runs), runs, folder)
+        before = sender.sent
+        for row in rows[before:]:
+            sender.send(row)
+        sender.finish()
+    return sender.sent - before, sender.broken
+
+
+class _LeftOutError(Exception):
+    """A record that no server is sent."""
+
+
+class _Sender:
+    """Send records in order to one server; give up on the first that it does not take."""
+
+    def __init__(self, uri: str, runs: Path, folder: Path) -> None:
+        self.uri = uri
+        self.broken = ""
+        self._runs = runs
+        self._folder = folder
+        self._client: Any = None
+        self._experiment: str | None = None
+        try:
+            state = read_cursor(folder)
+        except RunDirectoryError as error:
+            # What was sent cannot be told from what was not: nothing is sent twice.
+            self.broken, state = str(error), Cursor(sent=0, ids={})
+        self.sent = state.sent
+        self._ids = dict(state.ids)
+
+    def send(self, record: Mapping[str, Any] | None) -> None:
+        if self.broken:
+            return
+        if record is None:
+            self.sent += 1
+            return
+        try:
+            if self._client is None:
+                self._connect()
+            self._dispatch(record)
+        except _LeftOutError as error:
+            logger.warning("%s; it is not sent", error)
+        except Exception as error:  # noqa: BLE001 - whatever a tracking server does must not reach training
+            if self._refused(record, error):
+                self.sent += 1
+                return
+            self.broken = scrubbed(one_line(error), self.uri)[:200]
+            self.finish()
+            return
+        self.sent += 1
+        if record["kind"] == "begin":
+            # Whatever else is sent twice is the same; a run that is begun twice is two.
+            self.finish()
+
+    def _refused(self, record: Mapping[str, Any], error: Exception) -> bool:
+        """Tell whether a server that answers refuses one record, such as a parameter with a second value.
+
+        Sent again and again, it would keep whatever comes after it from being sent, of other runs as well.
+        """
+        known = self._experiment is not None if record["kind"] == "begin" else record["run"] in self._ids
+        if not known or getattr(error, "error_code", None) not in _REFUSALS:
+            return False
+        logger.warning("%s: %s of %s is not taken and left out", self._folder, record["kind"], record["run"])
+        return True
+
+    def finish(self) -> None:
+        """Remember how far the server has got."""
+        if self._client is None:
+            return
+        try:
+            write_json(self._folder / CURSOR, {"sent": self.sent, "ids": self._ids})
+        except OSError as error:
+            logger.warning("tracking position not written: %s", error)
+
+    def _connect(self) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(_REQUEST_TIMEOUT_S))
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        # Read when mlflow is imported: its migrations would announce themselves line by line.
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "CRITICAL")
+        logging.getLogger("alembic").setLevel(logging.ERROR)
+        # What fails is told by this sender, in one line.
+        for name in ("mlflow", "sqlalchemy.pool"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        from mlflow import MlflowClient
+
+        own = self._runs / DATABASE
+        if self.uri == sqlite_address(own):
+            require_own(own)
+            if not own.exists():
+                _make_database(own)
+        self._client = MlflowClient(tracking_uri=self.uri)
+        found = self._client.get_experiment_by_name(EXPERIMENT)
+        if found is not None:
+            self._experiment = found.experiment_id
+        elif not self.uri.startswith(("http://", "https://")):
+            # A database keeps no files: they would go to wherever the command was called.
+            location = (self._runs / ARTIFACTS).absolute().as_uri()
+            self._experiment = self._client.create_experiment(EXPERIMENT, artifact_location=location)
+        else:
+            self._experiment = self._client.create_experiment(EXPERIMENT)
+
+    def _dispatch(self, record: Mapping[str, Any]) -> None:
+        values, step = record["values"], record["step"]
+        if record["kind"] == "begin":
+            self._begin(record["run"], values)
+            return
+        run = self._ids.get(record["run"])
+        if run is None:
+            raise _LeftOutError(f"{self._folder}: a record is of {record['run']!r}, which was never begun")
+        if record["kind"] == "artifact":
+            path = self._artifact(record)
+            self._require_own_place(run)
+            send = self._client.log_artifacts if path.is_dir() else self._client.log_artifact
+            send(run, str(path), *([path.name] if path.is_dir() else []))
+        elif record["kind"] == "end":
+            self._client.set_terminated(run, status=values["status"])
+        else:
+            self._batch(run, record["kind"], values, step)
+
+    def _artifact(self, record: Row) -> Path:
+        try:
+            return artifact_of(self._folder, record)
+        except (InputError, OSError) as error:
+            raise _LeftOutError(one_line(error)) from error
+
+    def _require_own_place(self, run: str) -> None:
+        """Refuse to store where a database in the runs folder leads out of it: a server, or a folder elsewhere."""
+        if self.uri != sqlite_address(self._runs / DATABASE):
+            return
+        place = self._client.get_run(run).info.artifact_uri
+        found, folder = urlsplit(place), self._runs / ARTIFACTS / run / "artifacts"
+        own = (
+            run.isalnum()
+            and found.scheme in ("", "file")
+            and not found.netloc
+            and Path(url2pathname(found.path)).resolve() == folder.resolve()
+            and not folder.parent.is_symlink()
+            and not folder.is_symlink()
+        )
+        if not own:
+            raise _LeftOutError(f"{self._runs / DATABASE}: artifacts would go to {without_secrets(place)}")
+        if folder.is_dir():
+            try:
+                require_plain(folder)
+            except InputError as error:
+                raise _LeftOutError(one_line(error)) from error
+
+    def _begin(self, key: str, values: Mapping[str, Any]) -> None:
+        parent = self._ids.get(values["parent"] or "")
+        tags = {"mlflow.parentRunId": parent} if parent else {}
+        run = self._client.create_run(self._experiment, run_name=values["name"], tags=tags)
+        self._ids[key] = run.info.run_id
+
+    def _batch(self, run: str, kind: Kind, values: Mapping[str, Any], step: int) -> None:
+        from mlflow.entities import Metric, Param, RunTag
+        from mlflow.utils.time import get_current_time_millis
+
+        now = get_current_time_millis()
+        if kind == "metrics":
+            self._client.log_batch(run, metrics=[Metric(_key(key), float(v), now, step) for key, v in values.items()])
+        elif kind == "params":
+            self._client.log_batch(run, params=[Param(_key(key), value) for key, value in values.items()])
+        else:
+            self._client.log_batch(run, tags=[RunTag(_key(key), value) for key, value in values.items()])

@@ -1,0 +1,137 @@
+"""Read what a command recorded for a tracking server, and how far the server has got: files in its run directory.
+
+A folder that somebody else made may hold any record. One that is no record is left out; a path in one leads to a file
+of the same folder or nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Interval, Len
+
+from autotune.errors import InputError, RunDirectoryError
+from autotune.io.documents import Count, document, read_document, validated
+from autotune.io.files import inside, parse_line, read_bytes, require_plain, require_regular
+
+SPOOL, CURSOR = "tracking.jsonl", "tracking-sent.json"
+_LARGEST_BYTES = 2**30
+_Key = Annotated[str, Len(1, 200)]
+_Name = Annotated[str, Len(1, 1_000)]
+_Step = Annotated[int, Interval(ge=-(2**53), le=2**53)]
+Row = Mapping[str, Any]
+
+
+@document
+class _Record:
+    kind: str
+    run: _Key
+    step: _Step = 0
+
+
+@document
+class _Run:
+    name: _Name
+    parent: _Key | None
+
+
+@document
+class _Begin(_Record):
+    values: _Run
+
+
+@document
+class _Texts(_Record):
+    values: Annotated[dict[_Name, str], Len(0, 100_000)]
+
+
+@document
+class _Metrics(_Record):
+    values: Annotated[dict[_Name, float | bool], Len(0, 100_000)]
+
+
+@document
+class _Path:
+    path: Annotated[str, Len(1, 10_000)]
+
+
+@document
+class _Artifact(_Record):
+    values: _Path
+
+
+@document
+class _Status:
+    status: Literal["FINISHED", "FAILED", "KILLED"]
+
+
+@document
+class _End(_Record):
+    values: _Status
+
+
+_KINDS: Mapping[str, type[_Record]] = {
+    "begin": _Begin,
+    "params": _Texts,
+    "tags": _Texts,
+    "metrics": _Metrics,
+    "artifact": _Artifact,
+    "end": _End,
+}
+
+
+@document
+class Cursor:
+    """``tracking-sent.json``: how many records a server has, and what it calls the runs that they begin."""
+
+    sent: Count
+    ids: dict[_Key, _Key]
+
+
+def read_cursor(folder: Path) -> Cursor:
+    """Return how far a server has got with a run directory's records; nowhere, if nothing was sent.
+
+    Raises:
+        RunDirectoryError: if the file is damaged: what was sent can then not be told from what was not.
+    """
+    path = folder / CURSOR
+    return read_document(Cursor, path, error=RunDirectoryError) if path.exists() else Cursor(sent=0, ids={})
+
+
+def read_rows(folder: Path) -> list[Row | None]:
+    """Return the records of a run directory, in order; ``None`` for one that is damaged.
+
+    Raises:
+        InputError: if the file cannot be read.
+    """
+    path = folder / SPOOL
+    if not path.exists():
+        return []
+    lines = read_bytes(path, limit_bytes=_LARGEST_BYTES, follow=False).split(b"\n")[:-1]
+    return [_checked(line) for line in lines]
+
+
+def artifact_of(folder: Path, row: Row) -> Path:
+    """Return the file or the folder that a record sends.
+
+    Raises:
+        InputError: if it lies outside the run directory, or is or holds anything but regular files and folders.
+        OSError: if it is gone.
+    """
+    path = inside(folder, row["values"]["path"])
+    if path.is_dir() and not path.is_symlink():
+        require_plain(path)
+    else:
+        require_regular(path)
+    return path
+
+
+def _checked(line: bytes) -> Row | None:
+    try:
+        row = parse_line(line, where=SPOOL)
+        validated(_KINDS[row["kind"]], row, where=SPOOL)
+    except (InputError, KeyError, TypeError):
+        return None
+    return row

@@ -1,0 +1,86 @@
+"""Keep and log what a search measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.measurement import Measurement
+from autotune.plan import Plan
+from autotune.records.tracking import Tracker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One measured plan of a search.
+
+    Attributes:
+        number: from 0, in the order of measuring.
+        plan: the plan.
+        measurement: its window.
+        cost: its cost against the baseline; lower is better.
+        final: whether the window belongs to the finals.
+        tuning_steps: real steps that the method had spent after it, references and profile included.
+        tuning_s: the seconds of the same.
+    """
+
+    number: int
+    plan: Plan
+    measurement: Measurement
+    cost: float
+    final: bool
+    tuning_steps: int
+    tuning_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the trial as a JSON object."""
+        return {
+            "number": self.number,
+            "plan": self.plan.to_json(),
+            "measurement": self.measurement.to_json(),
+            "cost": self.cost,
+            "final": self.final,
+            "tuning_steps": self.tuning_steps,
+            "tuning_s": self.tuning_s,
+        }
+
+
+def track(tracker: Tracker, method: str, trial: Trial) -> None:
+    """Log a trial, once.
+
+    Args:
+        tracker: where.
+        method: the method that measured it, with what the job is launched with.
+        trial: the trial.
+    """
+    window = trial.measurement
+    name = f"{method} trial {trial.number}"
+    if tracker.knows(name):
+        return
+    key = tracker.begin(name)
+    tracker.params(
+        {
+            "method": method,
+            "accumulation_steps": trial.plan.accumulation_steps,
+            **{f"precision.{unit}": choice for unit, choice in trial.plan.precision.items()},
+            **{f"storage.{unit}": choice for unit, choice in trial.plan.storage.items()},
+        },
+        run=key,
+    )
+    gradient = window.gradient
+    tracker.metrics(
+        {
+            "cost": trial.cost,
+            "seconds_per_step": window.seconds_per_step,
+            "peak_bytes": window.peak_bytes,
+            "loss": window.loss,
+            "gradient_norm": None if gradient is None else gradient.norm,
+            "noise_scale": None if gradient is None else gradient.noise_scale,
+        },
+        step=trial.number,
+        run=key,
+    )
+    if window.failure is not None:
+        tracker.tags({"failure": window.failure}, run=key)
+    tracker.end(key, failed=window.failure is not None)
+    tracker.settle()

@@ -1,0 +1,170 @@
+"""What a plan becomes elsewhere, and what a launcher's configuration can express of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from autotune.engines.job_checks import accumulation_choices, build_model
+from autotune.errors import PlanError
+from autotune.job import Job
+from autotune.mechanics import randomness
+from autotune.plan import Plan, PlanSpace, Precision, Storage
+from autotune.units import units_of
+
+_WHERE = "export"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """What a plan becomes.
+
+    Attributes:
+        files: by file name, JSON documents, or text as it is.
+        command: how to launch with them.
+        notes: what the target cannot hold by itself, and what to do about it.
+    """
+
+    files: Mapping[str, Mapping[str, Any] | str]
+    command: str
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the export as a JSON object."""
+        return {"files": dict(self.files), "command": self.command, "notes": list(self.notes)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A plan as launchers see it: whole numbers of samples, and one autocast for the whole model.
+
+    Attributes:
+        plan: the plan, every unit of the job named in it.
+        samples: of one optimizer step, on all ranks.
+        micro_samples: of one micro-batch on one rank.
+        ranks: how many ranks train.
+        clip_norm: largest 2-norm of the gradient; 0 never clips.
+        layers: the layers that transformers recomputes where it is told to recompute all, in the model's order.
+    """
+
+    plan: Plan
+    samples: int
+    micro_samples: int
+    ranks: int
+    clip_norm: float
+    layers: tuple[str, ...] = ()
+
+    @property
+    def k(self) -> int:
+        """Return the micro-batches of an optimizer step on one rank."""
+        return self.plan.accumulation_steps
+
+    @property
+    def autocast(self) -> Precision | None:
+        """Return the precision of the launcher's own autocast; ``None`` leaves it off.
+
+        A single fp16 unit asks for it too: the launcher scales losses only under its own fp16.
+        """
+        return self.plan.uniform_16_bit or (Precision.FP16 if self.plan.uses_fp16 else None)
+
+    @property
+    def by_unit(self) -> Plan | None:
+        """Return what is left to be applied to the model, unit by unit; ``None`` if the autocast says it all.
+
+        Where units are recomputed each names its precision, since the launcher's autocast keeps casted weights from
+        one graph to another (pytorch#141896) and a unit's own does not.
+        """
+        plan = self.plan
+        differs = plan.uniform_16_bit is None and any(choice.is_16_bit for choice in plan.precision.values())
+        if not differs and Storage.RECOMPUTE not in plan.storage.values():
+            return None
+        if self.autocast is None or not differs:
+            return plan
+        own = {name: Precision.FP32 if it is Precision.INHERIT else it for name, it in plan.precision.items()}
+        return plan.changed(precision=own)
+
+    @property
+    def every_n_layers(self) -> int | None:
+        """Return n where transformers itself can recompute what the plan does, every n-th layer from the first on.
+
+        ``None`` where other layers are recomputed than that, none at all, or a plan file is needed for precisions.
+        """
+        plan = self.plan
+        recomputed = tuple(name for name in self.layers if plan.storage_of(name) is Storage.RECOMPUTE)
+        if len(recomputed) != list(plan.storage.values()).count(Storage.RECOMPUTE):
+            return None
+        if plan.uniform_16_bit is None and any(choice.is_16_bit for choice in plan.precision.values()):
+            return None
+        return next((n for n in range(1, len(self.layers) + 1) if recomputed and self.layers[::n] == recomputed), None)
+
+
+def model_of(job: Job) -> nn.Module:
+    """Return a job's model, and leave the random generators as they were.
+
+    Raises:
+        JobError: if it cannot be built.
+    """
+    with randomness.isolated():
+        return build_model(job)
+
+
+def require_fit(plan: Plan, job: Job, model: nn.Module) -> Plan:
+    """Return the plan with every unit of the job named, in the plan's own order.
+
+    Raises:
+        PlanError: if the job has no such unit or k, naming it.
+    """
+    units = units_of(model, job.units)
+    # Precisions are the target machine's affair, not this one's.
+    space = PlanSpace(
+        units=units, accumulation_choices=accumulation_choices(job, model, {}), precisions=tuple(Precision)
+    )
+    space.check(plan, where=_WHERE)
+    inherited = {unit.name: Precision.INHERIT for unit in units if unit.name not in plan.precision}
+    return plan.changed(precision={**plan.precision, **inherited})
+
+
+def launched(plan: Plan, job: Job, ranks: int, model: nn.Module) -> Launched:
+    """Return a plan as launchers see it.
+
+    Args:
+        plan: a plan of the job, every unit named.
+        job: the job.
+        model: the job's model.
+        ranks: how many ranks will train it.
+
+    Raises:
+        PlanError: if the batch cannot be cut evenly, as launchers' arithmetic demands.
+    """
+    k = plan.accumulation_steps
+    samples = job.batch_size * (k if job.batching == "adaptive" else 1)
+    if samples % (k * ranks):
+        raise PlanError(
+            f"a batch of {samples} samples is cut into k={k} micro-batches on {ranks} ranks",
+            where=_WHERE,
+            allowed=f"a batch size that {k * ranks} divides",
+        )
+    return Launched(
+        plan=plan,
+        samples=samples,
+        micro_samples=samples // (k * ranks),
+        ranks=ranks,
+        # Launchers clip at 1 where nothing is said.
+        clip_norm=clip_norm(job),
+        layers=tuple(name for name, part in model.named_modules() if _is_layer(part)),
+    )
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Tell whether a module is one of those layers that transformers counts; it need not be installed for that."""
+    return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
+
+
+def clip_norm(job: Job) -> float:
+    """Return the largest 2-norm of the job's gradient as a plain number; 0 never clips, as an infinite one does."""
+    norm = float(job.clip_norm or 0.0)
+    return norm if math.isfinite(norm) else 0.0

@@ -1,0 +1,1 @@
+"""Simulated training jobs under moving conditions: what the shipped policy is trained on."""

@@ -1,0 +1,42 @@
+"""An upper bound for planning under moving conditions: the best plans for a course that is known in advance."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autotune.cost_model.cost_arrays import Floats
+from autotune.simulator.moving_conditions import Course, MovingRuns
+from autotune.simulator.online_planner import Planner, PlannerSettings
+
+
+def run_planner(runs: MovingRuns, course: Course, settings: PlannerSettings) -> Floats:
+    """Return what each window took under a planner, shape (n, windows)."""
+    runs.begin(course)
+    planner = Planner(runs.lanes, settings)
+    seconds = []
+    for _ in range(runs.windows):
+        seen = runs.run(planner.decide(runs.situation()))
+        planner.observe(seen)
+        seconds.append(seen.total_s)
+    return np.stack(seconds, axis=1)
+
+
+def clairvoyant(runs: MovingRuns, course: Course) -> Floats:
+    """Return the seconds of the best sequence of plans for a course that is known beforehand, shape (n,).
+
+    The best path through the pools' plans, switching included, by dynamic programming.
+    """
+    runs.begin(course)
+    best = runs.every_plan(0)
+    for window in range(1, runs.windows):
+        best = np.minimum(best, best.min(axis=1, keepdims=True) + runs.switch_s[:, None]) + runs.every_plan(window)
+    return np.asarray(best.min(axis=1))
+
+
+def best_static(runs: MovingRuns, course: Course) -> Floats:
+    """Return the seconds of the one plan that is best for a whole course that is known beforehand, shape (n,)."""
+    runs.begin(course)
+    total = runs.every_plan(0)
+    for window in range(1, runs.windows):
+        total = total + runs.every_plan(window)
+    return np.asarray(total.min(axis=1))

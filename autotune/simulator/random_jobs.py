@@ -1,0 +1,256 @@
+"""Draw profiles of jobs that do not exist: to train on, to bench with, and to test laws against.
+
+Bytes and seconds follow the structure of measured profiles (like blocks between an embedding and a head), with
+sizes, speed ratios and keepers drawn widely, 16-bit formats that are slower than fp32 among them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from autotune.cost_model.profile import FIXED, Boundary, Calibration, Cost, Profile, Segment, StepTable, choice_name
+from autotune.job import WarmupCosine
+from autotune.plan import Precision, Storage
+from autotune.simulator.convergence import Convergence, Curve, NoiseLaw
+from autotune.simulator.simulated_job import SimulatedJob
+from autotune.units import Unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The kind of profile that is drawn.
+
+    Attributes:
+        units: recomputable units; one more unit before them and one after save always.
+        accumulation_choices: allowed k.
+        precisions: allowed precisions.
+        identical: whether all recomputable units cost the same.
+        batching: ``fixed`` or ``adaptive``.
+        batch_size: samples in one batch.
+    """
+
+    units: int = 6
+    accumulation_choices: tuple[int, ...] = (1, 2, 4)
+    precisions: tuple[Precision, ...] = (Precision.FP32, Precision.BF16)
+    identical: bool = False
+    batching: str = "fixed"
+    batch_size: int = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """One unit's costs at the whole batch in fp32; the rest is derived from them."""
+
+    seconds: float
+    saved: float
+    boundary: float
+    workspace: float
+    weights: float
+    gains: dict[Precision, float]
+    shrinks: dict[Precision, float]
+    keeps_input: dict[Precision, bool]
+    keeps_output: dict[Precision, bool]
+
+
+def draw_profile(generator: np.random.Generator, shape: Shape) -> Profile:
+    """Return a profile drawn at random.
+
+    Args:
+        generator: of the draw.
+        shape: what kind.
+    """
+    blocks = [_block(generator, shape.precisions)]
+    for _ in range(shape.units):
+        repeated = shape.identical and len(blocks) > 1
+        blocks.append(blocks[1] if repeated else _block(generator, shape.precisions, blocks[-1].boundary))
+    blocks.append(_block(generator, shape.precisions, blocks[-1].boundary))
+    # What a step costs once, however many micro-batches: the update and, on many devices, the exchange of gradients.
+    once = math.exp(generator.uniform(math.log(0.01), math.log(1.0)))
+    overhead = once * sum(block.seconds for block in blocks)
+    weights = sum(block.weights for block in blocks)
+    names = ["embedding", *(f"blocks.{index}" for index in range(shape.units)), "head"]
+    units = tuple(
+        Unit(
+            name=name,
+            kind="Synthetic",
+            recomputable=0 < index < len(names) - 1,
+            parameter_names=(),
+            num_parameters=int(block.weights / 4),
+        )
+        for index, (name, block) in enumerate(zip(names, blocks, strict=True))
+    )
+    return Profile(
+        job="synthetic",
+        device="synthetic",
+        fingerprint="",
+        batching=shape.batching,
+        batch_size=shape.batch_size,
+        units=units,
+        accumulation_choices=shape.accumulation_choices,
+        precisions=shape.precisions,
+        static_bytes=int(3 * weights),
+        tables=tuple(
+            _table(units, blocks, k, shape, overhead, float(generator.uniform(0, 0.003)))
+            for k in shape.accumulation_choices
+        ),
+        uniform_tables={},
+        calibration=Calibration(),
+        noise_frac=0.0,
+        switch_s=0.0,
+        seconds=0.0,
+        steps=0,
+    )
+
+
+def draw_job(
+    generator: np.random.Generator,
+    *,
+    depth: tuple[int, int] = (2, 48),
+    precisions: tuple[Precision, ...] = (Precision.FP32, Precision.BF16),
+) -> SimulatedJob:
+    """Return a job drawn at random.
+
+    Args:
+        generator: of the draw.
+        depth: recomputable units, from and to; shallow jobs are as frequent as deep ones on a logarithmic scale.
+        precisions: allowed precisions.
+    """
+    units = round(math.exp(generator.uniform(math.log(depth[0]), math.log(depth[1] + 1))) - 0.5)
+    profile = draw_profile(
+        generator,
+        Shape(
+            units=min(max(units, depth[0]), depth[1]),
+            accumulation_choices=((1, 2, 4), (1, 2, 4, 8), (1,))[generator.choice(3, p=(0.4, 0.4, 0.2))],
+            precisions=precisions,
+            identical=bool(generator.random() < 0.5),
+            batching="adaptive" if generator.random() < 0.5 else "fixed",
+            batch_size=int(2 ** generator.integers(3, 9)),
+        ),
+    )
+    convergence = draw_convergence(generator, profile)
+    loss = float(convergence.loss.at(math.exp(generator.uniform(math.log(50), math.log(500)))))
+    steps = convergence.steps_to(loss, profile.batch_size)
+    return SimulatedJob(
+        name=profile.job,
+        profile=profile,
+        convergence=convergence,
+        target=loss,
+        total_samples=1.5 * steps * profile.batch_size,
+        schedule=WarmupCosine(),
+    )
+
+
+def draw_convergence(generator: np.random.Generator, profile: Profile) -> Convergence:
+    """Return how a drawn job converges: its noise scale grows from a fraction of its batch to several batches."""
+    drop = float(generator.uniform(1.0, 5.0))
+    asymptote = float(generator.uniform(0.5, 2.0))
+    loss = Curve(
+        asymptote=asymptote,
+        drop=drop,
+        scale=math.exp(generator.uniform(math.log(3), math.log(60))),
+        exponent=float(generator.uniform(0.3, 0.9)),
+    )
+    start = profile.batch_size * math.exp(generator.uniform(math.log(0.02), math.log(2.0)))
+    return Convergence(
+        loss=loss,
+        metric=loss,
+        noise=NoiseLaw(reference=start, reference_loss=asymptote + drop, exponent=float(generator.uniform(1.0, 6.0))),
+        squared_errors={
+            unit.name: {
+                str(p): math.exp(generator.uniform(math.log(1e-6), math.log(1e-3)))
+                for p in profile.precisions
+                if p is not Precision.FP32
+            }
+            for unit in profile.units
+        },
+    )
+
+
+def _block(generator: np.random.Generator, precisions: tuple[Precision, ...], received: float = 0.0) -> _Block:
+    def spread(middle: float, factor: float) -> float:
+        return float(middle * math.exp(generator.uniform(-1, 1) * math.log(factor)))
+
+    boundary = spread(8e6, 4)
+    return _Block(
+        seconds=spread(0.02, 3),
+        # A unit that keeps no input keeps a copy of it, or more: what it saves exceeds what it receives.
+        saved=max(boundary, received) * spread(6, 3),
+        boundary=boundary,
+        workspace=boundary * spread(1.5, 3),
+        weights=spread(4e6, 5),
+        gains={p: 1.0 if p is Precision.FP32 else spread(1.6, 2.2) for p in precisions},
+        shrinks={p: 1.0 if p is Precision.FP32 else float(generator.uniform(0.5, 0.9)) for p in precisions},
+        keeps_input={p: bool(generator.random() < 0.6) for p in precisions},
+        keeps_output={p: bool(generator.random() < 0.3) for p in precisions},
+    )
+
+
+def _table(
+    units: tuple[Unit, ...], blocks: list[_Block], k: int, shape: Shape, overhead: float, per_micro_batch: float
+) -> StepTable:
+    # Under fixed batching k cuts the batch; under adaptive batching it multiplies it.
+    share = 1.0 / k if shape.batching == "fixed" else 1.0
+    repeats = 1 if shape.batching == "fixed" else k
+    segments = [_between()]
+    boundaries = []
+    for index, (unit, block) in enumerate(zip(units, blocks, strict=True)):
+        costs = {}
+        for precision in shape.precisions:
+            for storage in (Storage.SAVE, Storage.RECOMPUTE) if unit.recomputable else (Storage.SAVE,):
+                costs[choice_name(precision, storage)] = _cost(block, precision, storage, share, repeats)
+        segments += [Segment(unit=unit.name, gradient_bytes=int(block.weights), costs=costs), _between()]
+        if index < len(units) - 1:
+            boundaries.append(_boundary(index, units, blocks, shape.precisions, share))
+    gradients = sum(int(block.weights) for block in blocks)
+    return StepTable(
+        accumulation_steps=k,
+        micro_batch=-(-shape.batch_size // k) if shape.batching == "fixed" else shape.batch_size,
+        segments=tuple(segments),
+        boundaries=tuple(boundaries),
+        update_peak_bytes=2 * gradients,
+        update_s=overhead + per_micro_batch * k,
+        batch_bytes=0,
+    )
+
+
+def _boundary(
+    index: int, units: tuple[Unit, ...], blocks: list[_Block], precisions: tuple[Precision, ...], share: float
+) -> Boundary:
+    """Return the output of one unit, which it or the next one may keep."""
+    own, following = blocks[index], blocks[index + 1]
+    producer, consumer = 2 * index + 1, 2 * index + 3
+    kept_after = [choice_name(p, Storage.SAVE) for p in precisions if following.keeps_input[p]]
+    if units[index + 1].recomputable:
+        kept_after += [choice_name(p, Storage.RECOMPUTE) for p in precisions]
+    kept_before = [choice_name(p, Storage.SAVE) for p in precisions if own.keeps_output[p]]
+    return Boundary(
+        born=producer,
+        last_use=consumer,
+        size_bytes=int(own.boundary * share),
+        held=False,
+        keepers={producer: tuple(kept_before), consumer: tuple(kept_after)},
+    )
+
+
+def _between() -> Segment:
+    nothing = Cost(forward_s=0.0, backward_s=0.0, saved_bytes=0, forward_peak_bytes=(0, 0), backward_peak_bytes=(0, 0))
+    return Segment(unit=None, gradient_bytes=0, costs={FIXED: nothing})
+
+
+def _cost(block: _Block, precision: Precision, storage: Storage, share: float, repeats: int) -> Cost:
+    forward = block.seconds / 3 / block.gains[precision] * repeats
+    saved = block.saved * block.shrinks[precision] * share
+    around = (block.boundary + block.workspace) * share
+    recomputes = storage is Storage.RECOMPUTE
+    kept = 5056 if recomputes else saved
+    back = saved + around + block.boundary * share
+    return Cost(
+        forward_s=forward,
+        backward_s=(3 if recomputes else 2) * forward,
+        saved_bytes=int(kept),
+        forward_peak_bytes=(int(around if recomputes else saved + around),) * 2,
+        backward_peak_bytes=(int(back + kept * recomputes), int(back + kept * recomputes + block.weights)),
+    )
