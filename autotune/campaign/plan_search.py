@@ -14,11 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.agents.optuna_search import OptunaPriceSearch, OptunaSearch
-from autotune.agents.planner import PLANNERS, planned
-from autotune.agents.priced_plans import PricedPlans
-from autotune.agents.rules import RULES
-from autotune.agents.search import RandomSearch, Search
+from autotune.agents.methods import METHODS, PlanningMethod, SearchMethod, TrainingMethod, find_method, make_search
+from autotune.agents.rules import rule_plan
+from autotune.agents.search import SearchContext
 from autotune.agents.study_store import StudyStore
 from autotune.campaign.baselines import References
 from autotune.cost_model.profile import Profile
@@ -41,12 +39,6 @@ from autotune.records.run_directory import RunDirectory
 from autotune.records.tracking import Tracker
 from autotune.records.trials import Trial, track
 
-SEARCHES = ("random", "optuna", "optuna-prices", "ppo-scratch")
-# Methods that plan from a profile, whose measuring they pay for.
-PROFILED = (*PLANNERS, "optuna-prices")
-METHODS = (*PLANNERS, *SEARCHES)
-# Methods that can propose plans before they know what came of the last one.
-SPREADING = ("random", "optuna", "optuna-prices")
 FINALISTS = 3
 FINAL_ROUNDS = 2
 _FINAL_STEPS = 4
@@ -134,7 +126,7 @@ def tune(
 
     Args:
         job: the job.
-        method: one of ``METHODS``.
+        method: the name of a method, see :func:`autotune.agents.methods.find_method`.
         engine: where plans are measured; it stays open.
         references: what :func:`autotune.campaign.baselines.measure_references` returned for the same engine.
         settings: what may be spent.
@@ -147,9 +139,7 @@ def tune(
     Raises:
         InputError: if the method is unknown, or no plan that was measured is feasible.
     """
-    if method not in METHODS:
-        raise InputError(f"method is {method!r}", where="--method", allowed=METHODS)
-    if method in PROFILED and profile is None:
+    if find_method(method).needs_profile and profile is None:
         raise InputError("a planner needs a profile", where=f"method {method}", allowed="profile=")
     campaign = _Tuning(job, method, engine, references, settings, run, tracker, profile, on_progress, clock)
     return campaign.result()
@@ -172,7 +162,8 @@ class _Tuning:
         clock: Callable[[], float],
     ) -> None:
         self._job = job
-        self._method = method
+        self._name = method
+        self._method = find_method(method)
         self._references = references
         self._settings = settings
         self._run = run
@@ -195,19 +186,18 @@ class _Tuning:
         self._began = clock()
 
     def result(self) -> TuningResult:
-        if self._method in PLANNERS:
-            plan, measurement, cost = self._plan()
-        else:
-            favourite = None
-            env = self._environment()
-            if self._method == "ppo-scratch":
-                favourite = self._train(env)
-            else:
-                self._search(env)
-            plan, measurement, cost = self._finals(self._best_known(favourite))
+        match self._method:
+            case PlanningMethod() as method:
+                plan, measurement, cost = self._plan(method)
+            case TrainingMethod() as method:
+                favourite = self._train(method, self._environment())
+                plan, measurement, cost = self._finals(self._best_known(favourite))
+            case SearchMethod() as method:
+                self._search(method, self._environment())
+                plan, measurement, cost = self._finals(self._best_known(None))
         steps, seconds = self._spent()
         return TuningResult(
-            method=self._method,
+            method=self._name,
             plan=plan,
             measurement=measurement,
             cost=cost,
@@ -221,7 +211,7 @@ class _Tuning:
         """Return real steps and seconds so far."""
         steps = self._metered.steps_spent + self._references.steps
         seconds = self._clock() - self._began + self._references.seconds
-        if self._method in PROFILED and self._profile is not None:
+        if self._method.needs_profile and self._profile is not None:
             # A planner pays for the profile, also where it was there already.
             return steps + self._profile.steps, seconds + self._profile.seconds
         return steps, seconds
@@ -239,15 +229,16 @@ class _Tuning:
             run_length=math.inf,
         )
 
-    def _search(self, env: TuningEnv) -> None:
-        search = self._make_search(env)
+    def _search(self, method: SearchMethod, env: TuningEnv) -> None:
+        search = make_search(self._name, method, self._context(env))
         env.reset(seed=self._settings.seed)
         asked: deque[Plan] = deque()
         repeats = 0
         # Repeats cost no steps, so a search that only repeats itself must end too.
         while repeats < _REPEATS:
             while not asked or (len(asked) < self._metered.ahead and self._metered.affords(WINDOW_STEPS)):
-                asked.append(search.ask())
+                with METHODS.errors_named(self._name):
+                    asked.append(env.plan_space.check(search.ask(), where=f"method {self._name}"))
                 self._metered.prepare(asked[-1], WINDOW_STEPS)
             plan = asked.popleft()
             repeats = repeats + 1 if plan in self._metered.known else 0
@@ -256,38 +247,37 @@ class _Tuning:
             except StepsSpentError:
                 break
             assert env.observation is not None
-            search.tell(plan, env.observation, -reward)
+            with METHODS.errors_named(self._name):
+                search.tell(plan, env.observation, -reward)
             if truncated:
                 env.reset()
         search.close()
 
-    def _make_search(self, env: TuningEnv) -> Search:
-        if self._method == "random":
-            return RandomSearch(env.plan_space, self._settings.seed)
-        if self._method == "optuna-prices":
-            assert self._profile is not None
-            priced = PricedPlans(self._profile, self._references.memory_budget_bytes)
-            return OptunaPriceSearch(
-                priced, env.plan_space, self._store(), self._settings.seed, ahead=self._metered.ahead
-            )
-        rules = [env.plan_space.baseline(), env.plan_space.leanest(), *_first_plans(env)]
-        first = rules if self._settings.warm_start else []
-        return OptunaSearch(env.plan_space, self._store(), self._settings.seed, first, ahead=self._metered.ahead)
+    def _context(self, env: TuningEnv) -> SearchContext:
+        rules = (env.plan_space.baseline(), env.plan_space.leanest(), *_first_plans(env))
+        return SearchContext(
+            space=env.plan_space,
+            seed=self._settings.seed,
+            memory_budget_bytes=self._references.memory_budget_bytes,
+            profile=self._profile,
+            first=rules if self._settings.warm_start else (),
+            ahead=self._metered.ahead,
+            place=self._store(),
+        )
 
     def _store(self) -> Path | StudyStore:
         storage = self._settings.storage
         return self._run.path if storage is None else StudyStore.shared(storage, self._run.path.name)
 
-    def _train(self, env: TuningEnv) -> Plan:
-        """Train PPO from the best hand-made rule that fits; return what it would choose."""
-        from autotune.agents import policy_folder, ppo
+    def _train(self, method: TrainingMethod, env: TuningEnv) -> Plan:
+        """Train a network from the best hand-made rule that fits; return the plan that it would choose."""
+        from autotune.agents import policy_folder
         from autotune.agents.plan_network import LearnedPolicy
 
         env.reset(seed=self._settings.seed)
         start = self._best_rule(env)
-        recipe = ppo.Recipe()
         with isolated():
-            trained = ppo.train(env, recipe, seed=self._settings.seed, start=start)
+            trained = method.train(env, self._settings.seed, start)
         training = policy_folder.Training(
             job=self._job.name,
             seed=self._settings.seed,
@@ -311,20 +301,20 @@ class _Tuning:
             costs[plan] = -reward
         return min(costs, key=costs.__getitem__)
 
-    def _plan(self) -> tuple[Plan, Measurement, float]:
+    def _plan(self, method: PlanningMethod) -> tuple[Plan, Measurement, float]:
         """Measure what a planner proposes; if none of it fits, plan again for a smaller budget."""
         assert self._profile is not None
         budget = self._references.memory_budget_bytes
         goal = self._goal()
         for share in _REPLANS:
             wanted = None if budget is None else int(budget * share)
-            plans = planned(self._method, self._profile, wanted, goal)[:FINALISTS]
+            plans = method.plans(self._profile, wanted, goal)[:FINALISTS]
             plan, measurement, cost = self._finals(plans)
             if self._is_feasible(plan, measurement):
                 return plan, measurement, cost
         raise InputError(
             f"no planned plan fits: {measurement.failure_detail}",
-            where=f"method {self._method}",
+            where=f"method {self._name}",
             allowed="a profile of the job as it is now; autotune profile --fresh makes one",
         )
 
@@ -344,7 +334,7 @@ class _Tuning:
         if not fitting:
             raise InputError(
                 "no plan that was measured is feasible",
-                where=f"method {self._method}",
+                where=f"method {self._name}",
                 allowed="more --steps",
             )
         finalists = sorted(fitting, key=fitting.__getitem__)[:FINALISTS]
@@ -407,9 +397,9 @@ class _Tuning:
         )
         self._trials.append(trial)
         if trial.number >= self._recorded:
-            self._run.append("trials.jsonl", {"method": self._method, **trial.to_json()})
+            self._run.append("trials.jsonl", {"method": self._name, **trial.to_json()})
         if self._tracker is not None:
-            track(self._tracker, self._method + suffix(self._job.launch), trial)
+            track(self._tracker, self._name + suffix(self._job.launch), trial)
         if self._on_progress is not None:
             self._on_progress(self._metered.steps_spent + self._references.steps, self._settings.steps)
 
@@ -420,7 +410,7 @@ def save_tuned_plan(run: RunDirectory, result: TuningResult, name: str = "plan.j
 
 
 def _first_plans(env: TuningEnv) -> list[Plan]:
-    return [RULES[name].plan(env.plan_space) for name in _FIRST]
+    return [rule_plan(name, env.plan_space) for name in _FIRST]
 
 
 def _array(env: TuningEnv, plan: Plan) -> Any:

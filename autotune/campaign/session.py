@@ -12,12 +12,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.agents.planner import PLANNERS, planned
+from autotune.agents.methods import METHODS, PlanningMethod, find_method
+from autotune.agents.planner import close_plans
+from autotune.agents.policies import POLICIES
 from autotune.agents.study_store import checked
 from autotune.budget import MemoryBudget, format_bytes
 from autotune.campaign import comparison, plan_search
 from autotune.campaign.arms import (
-    LIVE,
+    is_live,
     live_arm,
     named_arm,
     needs_profile,
@@ -113,32 +115,34 @@ class Session:
         Raises:
             InputError: for wrong input, before anything is written.
         """
-        if method not in plan_search.METHODS:
-            raise InputError(f"method is {method!r}", where="--method", allowed=plan_search.METHODS)
-        if self.cluster is not None and method not in plan_search.SPREADING:
+        found = find_method(method)
+        if self.cluster is not None and not found.spreads:
+            spreading = [name for name, other in METHODS.registered.items() if other.spreads]
             raise InputError(
                 f"{method} measures plans one after another, and a cluster would not make it faster",
                 where="--cluster",
-                allowed=f"--method {', '.join(plan_search.SPREADING)}",
+                allowed=f"--method {', '.join(spreading)}",
             )
         weights = self.settings.objective.weights
-        if method in plan_search.PROFILED and not weights.time and not weights.memory:
+        if not found.weighs_energy and not weights.time and not weights.memory:
+            weighing = [name for name, other in METHODS.registered.items() if other.weighs_energy]
             raise InputError(
                 f"{method} plans by time and memory, and neither has a weight",
                 where="--weights",
-                allowed=f"w1 or w2 above 0, or --method {', '.join(plan_search.SEARCHES)}",
+                allowed=f"w1 or w2 above 0, or --method {', '.join(weighing)}",
             )
         require_writable(self.runs)
         self._refuse_budget_early()
         if self._fills_device:
             self._profile([method])
         with contextlib.closing(self._engine()) as engine:
-            references = self._references(engine, with_leanest=method not in PLANNERS)
+            references = self._references(engine, with_leanest=not isinstance(found, PlanningMethod))
             self.settings.objective.check(references.baseline)
             profile = self._profile([method])
             if profile is not None:
                 # A budget that cannot be met is answered here, before anything is written.
-                planned(method if method in PLANNERS else "exact", profile, references.memory_budget_bytes, Goal())
+                plans = found.plans if isinstance(found, PlanningMethod) else close_plans
+                plans(profile, references.memory_budget_bytes, Goal())
             run = self._create("tune", {"method": method})
             self._keep_profile(run, profile)
             tracker = Tracker(self.runs, run.path, f"tune {self.job.name} {method}")
@@ -209,7 +213,7 @@ class Session:
         references = self._references(engine)
         own, others = self._by_launch(names)
         for name in itertools.chain.from_iterable(others.values()):
-            if name not in plan_search.METHODS and not needs_profile(name):
+            if not _is_searched(name) and not is_live(name):
                 # A name that is none, or a plan of another model, is refused before anything is spent.
                 named_arm(name, self.job, engine.space)
         for launch in others:
@@ -269,9 +273,8 @@ class Session:
         return own, others
 
     def _plain_arm(self, name: str, engine: Engine, profile: Profile | None, budget: int | None) -> Arm:
-        if needs_profile(name):
-            assert profile is not None
-            return live_arm(name, profile, budget)
+        if is_live(name):
+            return live_arm(name, profile if needs_profile(name) else None, budget)
         return named_arm(name, self.job, engine.space)
 
     def _searched_arm(
@@ -409,7 +412,7 @@ class Session:
 
     def _profile(self, names: Sequence[str]) -> Profile | None:
         """Return the job's profile if any of the named methods plans from it."""
-        if not set(names) & set(plan_search.PROFILED) and not any(needs_profile(name) for name in names):
+        if not any(_is_profiled(name) for name in names):
             return None
         self.reporter.stage("profile the units, once", 1)
         ranked = self._ranked
@@ -493,7 +496,12 @@ class Session:
 
 def _is_searched(name: str) -> bool:
     """Tell whether an arm is a plan that must be searched for."""
-    return name in plan_search.METHODS and name not in LIVE
+    return name in METHODS and name not in POLICIES
+
+
+def _is_profiled(name: str) -> bool:
+    """Tell whether a method or an arm plans from the job's profile."""
+    return needs_profile(name) or (name in METHODS and METHODS[name].needs_profile)
 
 
 def session_of(

@@ -13,10 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from autotune.agents.rules import RULES
-from autotune.campaign.arms import LIVE, arm_names, require_distinct
-from autotune.campaign.comparison import GATE
-from autotune.campaign.plan_search import METHODS
+from autotune.campaign.arms import OWN_ARMS, arm_names, require_distinct
 from autotune.campaign.session import digest_of, session_of
 from autotune.catalog import is_catalog_reference, load_job
 from autotune.commands.comparing import compare
@@ -314,9 +311,8 @@ def _job(kept: str | None, vouched: Vouched, run: Path, *, several: bool = False
 
 def _require_arms(kept: Sequence[str], vouched: Vouched, run: Path) -> None:
     """Refuse arms that are files or folders, unless the caller names them."""
-    known = (*RULES, GATE, *METHODS, *LIVE)
     for name in kept:
-        if name not in vouched.arms and split(name, where=f"{run}, arms")[0] not in known:
+        if name not in vouched.arms and split(name, where=f"{run}, arms")[0] not in OWN_ARMS:
             raise RunDirectoryError(
                 f"its arm {name[:200]!r} is a file or a folder, which is not opened on the word of a run's own files",
                 where=str(run),

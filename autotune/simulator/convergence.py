@@ -1,10 +1,10 @@
-"""Predict how training converges: what a step is worth at a batch size, a noise scale and a precision.
+"""Convergence of a training run as a function of its batch size, gradient noise scale and precision.
 
-A run is seen along one axis, its *effort*: the number of steps that it would have taken with a batch so large that the
-gradient had no noise. A step with batch B moves the effort by B/(B + phi), less where low precision adds error to the
-gradient. Loss and metric are functions of the effort, the noise scale phi one of the loss.
+Progress is measured as *effort*: the number of steps that a batch without gradient noise would have needed. A step adds
+:func:`autotune.cost_model.goodput.step_efficiency` to the effort. Loss and metric are functions of the effort, and the
+noise scale phi is a function of the loss.
 
-Sources: McCandlish et al. 2018 (arXiv:1812.06162), eqs. 2.7 and 2.11, for what a step is worth; Kaplan et al. 2020
+Sources: McCandlish et al. 2018 (arXiv:1812.06162), eqs. 2.7 and 2.11, for the worth of a step; Kaplan et al. 2020
 (arXiv:2001.08361), section 5.1, for a noise scale that is a power of the loss.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from autotune.cost_model.goodput import Number
+from autotune.cost_model.goodput import Number, step_efficiency
 from autotune.errors import ProfileError
 from autotune.io.documents import STRICT, NotNegative, Positive, Quantity, validated
 from autotune.plan import Plan
@@ -30,20 +30,6 @@ CONVERGENCE_VERSION = 1
 _NOISE_FACTORS = tuple(float(2.0**power) for power in np.arange(-3, 3.5, 0.5))
 # Points of the integral over the effort.
 _GRID = 256
-
-
-def step_efficiency(batch: Number, noise_scale: Number, squared_error: Number | float = 0.0) -> Number:
-    """Return what a step is worth, as a share of a step without noise; above 0 and at most 1.
-
-    Args:
-        batch: effective batch in samples, > 0.
-        noise_scale: tr(Sigma)/|G|^2 in samples, >= 0.
-        squared_error: squared relative error that low precision adds to the gradient, >= 0.
-
-    Source: McCandlish et al. 2018, eq. 2.7: 1/(1 + phi/B). Rounding adds a variance of e^2 times the gradient's own
-    square |G|^2 (1 + phi/B), so that the share becomes 1/((1 + phi/B)(1 + e^2)).
-    """
-    return 1.0 / ((1.0 + noise_scale / batch) * (1.0 + squared_error))
 
 
 def falling(effort: Number, asymptote: Number, drop: Number, scale: Number, exponent: Number) -> Number:

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 
 from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices
+from autotune.cost_model.goodput import step_efficiency
 from autotune.cost_model.plan_pool import PoolSettings, make_pool
 from autotune.io.documents import STRICT
-from autotune.simulator.convergence import step_efficiency
 from autotune.simulator.online_planner import LOOK_AHEAD, Lanes, Seen, Situation
 from autotune.simulator.simulated_job import Flags, JobArrays, SimulatedJob
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices
+from autotune.cost_model.goodput import step_efficiency
 from autotune.cost_model.plan_pool import PlanPool
 from autotune.io.documents import STRICT
-from autotune.simulator.convergence import step_efficiency
 from autotune.simulator.simulated_job import Flags
 
 # Windows that what is believed of rises beforehand counts for, and the smallest weight of a new one.
