@@ -43,10 +43,10 @@ class Curve:
     """A quantity as a function of the effort: asymptote + drop (1 + effort/scale)^-exponent.
 
     Attributes:
-        asymptote: where it goes in the end.
-        drop: how far from there it starts; negative for a quantity that grows.
-        scale: effort, in steps, after which it begins to fall as a power; > 0.
-        exponent: of that power; > 0.
+        asymptote: limit of the quantity.
+        drop: initial distance from the limit; negative for a quantity that grows.
+        scale: effort, in steps, after which the quantity falls as a power of the effort; > 0.
+        exponent: exponent of that power; > 0.
     """
 
     __pydantic_config__ = STRICT
@@ -66,7 +66,7 @@ class Curve:
         return falling(efforts, *parts)
 
     def effort_to(self, value: float) -> float:
-        """Return the effort at which a value is met: 0 if it is met at the start, infinity if never."""
+        """Return the effort at which a value is reached: 0 if it is reached at the start, infinity if never."""
         if self.drop == 0:
             return 0.0 if value == self.asymptote else math.inf
         share = (value - self.asymptote) / self.drop
@@ -84,8 +84,8 @@ class NoiseLaw:
 
     Attributes:
         reference: the noise scale at the reference loss, in samples, >= 0.
-        reference_loss: that loss, > 0.
-        exponent: by which power the noise scale grows as the loss falls; >= 0.
+        reference_loss: the reference loss, > 0.
+        exponent: power with which the noise scale grows as the loss falls; >= 0.
     """
 
     __pydantic_config__ = STRICT
@@ -105,16 +105,16 @@ class Convergence:
     """How a job converges.
 
     Attributes:
-        loss: the training loss along the effort.
-        metric: the job's metric along the effort.
-        noise: the noise scale along the loss.
-        noise_factor: by what the measured noise scale is multiplied to explain runs of different batches; 1 where all
-            had the same.
-        squared_errors: per unit and 16-bit precision, the squared error of the whole gradient, relative to the
-            gradient's square, that this unit alone in that precision causes late in a run; additive over units.
+        loss: the training loss as a function of the effort.
+        metric: the job's metric as a function of the effort.
+        noise: the noise scale as a function of the loss.
+        noise_factor: factor on the measured noise scale that explains runs with different batches; 1 if all runs had
+            the same batch.
+        squared_errors: per unit and 16-bit precision, the squared error of the whole gradient relative to the square of
+            the gradient, if only this unit uses that precision, late in a run; additive over units.
         early_squared_errors: the same after a few steps.
-        runs: real runs that it was fitted to.
-        steps: their optimizer steps.
+        runs: number of real runs that the model was fitted to.
+        steps: optimizer steps of these runs.
         loss_error_frac: median relative error of the fitted loss.
         metric_error_frac: median relative error of the fitted metric.
     """
@@ -133,7 +133,7 @@ class Convergence:
     metric_error_frac: float = 0.0
 
     def noise_scale(self, loss: Number) -> Number:
-        """Return the noise scale that convergence follows at a loss, in samples."""
+        """Return the effective noise scale at a loss, in samples."""
         return self.noise_factor * self.noise.at(loss)
 
     def squared_error(self, plan: Plan) -> float:
@@ -143,12 +143,12 @@ class Convergence:
         )
 
     def steps_to(self, metric: float, batch: float, squared_error: float = 0.0) -> float:
-        """Return the steps after which the metric is met at one batch throughout; infinity if never.
+        """Return the steps after which the metric reaches a value with a constant batch; infinity if never.
 
         Args:
-            metric: the metric's value.
+            metric: value of the metric.
             batch: effective batch in samples.
-            squared_error: what :meth:`squared_error` returned.
+            squared_error: squared relative error of the gradient, see :meth:`squared_error`.
         """
         effort = self.metric.effort_to(metric)
         if not 0 < effort < math.inf:
@@ -173,14 +173,14 @@ class Convergence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """What a real run saw, window by window.
+    """Measurements of a real run, window by window.
 
     Attributes:
-        batch: its effective batch in samples.
-        steps: steps done at the end of each window.
+        batch: effective batch in samples.
+        steps: total steps at the end of each window.
         losses: mean training loss of each window.
         metrics: the metric after each window.
-        noise_scales: the noise scale known after each window; ``None`` while unknown.
+        noise_scales: estimated noise scale after each window; ``None`` while unknown.
     """
 
     batch: float
@@ -196,7 +196,7 @@ class RunRecord:
         return efforts
 
     def middles(self, noise: NoiseLaw, factor: float) -> NDArray[np.float64]:
-        """Return the effort in the middle of each window, where its mean loss was met."""
+        """Return the effort in the middle of each window, to which its mean loss belongs."""
         ends = self.efforts(noise, factor)
         middles: NDArray[np.float64] = (ends + np.concatenate([[0.0], ends[:-1]])) / 2
         return middles
@@ -207,15 +207,15 @@ def fit(
     squared_errors: Mapping[str, Mapping[str, float]] | None = None,
     early_squared_errors: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Convergence:
-    """Return the convergence model that explains real runs best.
+    """Return the convergence model that fits real runs best.
 
     Args:
-        runs: at least one run of three windows; runs of different batches tell how much the noise scale matters.
-        squared_errors: what low precision does to the gradient late in a run.
+        runs: at least one run of three windows; runs with different batches show how much the noise scale matters.
+        squared_errors: squared relative gradient errors of low precision late in a run; see :class:`Convergence`.
         early_squared_errors: the same after a few steps.
 
     Raises:
-        ValueError: if there is no such run.
+        ValueError: if no run has three windows.
     """
     runs = [run for run in runs if len(run.steps) >= 3]
     if not runs:
@@ -239,7 +239,7 @@ def fit(
 
 
 def fit_noise(runs: Sequence[RunRecord]) -> NoiseLaw:
-    """Return the power law through all known noise scales; a constant where they are few, 0 where there is none."""
+    """Return the power law through all known noise scales: a constant if there are few, 0 if there are none."""
     seen = [
         (loss, noise)
         for run in runs
@@ -272,7 +272,7 @@ def fit_curve(efforts: NDArray[np.float64], values: NDArray[np.float64]) -> tupl
 
     Args:
         efforts: shape (n,), steps.
-        values: shape (n,); what is not finite is left out.
+        values: shape (n,); values that are not finite are left out.
     """
     good = np.isfinite(values)
     efforts, values = efforts[good], values[good]
@@ -282,7 +282,7 @@ def fit_curve(efforts: NDArray[np.float64], values: NDArray[np.float64]) -> tupl
     size = max(abs(drop), 1e-9)
 
     def curve(x: NDArray[np.float64]) -> Curve:
-        # The asymptote lies beyond the last value, by up to three times what was gained so far.
+        # The asymptote lies beyond the last value by up to three times the progress so far.
         return Curve(
             asymptote=last - x[0] * drop,
             drop=(first - last) * x[1] + x[0] * drop if first != last else drop,
