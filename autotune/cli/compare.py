@@ -54,32 +54,37 @@ def command(
 ) -> None:
     """Find the arms that must be searched for, then compare all of them on paired, interleaved, fresh seeds."""
     from autotune import commands
+    from autotune.campaign.arms import arm_names
+    from autotune.campaign.trusted_inputs import TrustedInputs
+    from autotune.records.requests import CompareOptions, recorded_address
 
-    output = shared.console(as_json=as_json)
-    settings: dict[str, Any] = {
-        "seeds": seeds,
-        "memory_budget": memory_budget,
-        "dips": dips,
-        "steps": steps,
-        "trials": trials,
-        "lean": lean,
-        "storage": storage,
-        "watts": watts,
-        "carbon_intensity": carbon_intensity,
-        "seed": seed,
-        "runs_dir": runs_dir,
-    }
+    options = CompareOptions(
+        seeds=seeds,
+        memory_budget=memory_budget,
+        dips=dips,
+        steps=steps,
+        trials=trials,
+        lean=lean,
+        storage=recorded_address(storage),
+        watts=watts,
+        carbon_intensity=carbon_intensity,
+        seed=seed,
+    )
     names = [name.strip() for name in arms.split(",")]
+    output = shared.console(as_json=as_json)
     with shared.Bars(output) as bars:
         if len(job) > 1:
-            document = commands.compare_jobs(job, names, **settings, reporter=bars)
+            trusted = TrustedInputs(jobs=job, arms=names, storage=storage, carbon_intensity=carbon_intensity)
+            document = commands.compare_jobs(job, names, options, trusted, runs_dir, bars)
         else:
-            document = commands.compare(job[0], names, **settings, reporter=bars)
+            names = arm_names(names)
+            trusted = TrustedInputs(jobs=job, arms=names, storage=storage, carbon_intensity=carbon_intensity)
+            document = commands.run_comparison(options.request(job[0], names), trusted, runs_dir, bars)
     (show_jobs if len(job) > 1 else show)(document, output, as_json=as_json)
 
 
 def show_jobs(document: dict[str, Any], output: Console, *, as_json: bool) -> None:
-    """Print what comparisons of several jobs come to together; or the document itself."""
+    """Print the combined result of comparisons on several jobs; or the document itself."""
     from autotune.report.terminal_tables import jobs_table
 
     output.print(jobs_table(document))

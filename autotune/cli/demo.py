@@ -25,7 +25,10 @@ def command(
 ) -> None:
     """Tune a real training job inside 40 % of its memory, then compare the result with static configurations."""
     from autotune import commands
+    from autotune.campaign.trusted_inputs import TrustedInputs
+    from autotune.records.requests import CompareOptions
 
+    options = CompareOptions(seeds=seeds, memory_budget=memory_budget, steps=steps, seed=seed)
     output = shared.console(as_json=as_json)
     output.print(
         f"Training {job} for real inside {memory_budget} of the FP32 baseline's peak memory: a profile, two searches "
@@ -35,17 +38,8 @@ def command(
     )
     began = time.perf_counter()
     with shared.Bars(output) as bars:
-        document = commands.compare(
-            job,
-            _ARMS,
-            seeds=seeds,
-            memory_budget=memory_budget,
-            steps=steps,
-            seed=seed,
-            runs_dir=runs_dir,
-            reporter=bars,
-            verb="demo",
-        )
+        request = options.request(job, _ARMS)
+        document = commands.run_comparison(request, TrustedInputs(jobs=[job]), runs_dir, bars, verb="demo")
     show(document, output, as_json=as_json)
     output.print(f"That took {(time.perf_counter() - began) / 60:.1f} minutes. Why the plan is what it is:")
     output.print(f"    autotune explain {document['run']}", soft_wrap=True)

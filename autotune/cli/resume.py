@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -71,4 +72,5 @@ def command(
         compare.show(document, output, as_json=as_json)
     else:
         assert isinstance(config, TuneConfig)
-        tune.show(document, config.asked.job or config.job, config.method, output, as_json=as_json)
+        request = replace(config.asked, job=config.asked.job or config.job)
+        tune.show(document, request, output, as_json=as_json)

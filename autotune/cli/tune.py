@@ -28,6 +28,8 @@ from autotune.cli.console import (
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from autotune.records.requests import TuneRequest
+
 
 def command(
     job: Annotated[str, typer.Argument(help="A catalog name, package.module:attribute, or file.py:attribute.")],
@@ -61,33 +63,41 @@ def command(
 ) -> None:
     """Find the fastest plan within a memory budget by measuring plans on the real job."""
     from autotune import commands
+    from autotune.campaign.trusted_inputs import TrustedInputs
+    from autotune.records.requests import Cluster, Ranks, TuneRequest, recorded_address
 
-    asked = shared.ranks(engine, ranks, zero_stage, ds_config)
+    rank_options = shared.ranks(engine, ranks, zero_stage, ds_config)
     workers = shared.cluster(cluster, worker_cores)
+    request = TuneRequest(
+        job=job,
+        method=method,
+        memory_budget=memory_budget,
+        steps=steps,
+        trials=trials,
+        seed=seed,
+        lean=lean,
+        isolate=isolate,
+        ranks=Ranks.of(rank_options),
+        cluster=Cluster.of(workers),
+        storage=recorded_address(storage),
+        weights=weights,
+        watts=watts,
+    )
+    trusted = TrustedInputs(
+        jobs=[job],
+        storage=storage,
+        cluster=cluster,
+        ds_config=None if rank_options is None else rank_options.config,
+    )
     output = shared.console(as_json=as_json)
+    every_stage = rank_options is not None and zero_stage == "all" and workers is None
     with shared.Bars(output) as bars:
-        settings: dict[str, Any] = {
-            "memory_budget": memory_budget,
-            "steps": steps,
-            "trials": trials,
-            "seed": seed,
-            "lean": lean,
-            "storage": storage,
-            "weights": weights,
-            "watts": watts,
-            "runs_dir": runs_dir,
-            "reporter": bars,
-        }
-        if asked is not None and zero_stage == "all" and workers is None:
-            document = commands.tune_stages(job, method, asked.count, config=asked.config, **settings)
-        else:
-            document = commands.tune(job, method, isolate=isolate, ranks=asked, cluster=workers, **settings)
-    show(document, job, method, output, as_json=as_json, weights=weights)
+        run = commands.tune_stages if every_stage else commands.run_tuning
+        document = run(request, trusted, runs_dir, bars)
+    show(document, request, output, as_json=as_json)
 
 
-def show(
-    document: dict[str, Any], job: str, method: str, output: Console, *, as_json: bool, weights: str | None = None
-) -> None:
+def show(document: dict[str, Any], request: TuneRequest, output: Console, *, as_json: bool) -> None:
     """Print what a tuning found: one document for programs, or a table for people."""
     if as_json:
         shared.print_json(document)
@@ -95,8 +105,8 @@ def show(
     from autotune.cost_model.paper_equations import Weights
     from autotune.plan import Plan
 
-    measured = document["measured"]
-    table = shared.table(title=f"{job}: {method}", title_justify="left")
+    job, weights, measured = request.job or "JOB", request.weights, document["measured"]
+    table = shared.table(title=f"{job}: {request.method}", title_justify="left")
     for name in ("", "plan", "step", "peak"):
         table.add_column(name)
     baseline = format_bytes(measured["baseline_peak_bytes"])

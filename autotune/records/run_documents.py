@@ -27,15 +27,12 @@ from autotune.io.documents import (
     shown,
     validated,
 )
+from autotune.records.requests import CompareOptions, CompareRequest, Name, Names, Seeds, Text, TuneRequest
 
 # POSIX seconds of the years 1 to 9999, which is what dates can show.
 _Time = Annotated[float, Interval(ge=-62_135_596_800, le=253_402_300_799)]
 # Of two times; what it says is shown the other way round as well, as a speed.
 _Ratios = Annotated[list[Ratio], Len(2, 2)]
-_Text = Annotated[str, Len(0, 10_000)]
-_Name = Annotated[str, Len(1, 1_000)]
-_Seeds = Annotated[list[Seed], Len(2, 1_000)]
-_Names = Annotated[list[_Name], Len(1, 1_000)]
 # How products of fp32 numbers were computed.
 _Fp32 = Annotated[dict[Literal["matrix products", "convolutions"], Literal["fp32", "tf32", "bf16"]], Len(2, 2)]
 
@@ -50,55 +47,26 @@ class _Budget:
 
 
 @document
-class _Ranks:
-    # Each is a process of this machine.
-    count: Annotated[int, Interval(ge=1, le=256)]
-    zero_stage: Annotated[int, Interval(ge=0, le=3)]
-    # The SHA-256 of a configuration of the user's own, which may hold secrets.
-    config: _Text | None = None
-
-
-@document
-class _Cluster:
-    address: _Text
-    cores: Annotated[int, Interval(ge=1, le=4096)] = 1
-
-
-@document
-class Asked:
-    """The arguments of a tuning or a comparison, as given; see :func:`autotune.campaign.session.session_of`."""
-
-    job: _Text | None
-    memory_budget: _Text | None
-    steps: Count
-    trials: Count | None
-    seed: Seed
-    lean: bool
-    isolate: bool
-    ranks: _Ranks | None = None
-    cluster: _Cluster | None = None
-    storage: _Text | None = None
-    weights: _Text | None = None
-    watts: NotNegative | None = None
-    dips: _Text | None = None
-    carbon_intensity: _Text | None = None
-    within: _Text | None = None
-    method: _Name | None = None
-    arms: _Names | None = None
-    seeds: _Seeds | None = None
-
-
-@document
 class TuneConfig:
     """``config.json`` of a tuning."""
 
     verb: Literal["tune"]
-    job: _Name
-    method: _Name
+    job: Name
+    method: Name
     memory_budget: _Budget | None
     steps: Count
     seed: Seed
-    asked: Asked
+    asked: TuneRequest
+
+    def __post_init__(self) -> None:
+        _require_equal(self, "method")
+
+
+def _require_equal(config: TuneConfig | CompareConfig, *keys: str) -> None:
+    """Refuse a document whose request differs from what stands beside it."""
+    for key in keys:
+        if getattr(config.asked, key) != getattr(config, key):
+            raise RunDirectoryError(f"asked.{key} differs from {key}", allowed="the same value in both")
 
 
 @document
@@ -106,35 +74,16 @@ class CompareConfig:
     """``config.json`` of a comparison on one job."""
 
     verb: Literal["compare", "demo"]
-    job: _Name
-    arms: _Names
-    seeds: _Seeds
+    job: Name
+    arms: Names
+    seeds: Seeds
     memory_budget: _Budget | None
     steps: Count
     seed: Seed
-    asked: Asked
+    asked: CompareRequest
 
     def __post_init__(self) -> None:
-        for key in ("arms", "seeds"):
-            own, asked = getattr(self, key), getattr(self.asked, key)
-            if asked is not None and asked != own:
-                raise RunDirectoryError(f"asked.{key} is not {key}", allowed="the same in both")
-
-
-@document
-class Settings:
-    """What else a comparison of several jobs was asked for, for each of them."""
-
-    seeds: Count = 10
-    memory_budget: _Text | None = None
-    steps: Count = 120
-    trials: Count | None = None
-    seed: Seed = 0
-    dips: _Text | None = None
-    lean: bool = True
-    storage: _Text | None = None
-    watts: NotNegative | None = None
-    carbon_intensity: _Text | None = None
+        _require_equal(self, "arms", "seeds")
 
 
 @document
@@ -143,18 +92,18 @@ class JobsConfig:
 
     verb: Literal["compare"]
     job: Literal["jobs"]
-    jobs: _Names
-    arms: _Names
-    settings: Settings
+    jobs: Names
+    arms: Names
+    settings: CompareOptions
 
 
 @document
-class AskedTable:
+class TableRequest:
     """The arguments of a reproduction."""
 
-    table: _Name
-    data: _Text | None
-    scale: _Name
+    table: Name
+    data: Text | None
+    scale: Name
     seeds: Count
 
 
@@ -162,9 +111,9 @@ class AskedTable:
 class Source:
     """A file of data that a run read."""
 
-    name: _Text
+    name: Text
     size_bytes: Bytes
-    sha256: _Text
+    sha256: Text
 
 
 @document
@@ -172,8 +121,8 @@ class ReproduceConfig:
     """``config.json`` of a reproduction."""
 
     verb: Literal["reproduce"]
-    job: _Name
-    asked: AskedTable
+    job: Name
+    asked: TableRequest
     data: list[Source]
 
 
@@ -190,7 +139,7 @@ class TrainConfig:
     """``config.json`` of a training on simulated jobs, or of a search for its recipe."""
 
     verb: Literal["train"]
-    job: _Name
+    job: Name
     recipe: dict[str, Any]
     search: SearchShare | None = None
 
@@ -200,9 +149,9 @@ class FineTuneConfig:
     """``config.json`` of a training on one real job."""
 
     verb: Literal["train"]
-    job: _Name
-    policy: _Text
-    memory_budget: _Text | None
+    job: Name
+    policy: Text
+    memory_budget: Text | None
     seed: Seed
 
 
@@ -211,11 +160,11 @@ class AttachConfig:
     """``config.json`` of an attached run."""
 
     verb: Literal["attach"]
-    job: _Text
-    mode: _Name
-    stage: _Name
-    batching: _Name
-    policy: _Text
+    job: Text
+    mode: Name
+    stage: Name
+    batching: Name
+    policy: Text
 
 
 Config = TuneConfig | CompareConfig | JobsConfig | ReproduceConfig | TrainConfig | FineTuneConfig | AttachConfig
@@ -250,15 +199,15 @@ def config_of(found: Mapping[str, Any], *, where: str) -> Config:
 class Environment:
     """``environment.json``: the machine, the versions and the data."""
 
-    time: _Text
-    device: _Text
-    fp32: dict[str, _Text] | None = None
+    time: Text
+    device: Text
+    fp32: dict[str, Text] | None = None
     settings: dict[str, Any] | None = None
     cores: Count | None
     threads: Count
-    python: _Text
-    system: _Text
-    packages: Annotated[dict[str, _Text | None], Len(0, 1_000)]
+    python: Text
+    system: Text
+    packages: Annotated[dict[str, Text | None], Len(0, 1_000)]
     data: list[Source]
 
 
@@ -274,7 +223,7 @@ class Window:
     peak_bytes: Bytes | None
     memory_budget_bytes: Bytes | None
     noise_scale: Quantity | None
-    failure: _Text | None = None
+    failure: Text | None = None
 
 
 @document
@@ -299,8 +248,8 @@ class Run:
     peak_bytes: Bytes | None
     within_budget: bool
     energy_j: NotNegative | None
-    energy_source: _Text
-    failure: _Text | None
+    energy_source: Text
+    failure: Text | None
     curve: list[tuple[Seconds, Count, Quantity]]
     ran_s: tuple[_Time, _Time] = (0.0, 0.0)
     out_of_memory: Count = 0
@@ -325,7 +274,7 @@ class Run:
 class Arm:
     """What an arm of a comparison came to."""
 
-    name: _Name
+    name: Name
     tuning_s: Seconds
     tuning_steps: Count
     plan: dict[str, Any] | None = None
@@ -344,7 +293,7 @@ def _require_interval(ratio: float | None, bounds: list[float] | None) -> None:
 class Judged:
     """An arm against the baseline."""
 
-    arm: _Name
+    arm: Name
     time_ratio: Ratio | None
     time_ratio_ci95: _Ratios | None
     time_ratio_bca95: _Ratios | None = None
@@ -354,8 +303,8 @@ class Judged:
     metric_difference: Quantity | None
     non_inferior: bool | None
     break_even_steps: Count | None
-    verdict: _Text
-    reason: _Text
+    verdict: Text
+    reason: Text
 
     def __post_init__(self) -> None:
         _require_interval(self.time_ratio, self.time_ratio_ci95)
@@ -382,35 +331,35 @@ class _Metric:
 class Comparison:
     """``comparison.json``."""
 
-    job: _Name
-    device: _Text
+    job: Name
+    device: Text
     # The baseline's, on an accelerator.
     fp32: _Fp32 | None = None
-    seeds: _Seeds
+    seeds: Seeds
     memory_budget_bytes: Bytes | None
     dips: _Dips | None = None
-    baseline: _Name
+    baseline: Name
     metric: _Metric
     horizon_samples: Count
-    protocol_sha256: _Text
+    protocol_sha256: Text
     indication_only: bool
     arms: Annotated[list[Arm], Len(1, 1_000)]
     against_baseline: list[Judged]
     gate: Judged | None = None
-    run: _Text
+    run: Text
 
 
 @document
 class Together:
     """An arm of a comparison on several jobs, put together."""
 
-    arm: _Name
+    arm: Name
     jobs: Count
     time_ratio: Ratio | None
     time_ratio_ci95: _Ratios | None
     non_inferior: bool
-    verdict: _Text
-    reason: _Text
+    verdict: Text
+    reason: Text
 
     def __post_init__(self) -> None:
         _require_interval(self.time_ratio, self.time_ratio_ci95)
@@ -420,8 +369,8 @@ class Together:
 class OneOfJobs:
     """What a comparison on several jobs keeps of one of them."""
 
-    job: _Name
-    run: _Text
+    job: Name
+    run: Text
     against_baseline: list[Judged]
 
 
@@ -431,23 +380,23 @@ class Jobs:
 
     jobs: Annotated[list[OneOfJobs], Len(1, 1_000)]
     together: list[Together]
-    run: _Text
+    run: Text
 
 
 @document
 class Row:
     """A number of the paper's and ours; see :class:`autotune.paper.rows.Row`."""
 
-    metric: _Text
-    configuration: _Text
-    unit: _Text
+    metric: Text
+    configuration: Text
+    unit: Text
     paper: Quantity | None
     ours: Quantity | None
     ratio: Quantity | None
     paper_change: Quantity | None
     our_change: Quantity | None
-    source: _Text
-    note: _Text
+    source: Text
+    note: Text
 
 
 @document
@@ -471,15 +420,15 @@ class Reproduction:
     # Tables differ in what else they keep, which nothing reads.
     __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
 
-    table: _Name
-    scale: _Name
-    device: _Text
-    jobs: _Names
-    seeds: _Seeds
+    table: Name
+    scale: Name
+    device: Text
+    jobs: Names
+    seeds: Seeds
     rows: list[Row]
-    notes: list[_Text]
+    notes: list[Text]
     seconds: Seconds
-    run: _Text
+    run: Text
 
 
 @document
@@ -497,7 +446,7 @@ class _Measured:
     cost: Quantity
     sample_j: NotNegative | None
     baseline_sample_j: NotNegative | None
-    energy_source: _Text
+    energy_source: Text
     baseline_seconds_per_step: Seconds | None
     baseline_peak_bytes: Annotated[int, Interval(ge=1, le=2**60)]
     memory_budget_bytes: Bytes | None
@@ -512,14 +461,14 @@ class Tuned:
     measured: _Measured
     tuning_s: Seconds
     tuning_steps: Count
-    run: _Text
+    run: Text
 
 
 @document
 class Trial:
     """A line of ``trials.jsonl``."""
 
-    method: _Name
+    method: Name
     number: Count
     plan: dict[str, Any]
     measurement: dict[str, Any]
