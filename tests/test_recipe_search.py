@@ -402,13 +402,19 @@ BAD: dict[str, tuple[list[str], str]] = {
     "fewer than none": (["--search", "-3"], "--search: is -3"),
     "trials that are no number": (["--search", "many"], "--search"),
     "no decisions": (["--search", "2", "--search-decisions", "0"], "--search-decisions: is 0"),
-    "decisions without a search": (["--search-decisions", "9"], "without --search"),
-    "search with a job": (["charlm", "--search", "2"], "a job is given"),
-    "search from a policy": (["--search", "2", "--from", "p"], "--from is given without a job"),
+    "decisions without a search": (["--search-decisions", "9"], "--search-decisions requires --search"),
+    "search with a job": (["charlm", "--search", "2"], "a job cannot be combined with --recipe, --search"),
+    "search from a policy": (["--search", "2", "--from", "p"], "--from requires a job"),
     "recipe that is missing": (["--search", "2", "--recipe", "none.toml"], "cannot be read"),
-    "recipe beside a search to take up": (["--search", "2", "--recipe", "r", "--resume", "s"], "one of them"),
+    "recipe beside a search to take up": (
+        ["--search", "2", "--recipe", "r", "--resume", "s"],
+        "--recipe cannot be combined",
+    ),
     "entropy without a logarithm": (["--search", "2", "--recipe", "no-entropy.toml"], "ppo.entropy is 0.0"),
-    "other decisions": (["--search", "2", "--search-decisions", "9", "--resume", "run"], "allowed: 8, as the search"),
+    "other decisions": (
+        ["--search", "2", "--search-decisions", "9", "--resume", "run"],
+        "allowed: 8, as at its start",
+    ),
     "taken up as a training": (["--resume", "run"], "--search N"),
 }
 

@@ -26,16 +26,18 @@ if TYPE_CHECKING:
 def command(
     job: Annotated[
         list[str],
-        typer.Argument(help="A catalog name, package.module:attribute, or file.py:attribute; several for all of them."),
+        typer.Argument(help="Jobs: catalog names, package.module:attribute, or file.py:attribute."),
     ],
     arms: Annotated[
-        str, typer.Option("--arms", help="Rules, methods, plan files or policy folders, separated by commas.")
+        str, typer.Option("--arms", help="Arms: rules, methods, plan files or policy folders, separated by commas.")
     ] = "baseline,uniform-bf16,recompute-all,sqrt,paper,random,optuna,ppo",
-    seeds: Annotated[int, typer.Option("--seeds", help="Paired fresh seeds; fewer than 6 give an indication.")] = 10,
+    seeds: Annotated[
+        int, typer.Option("--seeds", help="Number of paired fresh seeds; fewer than 6 give an indication.")
+    ] = 10,
     memory_budget: BudgetOption = None,
     dips: Annotated[
         str | None,
-        typer.Option("--dips", help="EVERY:SHARE: the budget shrinks to this share in every such window, as in 5:70%."),
+        typer.Option("--dips", help="EVERY:SHARE, as in 5:70%: in every 5th window the budget shrinks to 70%."),
     ] = None,
     steps: StepsOption = 120,
     trials: TrialsOption = None,
@@ -45,7 +47,7 @@ def command(
     carbon_intensity: Annotated[
         str | None,
         typer.Option(
-            "--carbon-intensity", help="gCO2/kWh as a number, or a CSV file of them: each run's grams are then shown."
+            "--carbon-intensity", help="gCO2/kWh, as a number or a CSV file; the grams of each run are then shown."
         ),
     ] = None,
     seed: SeedOption = 0,
@@ -84,7 +86,7 @@ def command(
 
 
 def show_jobs(document: dict[str, Any], output: Console, *, as_json: bool) -> None:
-    """Print the combined result of comparisons on several jobs; or the document itself."""
+    """Print the combined result of several jobs; with ``as_json`` also the document."""
     from autotune.report.terminal_tables import jobs_table
 
     output.print(jobs_table(document))
@@ -96,7 +98,7 @@ def show_jobs(document: dict[str, Any], output: Console, *, as_json: bool) -> No
 
 
 def show(document: dict[str, Any], output: Console, *, as_json: bool) -> None:
-    """Print a comparison: a table, one sentence, and where the files are; or the document itself."""
+    """Print a comparison: a table, one sentence and the paths of the files; with ``as_json`` also the document."""
     from autotune.report.terminal_tables import alone_lines, comparison_table, energy_lines, plan_lines, verdict_line
 
     output.print(comparison_table(document))

@@ -1,4 +1,4 @@
-"""``autotune demo``: the whole story on one real job, in ten to fifteen minutes."""
+"""``autotune demo``: a profile, searches and a comparison on one real job, in ten to fifteen minutes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import typer
 
 from autotune.cli import console as shared
 from autotune.cli.compare import show
-from autotune.cli.console import JsonOption, RunsOption, SeedOption, StepsOption
+from autotune.cli.console import JsonOption, RunsOption, SeedOption, SeedsOption, StepsOption
 
 _ARMS = ("baseline", "paper", "random", "optuna", "planner", "ppo")
 
 
 def command(
-    job: Annotated[str, typer.Option("--job", help="The job to demonstrate with.")] = "charlm:short",
-    memory_budget: Annotated[str, typer.Option("--memory-budget", help="As for tune.")] = "40%",
-    seeds: Annotated[int, typer.Option("--seeds", help="Paired fresh seeds.")] = 3,
+    job: Annotated[str, typer.Option("--job", help="Job to demonstrate with.")] = "charlm:short",
+    memory_budget: Annotated[str, typer.Option("--memory-budget", help="Memory budget, as for tune.")] = "40%",
+    seeds: SeedsOption = 3,
     steps: StepsOption = 64,
     seed: SeedOption = 0,
     runs_dir: RunsOption = shared.RUNS,
@@ -32,8 +32,8 @@ def command(
     output = shared.console(as_json=as_json)
     output.print(
         f"Training {job} for real inside {memory_budget} of the FP32 baseline's peak memory: a profile, two searches "
-        f"of {steps} real steps each, then {len(_ARMS)} arms on {seeds} fresh seeds, two of them led while they train, "
-        f"by the planner and by the shipped policy.",
+        f"of {steps} real steps each, then {len(_ARMS)} arms on {seeds} fresh seeds. The planner and the shipped "
+        f"policy control two of them during training.",
         soft_wrap=True,
     )
     began = time.perf_counter()
@@ -41,9 +41,9 @@ def command(
         request = options.request(job, _ARMS)
         document = commands.run_comparison(request, TrustedInputs(jobs=[job]), runs_dir, bars, verb="demo")
     show(document, output, as_json=as_json)
-    output.print(f"That took {(time.perf_counter() - began) / 60:.1f} minutes. Why the plan is what it is:")
+    output.print(f"That took {(time.perf_counter() - began) / 60:.1f} minutes. To see why this plan was chosen:")
     output.print(f"    autotune explain {document['run']}", soft_wrap=True)
     output.print(
-        f"Everything is in MLflow: mlflow ui --backend-store-uri sqlite:///{runs_dir}/mlflow.db",
+        f"All runs are logged to MLflow: mlflow ui --backend-store-uri sqlite:///{runs_dir}/mlflow.db",
         soft_wrap=True,
     )

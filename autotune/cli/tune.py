@@ -13,6 +13,7 @@ from autotune.cli.console import (
     ClusterOption,
     ConfigOption,
     EngineOption,
+    JobArgument,
     JsonOption,
     LeanOption,
     RanksOption,
@@ -32,21 +33,22 @@ if TYPE_CHECKING:
 
 
 def command(
-    job: Annotated[str, typer.Argument(help="A catalog name, package.module:attribute, or file.py:attribute.")],
+    job: JobArgument,
     method: Annotated[
-        str, typer.Option("--method", help="ppo, planner, exact, greedy, random, optuna, optuna-prices or ppo-scratch.")
+        str,
+        typer.Option("--method", help="ppo, planner, exact, greedy, random, optuna, optuna-prices or ppo-scratch."),
     ] = "ppo",
     memory_budget: BudgetOption = None,
     steps: StepsOption = 120,
     trials: TrialsOption = None,
     lean: LeanOption = True,
     isolate: Annotated[
-        bool, typer.Option("--isolate", help="Train in a process of its own: what kills or hangs it is a failed trial.")
+        bool, typer.Option("--isolate", help="Train in a separate process: a crash or a hang is a failed trial.")
     ] = False,
     engine: EngineOption = "torch",
     ranks: RanksOption = None,
     zero_stage: Annotated[
-        str, typer.Option("--zero-stage", help="With deepspeed: 0, 1, 2, 3, or all to choose the fastest.")
+        str, typer.Option("--zero-stage", help="With deepspeed: ZeRO stage 0, 1, 2 or 3, or all to choose the fastest.")
     ] = "0",
     ds_config: ConfigOption = None,
     cluster: ClusterOption = None,
@@ -54,7 +56,7 @@ def command(
     storage: StorageOption = None,
     weights: Annotated[
         str | None,
-        typer.Option("--weights", help="w1,w2,w3 of time, memory and energy in what is minimised, as in 1,0,0.5."),
+        typer.Option("--weights", help="Weights of time, memory and energy in the cost, as in 1,0,0.5."),
     ] = None,
     watts: WattsOption = None,
     seed: SeedOption = 0,
@@ -98,7 +100,7 @@ def command(
 
 
 def show(document: dict[str, Any], request: TuneRequest, output: Console, *, as_json: bool) -> None:
-    """Print what a tuning found: one document for programs, or a table for people."""
+    """Print the result of a tuning: the document, or a table for people."""
     if as_json:
         shared.print_json(document)
         return
