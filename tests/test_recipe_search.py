@@ -359,7 +359,7 @@ def test_where_the_own_values_fail_nothing_is_said_to_be_ahead_of_them(tmp_path:
 
 
 def test_a_search_whose_every_trial_fails_says_so(tmp_path: Path) -> None:
-    with pytest.raises(AutotuneError, match="no trial of 1 ended well"):
+    with pytest.raises(AutotuneError, match="all 1 trials failed"):
         searched(folder_of(tmp_path), 1, fails_on(0))
     assert not (tmp_path / "recipe.toml").exists()
 
@@ -372,7 +372,7 @@ def test_a_trial_that_was_killed_says_how_to_take_the_search_up_and_can_be(tmp_p
 
 
 NO_SEARCHES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "empty": (lambda folder: None, "is no run directory"),
+    "empty": (lambda folder: None, "is not a run directory"),
     "of another command": (lambda folder: put(folder, {"verb": "tune"}), "holds no training|config.json: "),
     "a training": (lambda folder: put(folder, {"recipe": TINY.to_json()}), "holds no search"),
     "search that is none": (

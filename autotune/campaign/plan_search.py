@@ -1,7 +1,7 @@
-"""Find a plan for a job: the same budget of real steps for every method, and fresh windows for the winner.
+"""Search for a plan for a job, with the same number of real steps for every method.
 
-A method's best window is never its score: the best few plans are measured again, interleaved, and the fastest of those
-medians is chosen.
+The best window of a search is not its score: the best few plans are measured again, interleaved, and the plan with the
+lowest median is chosen.
 """
 
 from __future__ import annotations
@@ -42,37 +42,37 @@ from autotune.records.tracking import Tracker
 from autotune.records.trials import Trial, track
 
 SEARCHES = ("random", "optuna", "optuna-prices", "ppo-scratch")
-# Methods that plan from a profile, whose measuring they pay for.
+# Methods that plan from a profile, whose cost counts as theirs.
 PROFILED = (*PLANNERS, "optuna-prices")
 METHODS = (*PLANNERS, *SEARCHES)
-# Methods that can propose plans before they know what came of the last one.
+# Methods that can propose a plan before the last one was measured.
 SPREADING = ("random", "optuna", "optuna-prices")
 FINALISTS = 3
 FINAL_ROUNDS = 2
 _FINAL_STEPS = 4
-# The finalists and the baseline, which is measured beside them: a machine's speed drifts.
+# Steps of the finals: the finalists and the baseline, which is measured again since a machine's speed drifts.
 _RESERVE = (FINALISTS + 1) * FINAL_ROUNDS * _FINAL_STEPS
-# Plans of hand-made rules that a search which can learn from them measures first.
+# Rules whose plans are measured first, to start a search from.
 _FIRST = ("uniform-bf16", "recompute-all", "paper")
 _EPISODE_WINDOWS = 8
-# Proposals in a row that were measured before, after which a search has seen what it will see.
+# Number of consecutive repeated proposals after which a search ends.
 _REPEATS = 200
-# Shares of the budget that a planner plans for, one after another, if what it planned does not fit.
+# Shares of the budget that a planner plans for in turn, if its plans do not fit.
 _REPLANS = (1.0, 0.97, 0.92)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningSettings:
-    """What a method may spend.
+    """Limits and objective of a search.
 
     Attributes:
-        steps: real optimizer steps, those of the references and of the finals included.
-        trials: plans that may be measured; ``None`` for as many as the steps allow.
-        warm_start: whether Optuna measures the hand-made rules before it proposes plans of its own.
-        seed: of the search and of the engine.
-        objective: what is minimised.
+        steps: number of real optimizer steps, including those of the references and the finals.
+        trials: number of plans that may be measured; ``None`` for as many as the steps allow.
+        warm_start: whether Optuna measures the rules' plans before it proposes plans of its own.
+        seed: random seed for the search and for the engine.
+        objective: the cost that is minimised.
         storage: a database for Optuna's studies, as :func:`autotune.agents.study_store.checked` returns it; ``None``
-            keeps them in the run's folder.
+            keeps them in the run directory.
     """
 
     steps: int = 120
@@ -94,17 +94,17 @@ class TuningSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningResult:
-    """What a method found.
+    """Result of a search.
 
     Attributes:
         method: the method.
         plan: the chosen plan.
-        measurement: its windows in the finals, as one.
-        cost: its cost against the baseline in the finals.
-        baseline: the baseline's windows in the finals, as one.
-        tuning_s: seconds spent, references included.
-        tuning_steps: real optimizer steps spent, references included.
-        trials: everything measured, in order.
+        measurement: its windows in the finals, merged.
+        cost: its cost in the finals, relative to the baseline.
+        baseline: the baseline's windows in the finals, merged.
+        tuning_s: seconds spent, including the references.
+        tuning_steps: real optimizer steps spent, including the references.
+        trials: all measured windows, in order.
     """
 
     method: str
@@ -135,28 +135,28 @@ def tune(
     Args:
         job: the job.
         method: one of ``METHODS``.
-        engine: where plans are measured; it stays open.
-        references: what :func:`autotune.campaign.baselines.measure_references` returned for the same engine.
-        settings: what may be spent.
-        run: where trials, the study and the policy are written.
-        tracker: where they are logged.
-        profile: what a planner plans from.
-        on_progress: is told of steps spent and the budget of steps.
-        clock: a clock's seconds; another one where part of the campaign is not done but remembered.
+        engine: engine that measures plans; it stays open.
+        references: result of :func:`autotune.campaign.baselines.measure_references` for the same engine.
+        settings: limits and objective.
+        run: run directory in which trials, the study and the policy are written.
+        tracker: logs trials.
+        profile: the job's profile; ``None`` for methods that do not plan from it.
+        on_progress: called with the number of steps spent and the limit of steps.
+        clock: returns seconds; for a resumed campaign, a clock that includes the time before the interruption.
 
     Raises:
-        InputError: if the method is unknown, or no plan that was measured is feasible.
+        InputError: if the method is unknown, or no measured plan is feasible.
     """
     if method not in METHODS:
         raise InputError(f"method is {method!r}", where="--method", allowed=METHODS)
     if method in PROFILED and profile is None:
-        raise InputError("a planner needs a profile", where=f"method {method}", allowed="profile=")
+        raise InputError(f"method {method} needs a profile", allowed="profile=")
     campaign = _Tuning(job, method, engine, references, settings, run, tracker, profile, on_progress, clock)
     return campaign.result()
 
 
 class _Tuning:
-    """One method's search within its budget, from its first window to the finals."""
+    """The search of one method within its limits, from the first window to the finals."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class _Tuning:
         self._tracker = tracker
         self._profile = profile
         self._on_progress = on_progress
-        # The baseline's window that costs are ratios to; the finals measure it again.
+        # Costs are relative to this window of the baseline; the finals measure it again.
         self._reference = references.baseline
         available = settings.steps - references.steps - _RESERVE
         self._metered = MeteredEngine(engine, available, self._note, window_budget=settings.trials)
@@ -188,7 +188,7 @@ class _Tuning:
             self._metered.known[space.leanest()] = _held_to(references.leanest, references.memory_budget_bytes)
         self._metered.known[space.baseline()] = references.baseline
         self._trials: list[Trial] = []
-        # Of a campaign that is taken up, the first trials are there already.
+        # The first trials of a resumed campaign are already in the file.
         self._recorded = sum(row["method"] == method for row in trials_of(run))
         self._final = False
         self._clock = clock
@@ -218,11 +218,11 @@ class _Tuning:
         )
 
     def _spent(self) -> tuple[int, float]:
-        """Return real steps and seconds so far."""
+        """Return the real steps and the seconds spent so far."""
         steps = self._metered.steps_spent + self._references.steps
         seconds = self._clock() - self._began + self._references.seconds
         if self._method in PROFILED and self._profile is not None:
-            # A planner pays for the profile, also where it was there already.
+            # The cost of a profile counts, also if it was cached.
             return steps + self._profile.steps, seconds + self._profile.seconds
         return steps, seconds
 
@@ -244,7 +244,7 @@ class _Tuning:
         env.reset(seed=self._settings.seed)
         asked: deque[Plan] = deque()
         repeats = 0
-        # Repeats cost no steps, so a search that only repeats itself must end too.
+        # Repeats cost no steps, so a search that only repeats itself must be stopped.
         while repeats < _REPEATS:
             while not asked or (len(asked) < self._metered.ahead and self._metered.affords(WINDOW_STEPS)):
                 asked.append(search.ask())
@@ -279,7 +279,7 @@ class _Tuning:
         return self._run.path if storage is None else StudyStore.shared(storage, self._run.path.name)
 
     def _train(self, env: TuningEnv) -> Plan:
-        """Train PPO from the best hand-made rule that fits; return what it would choose."""
+        """Train PPO from the best rule that fits; return the plan that the trained policy chooses."""
         from autotune.agents import policy_folder, ppo
         from autotune.agents.plan_network import LearnedPolicy
 
@@ -301,7 +301,7 @@ class _Tuning:
         return LearnedPolicy(trained.network).decide(env.observation, env.plan_space.baseline())
 
     def _best_rule(self, env: TuningEnv) -> Plan:
-        """Measure the hand-made rules and return the cheapest plan that fits."""
+        """Measure the rules' plans and return the cheapest plan that fits."""
         costs = {}
         for plan in [env.plan_space.baseline(), env.plan_space.leanest(), *_first_plans(env)]:
             try:
@@ -312,7 +312,7 @@ class _Tuning:
         return min(costs, key=costs.__getitem__)
 
     def _plan(self) -> tuple[Plan, Measurement, float]:
-        """Measure what a planner proposes; if none of it fits, plan again for a smaller budget."""
+        """Measure the planner's plans; if none fits, plan again for a smaller budget."""
         assert self._profile is not None
         budget = self._references.memory_budget_bytes
         goal = self._goal()
@@ -323,9 +323,9 @@ class _Tuning:
             if self._is_feasible(plan, measurement):
                 return plan, measurement, cost
         raise InputError(
-            f"no planned plan fits: {measurement.failure_detail}",
+            f"none of the planner's plans fits: {measurement.failure_detail}",
             where=f"method {self._method}",
-            allowed="a profile of the job as it is now; autotune profile --fresh makes one",
+            allowed="a current profile of the job: autotune profile --fresh",
         )
 
     def _goal(self) -> Goal:
@@ -335,7 +335,7 @@ class _Tuning:
         return Goal(weights=weights, noise_scale=noise)
 
     def _best_known(self, favourite: Plan | None) -> list[Plan]:
-        """Return the best plans measured so far, and a policy's favourite."""
+        """Return the best plans measured so far, and the plan that a policy chooses."""
         fitting = {
             plan: cost
             for plan, window in self._metered.known.items()
@@ -343,7 +343,7 @@ class _Tuning:
         }
         if not fitting:
             raise InputError(
-                "no plan that was measured is feasible",
+                "no measured plan is feasible",
                 where=f"method {self._method}",
                 allowed="more --steps",
             )
@@ -362,7 +362,7 @@ class _Tuning:
         windows: dict[Plan, list[Measurement]] = {plan: [] for plan in candidates}
         for round_number in range(FINAL_ROUNDS):
             for plan in candidates if round_number % 2 == 0 else reversed(candidates):
-                # The baseline is held to no budget.
+                # The budget does not apply to the baseline.
                 within = None if plan == baseline else self._references.memory_budget_bytes
                 self._metered.memory_budget_bytes = within
                 self._metered.apply(plan)

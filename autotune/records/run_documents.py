@@ -1,8 +1,8 @@
-"""Kinds of the documents in a campaign's run directory, so that what no campaign wrote is refused by name.
+"""Types of the documents in a run directory, against which every document is checked when it is read.
 
-What a run was asked for (``config.json``) is one of several kinds, told apart by its verb. A document never decides
-which code is loaded, which file is opened elsewhere or which address is connected to: where a command was given one of
-those, its text is kept for people to read, and ``autotune resume`` must be given it again.
+``config.json`` has one of several types, which its verb selects. A document never decides which code is loaded, which
+file outside the run is opened or which address is contacted: it records these for people to read, and
+``autotune resume`` must be given them again.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from autotune.io.documents import (
 )
 from autotune.records.requests import CompareOptions, CompareRequest, Name, Names, Seeds, Text, TuneRequest
 
-# POSIX seconds of the years 1 to 9999, which is what dates can show.
+# POSIX seconds of the years 1 to 9999, the range of dates.
 _Time = Annotated[float, Interval(ge=-62_135_596_800, le=253_402_300_799)]
-# Of two times; what it says is shown the other way round as well, as a speed.
+# An interval of a ratio of times, which is also shown inverted, as a ratio of speeds.
 _Ratios = Annotated[list[Ratio], Len(2, 2)]
 # How products of fp32 numbers were computed.
 _Fp32 = Annotated[dict[Literal["matrix products", "convolutions"], Literal["fp32", "tf32", "bf16"]], Len(2, 2)]
 
 
-# What was asked for.
+# Configurations.
 
 
 @document
@@ -63,7 +63,7 @@ class TuneConfig:
 
 
 def _require_equal(config: TuneConfig | CompareConfig, *keys: str) -> None:
-    """Refuse a document whose request differs from what stands beside it."""
+    """Refuse a configuration whose request differs from its own keys."""
     for key in keys:
         if getattr(config.asked, key) != getattr(config, key):
             raise RunDirectoryError(f"asked.{key} differs from {key}", allowed="the same value in both")
@@ -99,7 +99,7 @@ class JobsConfig:
 
 @document
 class TableRequest:
-    """The arguments of a reproduction."""
+    """Options of a reproduction; see :func:`autotune.reproduce`."""
 
     table: Name
     data: Text | None
@@ -128,7 +128,7 @@ class ReproduceConfig:
 
 @document
 class SearchShare:
-    """How far a search for recipes goes."""
+    """Limits of a search for recipes."""
 
     trials: Count
     decisions: Annotated[int, Interval(ge=1, le=10**12)]
@@ -179,10 +179,10 @@ _VERBS: Mapping[str, type[Config]] = {
 
 
 def config_of(found: Mapping[str, Any], *, where: str) -> Config:
-    """Return what a run was asked for.
+    """Return the configuration of a run.
 
     Raises:
-        RunDirectoryError: naming the first key or value that no command wrote.
+        RunDirectoryError: naming the first key or value that is not allowed.
     """
     verb = found.get("verb")
     if not isinstance(verb, str) or verb not in _VERBS:
@@ -211,12 +211,12 @@ class Environment:
     data: list[Source]
 
 
-# What was seen.
+# Results.
 
 
 @document
 class Window:
-    """What a window of a compared run saw."""
+    """A window of a compared run."""
 
     step: Count
     seconds_per_step: Seconds | None
@@ -228,7 +228,7 @@ class Window:
 
 @document
 class PlanFrom:
-    """A plan, and the step from which it held."""
+    """A plan, and the step at which it was applied."""
 
     step: Count
     plan: dict[str, Any]
@@ -236,7 +236,7 @@ class PlanFrom:
 
 @document
 class Run:
-    """One run of a comparison; the journal and ``comparison.json`` have the same."""
+    """One run of a comparison, in the journal and in ``comparison.json``."""
 
     seed: Seed
     reached: bool
@@ -272,7 +272,7 @@ class Run:
 
 @document
 class Arm:
-    """What an arm of a comparison came to."""
+    """The runs of an arm, and what was spent to find it."""
 
     name: Name
     tuning_s: Seconds
@@ -282,16 +282,16 @@ class Arm:
 
 
 def _require_interval(ratio: float | None, bounds: list[float] | None) -> None:
-    """Refuse a ratio without its interval, or an interval the wrong way round."""
+    """Refuse a ratio without its interval, or an interval in descending order."""
     if (ratio is None) != (bounds is None):
-        raise RunDirectoryError(f"time_ratio_ci95 is {bounds} beside a time_ratio of {ratio}", allowed="both, or none")
+        raise RunDirectoryError(f"time_ratio is {ratio} and time_ratio_ci95 is {bounds}", allowed="both, or neither")
     if bounds is not None and bounds[0] > bounds[1]:
         raise RunDirectoryError(f"time_ratio_ci95 is {bounds}", allowed="the lower bound before the upper one")
 
 
 @document
 class Judged:
-    """An arm against the baseline."""
+    """An arm compared with the baseline."""
 
     arm: Name
     time_ratio: Ratio | None
@@ -310,7 +310,7 @@ class Judged:
         _require_interval(self.time_ratio, self.time_ratio_ci95)
         for key in ("metric_difference", "p_value"):
             if self.time_ratio is not None and getattr(self, key) is None:
-                raise RunDirectoryError(f"{key} is None beside a time_ratio", allowed="a number")
+                raise RunDirectoryError(f"{key} is None although time_ratio is a number", allowed="a number")
 
 
 @document
@@ -333,7 +333,7 @@ class Comparison:
 
     job: Name
     device: Text
-    # The baseline's, on an accelerator.
+    # Arithmetic of the baseline, on an accelerator.
     fp32: _Fp32 | None = None
     seeds: Seeds
     memory_budget_bytes: Bytes | None
@@ -351,7 +351,7 @@ class Comparison:
 
 @document
 class Together:
-    """An arm of a comparison on several jobs, put together."""
+    """Combined result of an arm on several jobs."""
 
     arm: Name
     jobs: Count
@@ -367,7 +367,7 @@ class Together:
 
 @document
 class OneOfJobs:
-    """What a comparison on several jobs keeps of one of them."""
+    """One job of a comparison on several jobs."""
 
     job: Name
     run: Text
@@ -385,7 +385,7 @@ class Jobs:
 
 @document
 class Row:
-    """A number of the paper's and ours; see :class:`autotune.paper.rows.Row`."""
+    """A number of the paper and our own; see :class:`autotune.paper.rows.Row`."""
 
     metric: Text
     configuration: Text
@@ -401,23 +401,23 @@ class Row:
 
 @document
 class Rates:
-    """What an efficiency table takes the use of a device from; the journal of a reproduction has it."""
+    """Rates from which an efficiency table computes the utilisation of a device; in the journal of a reproduction."""
 
-    # Operations of one sample, and the highest rate of matrix products by precision.
+    # Operations per sample, and the peak rate of matrix products by precision.
     per_sample: NotNegative
     peak_per_s: dict[Literal["fp32", "bf16", "fp16"], Positive]
     threads: Count
 
     def __post_init__(self) -> None:
         if "fp32" not in self.peak_per_s:
-            raise RunDirectoryError("peak_per_s has no fp32", allowed="what the baseline is measured in")
+            raise RunDirectoryError("peak_per_s has no fp32", allowed="the precision of the baseline")
 
 
 @document
 class Reproduction:
-    """``reproduction.json``, but for the facts that each table adds."""
+    """``reproduction.json`` without the keys that only some tables have."""
 
-    # Tables differ in what else they keep, which nothing reads.
+    # Tables have further keys, which nothing reads.
     __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
 
     table: Name
