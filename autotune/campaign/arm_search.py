@@ -11,7 +11,7 @@ from autotune.budget import MemoryBudget, format_bytes
 from autotune.campaign.arms import LIVE, live_arm, named_arm, needs_profile, static_arm
 from autotune.campaign.baselines import References
 from autotune.campaign.job_profile import profile_first, profile_for
-from autotune.campaign.plan_search import METHODS, save_tuned_plan
+from autotune.campaign.plan_search import METHODS
 from autotune.campaign.setup import Campaign
 from autotune.campaign.steps import SearchInputs, open_engine, references_of, search_plan
 from autotune.cost_model.profile import Profile
@@ -72,7 +72,7 @@ def searched_arms(campaign: Campaign, names: Sequence[str], inputs: SearchInputs
     arms = {}
     for method in filter(_is_searched, names):
         result = search_plan(campaign, method, inputs)
-        save_tuned_plan(inputs.run, result, f"plan-{method}.json")
+        inputs.run.write(f"plan-{method}.json", result.plan.to_json())
         arms[method] = static_arm(method, result.plan, tuning_s=result.tuning_s, tuning_steps=result.tuning_steps)
     return arms
 

@@ -132,11 +132,8 @@ def live_arm(name: str, profile: Profile, budget_bytes: int | None) -> Arm:
     if isinstance(policy, PlannerPolicy):
         policy.begin(profile, budget_bytes)
 
-    def make(_space: PlanSpace) -> Policy:
-        return policy
-
     called = name if name in LIVE else Path(name).resolve().name
-    return Arm(name=called, policy=make, tuning_s=profile.seconds, tuning_steps=profile.steps)
+    return Arm(name=called, policy=lambda _space: policy, tuning_s=profile.seconds, tuning_steps=profile.steps)
 
 
 def static_arm(name: str, plan: Plan, *, tuning_s: float = 0.0, tuning_steps: int = 0) -> Arm:

@@ -126,7 +126,8 @@ def compare(
         # A B C, then C B A: a drift of the machine's speed affects all arms alike.
         for arm in arms if index % 2 == 0 else list(reversed(arms)):
             run = functools.partial(_run_arm, arm.job or job, arm, seed, protocol, on_progress)
-            record = RunRecord.from_json(journal.once({"run": arm.name, "seed": seed}, _as_json(run), Run))
+            found = journal.once({"run": arm.name, "seed": seed}, run, Run)
+            record = RunRecord.from_json(found)
             for _, plan in record.plans:
                 Plan.from_json(plan, where=journal.place)
             records[arm.name].append(record)
@@ -135,17 +136,13 @@ def compare(
     return _document(job, arms, records, protocol, device, intensity)
 
 
-def _as_json(run: Callable[[], RunRecord]) -> Callable[[], dict[str, Any]]:
-    return lambda: run().to_json()
-
-
 def _run_arm(
     job: Job,
     arm: Arm,
     seed: int,
     protocol: Protocol,
     on_progress: Callable[[str, int, float], None] | None,
-) -> RunRecord:
+) -> dict[str, Any]:
     options = EngineOptions(total_samples=protocol.horizon_samples, watts=protocol.watts)
     engine = TorchEngine(job, seed=seed, options=options)
     policy = arm.policy(engine.space)
@@ -167,7 +164,7 @@ def _run_arm(
     )
     record = run.record(stop_at_target=False)
     engine.close()
-    return record
+    return record.to_json()
 
 
 class _Run:

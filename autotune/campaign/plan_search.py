@@ -10,7 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,106 +151,100 @@ def tune(
         raise InputError(f"method is {method!r}", where="--method", allowed=METHODS)
     if method in PROFILED and profile is None:
         raise InputError(f"method {method} needs a profile", allowed="profile=")
-    campaign = _Tuning(job, method, engine, references, settings, run, tracker, profile, on_progress, clock)
-    return campaign.result()
+    return _Tuning(job, method, engine, references, settings, run, tracker, profile, on_progress, clock).result()
 
 
+@dataclass(slots=True)
 class _Tuning:
-    """The search of one method within its limits, from the first window to the finals."""
+    """The search of one method within its limits; the first fields are the arguments of :func:`tune`."""
 
-    def __init__(
-        self,
-        job: Job,
-        method: str,
-        engine: Engine,
-        references: References,
-        settings: TuningSettings,
-        run: RunDirectory,
-        tracker: Tracker | None,
-        profile: Profile | None,
-        on_progress: Callable[[int, int], None] | None,
-        clock: Callable[[], float],
-    ) -> None:
-        self._job = job
-        self._method = method
-        self._references = references
-        self._settings = settings
-        self._run = run
-        self._tracker = tracker
-        self._profile = profile
-        self._on_progress = on_progress
-        # Costs are relative to this window of the baseline; the finals measure it again.
-        self._reference = references.baseline
-        available = settings.steps - references.steps - _RESERVE
-        self._metered = MeteredEngine(engine, available, self._note, window_budget=settings.trials)
-        space = engine.space
+    job: Job
+    method: str
+    engine: InitVar[Engine]
+    references: References
+    settings: TuningSettings
+    run: RunDirectory
+    tracker: Tracker | None
+    profile: Profile | None
+    on_progress: Callable[[int, int], None] | None
+    clock: Callable[[], float]
+    # Costs are relative to this window of the baseline; the finals measure it again.
+    reference: Measurement = field(init=False)
+    metered: MeteredEngine = field(init=False)
+    trials: list[Trial] = field(init=False, default_factory=list)
+    # The first trials of a resumed campaign are already in the file.
+    recorded: int = field(init=False)
+    final: bool = field(init=False, default=False)
+    began: float = field(init=False)
+
+    def __post_init__(self, engine: Engine) -> None:
+        references = self.references
+        self.reference = references.baseline
+        available = self.settings.steps - references.steps - _RESERVE
+        self.metered = MeteredEngine(engine, available, self._note, window_budget=self.settings.trials)
         if references.leanest is not None:
-            self._metered.known[space.leanest()] = _held_to(references.leanest, references.memory_budget_bytes)
-        self._metered.known[space.baseline()] = references.baseline
-        self._trials: list[Trial] = []
-        # The first trials of a resumed campaign are already in the file.
-        self._recorded = sum(row["method"] == method for row in trials_of(run))
-        self._final = False
-        self._clock = clock
-        self._began = clock()
+            self.metered.known[engine.space.leanest()] = _held_to(references.leanest, references.memory_budget_bytes)
+        self.metered.known[engine.space.baseline()] = references.baseline
+        self.recorded = sum(row["method"] == self.method for row in trials_of(self.run))
+        self.began = self.clock()
 
     def result(self) -> TuningResult:
-        if self._method in PLANNERS:
+        if self.method in PLANNERS:
             plan, measurement, cost = self._plan()
         else:
             favourite = None
             env = self._environment()
-            if self._method == "ppo-scratch":
+            if self.method == "ppo-scratch":
                 favourite = self._train(env)
             else:
                 self._search(env)
             plan, measurement, cost = self._finals(self._best_known(favourite))
         steps, seconds = self._spent()
         return TuningResult(
-            method=self._method,
+            method=self.method,
             plan=plan,
             measurement=measurement,
             cost=cost,
-            baseline=self._reference,
+            baseline=self.reference,
             tuning_s=seconds,
             tuning_steps=steps,
-            trials=tuple(self._trials),
+            trials=tuple(self.trials),
         )
 
     def _spent(self) -> tuple[int, float]:
         """Return the real steps and the seconds spent so far."""
-        steps = self._metered.steps_spent + self._references.steps
-        seconds = self._clock() - self._began + self._references.seconds
-        if self._method in PROFILED and self._profile is not None:
+        steps = self.metered.steps_spent + self.references.steps
+        seconds = self.clock() - self.began + self.references.seconds
+        if self.method in PROFILED and self.profile is not None:
             # The cost of a profile counts, also if it was cached.
-            return steps + self._profile.steps, seconds + self._profile.seconds
+            return steps + self.profile.steps, seconds + self.profile.seconds
         return steps, seconds
 
     def _environment(self) -> TuningEnv:
-        budget = self._references.memory_budget_bytes
+        budget = self.references.memory_budget_bytes
         return TuningEnv(
-            self._job,
-            lambda _seed: self._metered,
+            self.job,
+            lambda _seed: self.metered,
             memory_budget_bytes=budget,
             window_steps=WINDOW_STEPS,
             max_windows=_EPISODE_WINDOWS,
-            objective=self._settings.objective,
+            objective=self.settings.objective,
             evaluate=False,
             run_length=math.inf,
         )
 
     def _search(self, env: TuningEnv) -> None:
         search = self._make_search(env)
-        env.reset(seed=self._settings.seed)
+        env.reset(seed=self.settings.seed)
         asked: deque[Plan] = deque()
         repeats = 0
         # Repeats cost no steps, so a search that only repeats itself must be stopped.
         while repeats < _REPEATS:
-            while not asked or (len(asked) < self._metered.ahead and self._metered.affords(WINDOW_STEPS)):
+            while not asked or (len(asked) < self.metered.ahead and self.metered.affords(WINDOW_STEPS)):
                 asked.append(search.ask())
-                self._metered.prepare(asked[-1], WINDOW_STEPS)
+                self.metered.prepare(asked[-1], WINDOW_STEPS)
             plan = asked.popleft()
-            repeats = repeats + 1 if plan in self._metered.known else 0
+            repeats = repeats + 1 if plan in self.metered.known else 0
             try:
                 _, reward, _, truncated, _ = env.step(_array(env, plan))
             except StepsSpentError:
@@ -262,40 +256,40 @@ class _Tuning:
         search.close()
 
     def _make_search(self, env: TuningEnv) -> Search:
-        if self._method == "random":
-            return RandomSearch(env.plan_space, self._settings.seed)
-        if self._method == "optuna-prices":
-            assert self._profile is not None
-            priced = PricedPlans(self._profile, self._references.memory_budget_bytes)
+        if self.method == "random":
+            return RandomSearch(env.plan_space, self.settings.seed)
+        if self.method == "optuna-prices":
+            assert self.profile is not None
+            priced = PricedPlans(self.profile, self.references.memory_budget_bytes)
             return OptunaPriceSearch(
-                priced, env.plan_space, self._store(), self._settings.seed, ahead=self._metered.ahead
+                priced, env.plan_space, self._store(), self.settings.seed, ahead=self.metered.ahead
             )
         rules = [env.plan_space.baseline(), env.plan_space.leanest(), *_first_plans(env)]
-        first = rules if self._settings.warm_start else []
-        return OptunaSearch(env.plan_space, self._store(), self._settings.seed, first, ahead=self._metered.ahead)
+        first = rules if self.settings.warm_start else []
+        return OptunaSearch(env.plan_space, self._store(), self.settings.seed, first, ahead=self.metered.ahead)
 
     def _store(self) -> Path | StudyStore:
-        storage = self._settings.storage
-        return self._run.path if storage is None else StudyStore.shared(storage, self._run.path.name)
+        storage = self.settings.storage
+        return self.run.path if storage is None else StudyStore.shared(storage, self.run.path.name)
 
     def _train(self, env: TuningEnv) -> Plan:
         """Train PPO from the best rule that fits; return the plan that the trained policy chooses."""
         from autotune.agents import policy_folder, ppo
         from autotune.agents.plan_network import LearnedPolicy
 
-        env.reset(seed=self._settings.seed)
+        env.reset(seed=self.settings.seed)
         start = self._best_rule(env)
         recipe = ppo.Recipe()
         with isolated():
-            trained = ppo.train(env, recipe, seed=self._settings.seed, start=start)
+            trained = ppo.train(env, recipe, seed=self.settings.seed, start=start)
         training = policy_folder.Training(
-            job=self._job.name,
-            seed=self._settings.seed,
+            job=self.job.name,
+            seed=self.settings.seed,
             windows=trained.windows,
-            steps=self._metered.steps_spent + self._references.steps,
-            memory_budget_bytes=self._references.memory_budget_bytes,
+            steps=self.metered.steps_spent + self.references.steps,
+            memory_budget_bytes=self.references.memory_budget_bytes,
         )
-        policy_folder.save_policy(self._run.path / "policy", trained.network, training)
+        policy_folder.save_policy(self.run.path / "policy", trained.network, training)
         env.reset()
         assert env.observation is not None
         return LearnedPolicy(trained.network).decide(env.observation, env.plan_space.baseline())
@@ -313,38 +307,38 @@ class _Tuning:
 
     def _plan(self) -> tuple[Plan, Measurement, float]:
         """Measure the planner's plans; if none fits, plan again for a smaller budget."""
-        assert self._profile is not None
-        budget = self._references.memory_budget_bytes
+        assert self.profile is not None
+        budget = self.references.memory_budget_bytes
         goal = self._goal()
         for share in _REPLANS:
             wanted = None if budget is None else int(budget * share)
-            plans = planned(self._method, self._profile, wanted, goal)[:FINALISTS]
+            plans = planned(self.method, self.profile, wanted, goal)[:FINALISTS]
             plan, measurement, cost = self._finals(plans)
             if self._is_feasible(plan, measurement):
                 return plan, measurement, cost
         raise InputError(
             f"none of the planner's plans fits: {measurement.failure_detail}",
-            where=f"method {self._method}",
+            where=f"method {self.method}",
             allowed="a current profile of the job: autotune profile --fresh",
         )
 
     def _goal(self) -> Goal:
-        gradient = self._references.baseline.gradient
+        gradient = self.references.baseline.gradient
         noise = None if gradient is None else gradient.noise_scale
-        weights = self._settings.objective.weights
+        weights = self.settings.objective.weights
         return Goal(weights=weights, noise_scale=noise)
 
     def _best_known(self, favourite: Plan | None) -> list[Plan]:
         """Return the best plans measured so far, and the plan that a policy chooses."""
         fitting = {
             plan: cost
-            for plan, window in self._metered.known.items()
+            for plan, window in self.metered.known.items()
             if self._is_feasible(plan, window) and (cost := self._cost(plan, window)) < math.inf
         }
         if not fitting:
             raise InputError(
                 "no measured plan is feasible",
-                where=f"method {self._method}",
+                where=f"method {self.method}",
                 allowed="more --steps",
             )
         finalists = sorted(fitting, key=fitting.__getitem__)[:FINALISTS]
@@ -354,69 +348,64 @@ class _Tuning:
 
     def _finals(self, finalists: Sequence[Plan]) -> tuple[Plan, Measurement, float]:
         """Measure the finalists again, interleaved, and return the cheapest."""
-        self._final = True
-        self._metered.step_budget = self._metered.steps_spent + _RESERVE
-        self._metered.window_budget = None
-        baseline = self._metered.space.baseline()
+        self.final = True
+        self.metered.step_budget = self.metered.steps_spent + _RESERVE
+        self.metered.window_budget = None
+        baseline = self.metered.space.baseline()
         candidates = list(dict.fromkeys([*finalists, baseline]))
         windows: dict[Plan, list[Measurement]] = {plan: [] for plan in candidates}
         for round_number in range(FINAL_ROUNDS):
             for plan in candidates if round_number % 2 == 0 else reversed(candidates):
                 # The budget does not apply to the baseline.
-                within = None if plan == baseline else self._references.memory_budget_bytes
-                self._metered.memory_budget_bytes = within
-                self._metered.apply(plan)
-                windows[plan].append(self._metered.measure(_FINAL_STEPS))
+                within = None if plan == baseline else self.references.memory_budget_bytes
+                self.metered.memory_budget_bytes = within
+                self.metered.apply(plan)
+                windows[plan].append(self.metered.measure(_FINAL_STEPS))
         merged = {plan: merge_windows(seen) for plan, seen in windows.items()}
         if merged[baseline].failure is None:
-            self._reference = merged[baseline]
+            self.reference = merged[baseline]
         if baseline in finalists:
-            merged[baseline] = _held_to(merged[baseline], self._references.memory_budget_bytes)
+            merged[baseline] = _held_to(merged[baseline], self.references.memory_budget_bytes)
         costs = {plan: self._cost(plan, merged[plan]) for plan in finalists}
         feasible = [plan for plan in finalists if self._is_feasible(plan, merged[plan])]
         best = min(feasible or finalists, key=costs.__getitem__)
         return best, merged[best], costs[best]
 
     def _is_feasible(self, plan: Plan, window: Measurement) -> bool:
-        return self._settings.objective.feasible(self._observe(plan, window))
+        return self.settings.objective.feasible(self._observe(plan, window))
 
     def _cost(self, plan: Plan, window: Measurement) -> float:
-        return self._settings.objective.cost(self._observe(plan, window))
+        return self.settings.objective.cost(self._observe(plan, window))
 
     def _observe(self, plan: Plan, window: Measurement) -> Observation:
         return Observation(
-            space=self._metered.space,
+            space=self.metered.space,
             plan=plan,
             window=window,
-            reference=self._reference,
-            memory_budget_bytes=self._references.memory_budget_bytes,
-            batch_size=self._job.batch_size,
-            adaptive=self._job.batching == "adaptive",
+            reference=self.reference,
+            memory_budget_bytes=self.references.memory_budget_bytes,
+            batch_size=self.job.batch_size,
+            adaptive=self.job.batching == "adaptive",
         )
 
     def _note(self, plan: Plan, window: Measurement) -> None:
         steps, seconds = self._spent()
         trial = Trial(
-            number=len(self._trials),
+            number=len(self.trials),
             plan=plan,
             measurement=window,
             cost=self._cost(plan, window),
-            final=self._final,
+            final=self.final,
             tuning_steps=steps,
             tuning_s=seconds,
         )
-        self._trials.append(trial)
-        if trial.number >= self._recorded:
-            self._run.append("trials.jsonl", {"method": self._method, **trial.to_json()})
-        if self._tracker is not None:
-            track(self._tracker, self._method + suffix(self._job.launch), trial)
-        if self._on_progress is not None:
-            self._on_progress(self._metered.steps_spent + self._references.steps, self._settings.steps)
-
-
-def save_tuned_plan(run: RunDirectory, result: TuningResult, name: str = "plan.json") -> Path:
-    """Write the chosen plan and return its path."""
-    return run.write(name, result.plan.to_json())
+        self.trials.append(trial)
+        if trial.number >= self.recorded:
+            self.run.append("trials.jsonl", {"method": self.method, **trial.to_json()})
+        if self.tracker is not None:
+            track(self.tracker, self.method + suffix(self.job.launch), trial)
+        if self.on_progress is not None:
+            self.on_progress(self.metered.steps_spent + self.references.steps, self.settings.steps)
 
 
 def _first_plans(env: TuningEnv) -> list[Plan]:

@@ -8,7 +8,7 @@ from typing import Any
 from autotune.agents.planner import PLANNERS, planned
 from autotune.campaign.baselines import References
 from autotune.campaign.job_profile import keep_profile, profile_first, profile_for, refuse_small_budget
-from autotune.campaign.plan_search import METHODS, PROFILED, SEARCHES, SPREADING, TuningResult, save_tuned_plan
+from autotune.campaign.plan_search import METHODS, PROFILED, SEARCHES, SPREADING, TuningResult
 from autotune.campaign.setup import Campaign
 from autotune.campaign.steps import SearchInputs, begin_run, open_engine, references_of, search_plan
 from autotune.cost_model.memory_model import peak_bytes
@@ -46,7 +46,7 @@ def tune(campaign: Campaign, method: str) -> dict[str, Any]:
             inputs = SearchInputs(engine=engine, references=references, profile=profile, run=run, tracker=tracker)
             result = search_plan(campaign, method, inputs)
         document = {**_document(result, references, profile), "run": str(run.path)}
-        tracker.artifact(save_tuned_plan(run, result))
+        tracker.artifact(run.write("plan.json", result.plan.to_json()))
         if (run.path / "policy").is_dir():
             tracker.artifact(run.path / "policy")
         tracker.artifact(run.write("tuned.json", document))

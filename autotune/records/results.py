@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from autotune.errors import RunDirectoryError
@@ -36,18 +36,11 @@ def result_name(config: Config, where: str) -> str:
     Raises:
         RunDirectoryError: if the run is not a campaign, but a training or an attached run.
     """
-    match config:
-        case JobsConfig():
-            return "jobs.json"
-        case ReproduceConfig():
-            return "reproduction.json"
-        case TuneConfig():
-            return "tuned.json"
-        case CompareConfig():
-            return "comparison.json"
-    raise RunDirectoryError(
-        f"is a run of {config.verb!r}", where=where, allowed="the run of a tune, a compare, a demo or a reproduce"
-    )
+    if type(config) not in _DOCUMENTS:
+        raise RunDirectoryError(
+            f"is a run of {config.verb!r}", where=where, allowed="the run of a tune, a compare, a demo or a reproduce"
+        )
+    return _DOCUMENTS[type(config)][0]
 
 
 def result_of(run: RunDirectory, config: Config) -> dict[str, Any]:
@@ -58,17 +51,8 @@ def result_of(run: RunDirectory, config: Config) -> dict[str, Any]:
         PlanError: if a plan in it is damaged.
     """
     name = result_name(config, str(run.path))
-    found, where = run.read(name), str(run.path / name)
-    match config:
-        case JobsConfig():
-            _check_jobs(found, where)
-        case ReproduceConfig():
-            validated(Reproduction, found, where=where, version=1, error=RunDirectoryError)
-        case TuneConfig():
-            validated(Tuned, found, where=where, error=RunDirectoryError)
-            Plan.from_json(found["plan"], where=f"{where}, plan")
-        case _:
-            _check_comparison(found, where)
+    found = run.read(name)
+    _DOCUMENTS[type(config)][1](found, str(run.path / name))
     return found
 
 
@@ -124,3 +108,21 @@ def _check_jobs(found: Mapping[str, Any], where: str) -> None:
     for entry in read.together:
         if not all(entry.arm in [one.arm for one in job.against_baseline] for job in read.jobs):
             raise RunDirectoryError(f"arm {entry.arm!r} is missing from a job", where=where, allowed=AS_WRITTEN)
+
+
+def _check_tuned(found: Mapping[str, Any], where: str) -> None:
+    validated(Tuned, found, where=where, error=RunDirectoryError)
+    Plan.from_json(found["plan"], where=f"{where}, plan")
+
+
+def _check_reproduction(found: Mapping[str, Any], where: str) -> None:
+    validated(Reproduction, found, where=where, version=1, error=RunDirectoryError)
+
+
+# Name and check of the document of a finished campaign, by the type of its configuration.
+_DOCUMENTS: dict[type, tuple[str, Callable[[Mapping[str, Any], str], None]]] = {
+    JobsConfig: ("jobs.json", _check_jobs),
+    ReproduceConfig: ("reproduction.json", _check_reproduction),
+    TuneConfig: ("tuned.json", _check_tuned),
+    CompareConfig: ("comparison.json", _check_comparison),
+}
