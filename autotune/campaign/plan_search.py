@@ -23,7 +23,7 @@ from autotune.agents.study_store import StudyStore
 from autotune.campaign.baselines import References
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import Goal
-from autotune.engines.budgeted_engine import MeteredEngine, StepsSpentError
+from autotune.engines.budgeted_engine import BudgetedEngine, StepsSpentError
 from autotune.engines.engine import Engine
 from autotune.engines.tuning_windows import WINDOW_STEPS, merge_windows
 from autotune.errors import InputError
@@ -182,7 +182,7 @@ class _Tuning:
         # The baseline's window that costs are ratios to; the finals measure it again.
         self._reference = references.baseline
         available = settings.steps - references.steps - _RESERVE
-        self._metered = MeteredEngine(engine, available, self._note, window_budget=settings.trials)
+        self._metered = BudgetedEngine(engine, available, self._note, window_budget=settings.trials)
         space = engine.space
         if references.leanest is not None:
             self._metered.known[space.leanest()] = _held_to(references.leanest, references.memory_budget_bytes)
