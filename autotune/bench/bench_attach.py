@@ -14,13 +14,13 @@ import torch
 from autotune.bench.attached_arms import Arm, LiveArm, endless, take_turns
 from autotune.bench.attached_situations import SITUATIONS, bench_situation
 from autotune.bench.bench_followed import bench_followed, courses_of
-from autotune.bench.bench_overhead import bootstrap_median
 from autotune.catalog import load_job
 from autotune.errors import InputError
 from autotune.io.progress import Reporter, Silent
 from autotune.job import Job
 from autotune.live.limits import Limits
 from autotune.mechanics.devices import device_name
+from autotune.stats import paired_ratio
 
 
 def bench_overhead_attached(
@@ -52,13 +52,9 @@ def bench_overhead_attached(
     found = {}
     for name in ("observe", "act"):
         arm = arms[name]
-        ratios = [own / other for own, other in zip(arm.seconds, plain, strict=True)]
-        low, high = bootstrap_median(ratios)
         more = sum(arm.seconds) - sum(plain)
         found[name] = {
-            "ratio_median": statistics.median(ratios),
-            "ratio_ci95": [low, high],
-            "ratio_total": sum(arm.seconds) / sum(plain),
+            **paired_ratio(arm.seconds, plain),
             # Probing and profiling are paid once, however long the run.
             "ratio_total_1000_steps": 1 + more / (statistics.median(plain) * max(steps, 1000)),
             "identical": arm.losses == arms["unattached"].losses,

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from autotune.bench.attached_arms import Arm, LiveArm, endless
-from autotune.bench.attached_situations import ratio_of
 from autotune.catalog import load_job
 from autotune.cost_model.learning_rate import batch_factor
 from autotune.errors import InputError
@@ -24,6 +23,7 @@ from autotune.live.limits import Limits
 from autotune.live.settings import Settings
 from autotune.mechanics import randomness, stepping
 from autotune.mechanics.devices import device_name
+from autotune.stats import mean_with_interval
 
 # A budget that binds nobody: what is compared is the size of the step.
 _AMPLE = 2**45
@@ -129,10 +129,10 @@ def bench_growing_noise(
         "policy": policy,
         "target": job.target,
         "constant_over_best": {
-            name: ratio_of([run["seconds"][name] / run["seconds"][best] for run in runs]) for name in constant
+            name: mean_with_interval([run["seconds"][name] / run["seconds"][best] for run in runs]) for name in constant
         },
         "best_constant": best,
-        "live_over_best": ratio_of([run["seconds"]["live"] / run["seconds"][best] for run in runs]),
+        "live_over_best": mean_with_interval([run["seconds"]["live"] / run["seconds"][best] for run in runs]),
         "runs": runs,
     }
 

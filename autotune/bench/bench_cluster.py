@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from autotune.bench.bench_overhead import bootstrap_median
 from autotune.engines.cluster_pool import workers_on
 from autotune.engines.pool_engine import PoolEngine
 from autotune.engines.ray_cluster import Cluster, ClusterOptions
@@ -18,6 +17,7 @@ from autotune.engines.tuning_windows import WINDOW_STEPS
 from autotune.errors import InputError
 from autotune.mechanics.devices import device_name
 from autotune.plan import Plan
+from autotune.stats import median_interval
 
 
 def bench_cluster(
@@ -62,7 +62,7 @@ def bench_cluster(
                 on_pair(number + 1)
     speedups = [one / every for one, every in zip(seconds["one"], seconds["all"], strict=True)]
     efficiencies = [speedup / len(workers) for speedup in speedups]
-    low, high = bootstrap_median(efficiencies)
+    low, high = median_interval(efficiencies)
     return {
         "version": 1,
         "benchmark": "cluster",

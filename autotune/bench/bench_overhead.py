@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from autotune.engines.measured_window import Window
@@ -15,6 +13,7 @@ from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.job import Job
 from autotune.mechanics.devices import device_name
 from autotune.mechanics.randomness import seed_all
+from autotune.stats import paired_ratio
 
 # A block holds one sampled step at the default sampling, as every ten steps of a run do.
 _BLOCK = 10
@@ -89,9 +88,7 @@ def overhead(job: Job, blocks: Sequence[tuple[float, float]], *, starts: int = 1
         blocks: what :func:`time_blocks` returned, of one start after the other.
         starts: how many.
     """
-    ratios = [own / plain for own, plain in blocks]
-    own_s, plain_s = (sum(times) for times in zip(*blocks, strict=True))
-    low, high = bootstrap_median(ratios, starts=starts)
+    own, plain = zip(*blocks, strict=True)
     return {
         "version": 1,
         "benchmark": "overhead",
@@ -99,13 +96,11 @@ def overhead(job: Job, blocks: Sequence[tuple[float, float]], *, starts: int = 1
         "device": device_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "ratio_median": statistics.median(ratios),
-        "ratio_ci95": [low, high],
-        "ratio_total": own_s / plain_s,
-        "ratios": ratios,
+        **paired_ratio(own, plain, starts=starts),
+        "ratios": [first / second for first, second in blocks],
         "block_steps": _BLOCK,
         "pairs": len(blocks),
-        "plain_s_per_step": plain_s / len(blocks) / _BLOCK,
+        "plain_s_per_step": sum(plain) / len(blocks) / _BLOCK,
     }
 
 
@@ -156,23 +151,3 @@ class PlainLoop:
             self.scheduler.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.losses.append(loss.item())
-
-
-def bootstrap_median(
-    values: Sequence[float], *, starts: int = 1, resamples: int = 5000, seed: int = 0
-) -> tuple[float, float]:
-    """Return the 95 % percentile-bootstrap interval of a median.
-
-    Args:
-        values: as many of each start, one start's after another's.
-        starts: of what was measured; they are drawn again as well, for what differs between them differs by chance.
-        resamples: how many.
-        seed: of what is drawn.
-    """
-    array = np.asarray(values).reshape(starts, -1)
-    generator = np.random.default_rng(seed)
-    rows = generator.integers(starts, size=(resamples, starts, 1))
-    columns = generator.integers(array.shape[1], size=(resamples, starts, array.shape[1]))
-    medians = np.median(array[rows, columns].reshape(resamples, -1), axis=1)
-    low, high = np.quantile(medians, (0.025, 0.975))
-    return float(low), float(high)

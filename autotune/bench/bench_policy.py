@@ -144,9 +144,9 @@ def _begun(planner: Planner, windows: int) -> tuple[Watch, Situation]:
 def _needs_stable_baselines3(policy: Path) -> bool:
     """Tell whether a fresh process that loads the policy and decides once has imported the trainer's library."""
     code = (
-        "import sys; from pathlib import Path; from autotune.campaign import bench_policy as bench, policy_judging; "
-        "bench.decision_times(policy_judging.load_judged(Path(sys.argv[1])), 5, 10); "
-        "print('stable_baselines3' in sys.modules)"
+        "import sys; from pathlib import Path; from autotune.bench.bench_policy import decision_times; "
+        "from autotune.campaign.policy_judging import load_judged; "
+        "decision_times(load_judged(Path(sys.argv[1])), 5, 10); print('stable_baselines3' in sys.modules)"
     )
     answer = subprocess.run([sys.executable, "-P", "-c", code, str(policy)], capture_output=True, text=True, check=True)
     return answer.stdout.strip() == "True"

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.stats import spearmanr
 
 from autotune.agents.rules import RULES
 from autotune.campaign import comparison
@@ -22,6 +21,7 @@ from autotune.profiling.convergence_runs import cached_convergence
 from autotune.profiling.profile_cache import cached_profile
 from autotune.records.protocol import Protocol
 from autotune.simulator.random_jobs import draw_job
+from autotune.stats import rank_correlation
 
 _LANES = 512
 _JOBS, _DEPTH = 64, (2, 16)
@@ -100,14 +100,14 @@ def rank_plans(
     arms = [named_arm(name, job, profile.space) for name in plans]
     document = comparison.compare(job, arms, protocol, device=device_name(), on_progress=on_progress)
     real = {arm["name"]: _median_time(arm["runs"]) for arm in document["arms"]}
-    known = [name for name in plans if real[name] is not None]
+    known = {name: time for name, time in real.items() if time is not None}
     return {
         "job": job.name,
         "plans": {name: str(plan) for name, plan in plans.items()},
         "predicted_time_to_target_s": predicted,
         "real_time_to_target_s": real,
         "seeds": list(seeds),
-        "rank_correlation": float(spearmanr([predicted[n] for n in known], [real[n] for n in known]).statistic),
+        "rank_correlation": rank_correlation([predicted[name] for name in known], list(known.values())),
         "convergence": {
             "loss_error_frac": convergence.loss_error_frac,
             "metric_error_frac": convergence.metric_error_frac,
