@@ -1,4 +1,4 @@
-"""Arms made from what a user names: a rule, a policy, a plan file or a policy folder."""
+"""Arms of a comparison, made from the name of a rule, a policy, a plan file or a policy folder."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ OWN_ARMS = (*RULES.registered, GATE, *METHODS.registered, *POLICIES.registered)
 
 
 def arm_names(given: Sequence[str]) -> list[str]:
-    """Return arms with the baseline first, added if it is missing.
+    """Return the names of arms with the baseline first, added if it is missing.
 
     Raises:
-        InputError: if a name is empty or stands twice, or nothing is left to compare.
+        InputError: if a name is empty or repeated, or there is nothing to compare.
     """
     if not all(given) or len({canonical(name, where="--arms") for name in given}) < len(given):
         raise InputError(
@@ -42,10 +42,10 @@ def arm_names(given: Sequence[str]) -> list[str]:
 
 
 def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:
-    """Return the arm of a rule's name or of a plan file.
+    """Return the arm of a rule or of a plan file.
 
     Raises:
-        InputError: if it is none of them, or the plan does not fit the job.
+        InputError: if the name is neither, or the plan does not fit the job.
     """
     if name == GATE:
         return static_arm(name, space.baseline())
@@ -61,7 +61,7 @@ def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:
             raise InputError(
                 f"the plan is launched with {suffix(chosen)}, and the job with {suffix(job.launch)}",
                 where=str(path),
-                allowed="a plan of the job as it is launched",
+                allowed="a plan with the launch options of the job",
             )
         require_fp32_choice(chosen.fp32, device_kind(), where=str(path))
         arm = static_arm(path.stem, plan)
@@ -74,10 +74,10 @@ def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:
 
 
 def require_distinct(names: Sequence[str]) -> None:
-    """Refuse arms of which two would be called the same: a file is called after its stem, a folder after its name.
+    """Refuse two arms of the same name; a file is named after its stem, a folder after its last part.
 
     Raises:
-        InputError: naming both.
+        InputError: naming both arms.
     """
     known: dict[str, str] = {}
     for name in names:
@@ -95,12 +95,12 @@ def require_distinct(names: Sequence[str]) -> None:
 
 
 def is_live(name: str) -> bool:
-    """Tell whether an arm is a policy or a policy folder, which decides while a run trains."""
+    """Return whether an arm is a policy or a policy folder, which decides while a run trains."""
     return name in POLICIES or _is_policy_folder(name)
 
 
 def needs_profile(name: str) -> bool:
-    """Tell whether an arm plans from the job's profile while a run trains.
+    """Return whether an arm plans from the job's profile while it runs.
 
     Raises:
         InputError: if it is another package's policy that cannot be loaded.
@@ -110,8 +110,8 @@ def needs_profile(name: str) -> bool:
     return _is_policy_folder(name)
 
 
-def refuse_broken_policies(names: Sequence[str]) -> None:
-    """Load every policy, policy folder, rule and method among arms once, before anything is spent on the others.
+def refuse_broken_arms(names: Sequence[str]) -> None:
+    """Load every rule, method, policy and policy folder among the arms, before time is spent on other arms.
 
     Raises:
         PolicyFileError: if a folder is not a policy.
@@ -135,8 +135,8 @@ def live_arm(name: str, profile: Profile | None, budget_bytes: int | None) -> Ar
 
     Args:
         name: a registered policy, such as ``planner`` or ``ppo``, or a policy folder.
-        profile: what the job costs, for an arm that :func:`needs_profile`; its measuring counts as tuning.
-        budget_bytes: the memory budget at the start of a run; ``None`` for none.
+        profile: the job's profile if the arm :func:`needs_profile`; measuring it is the tuning cost of the arm.
+        budget_bytes: memory budget at the start of runs; ``None`` for none.
 
     Raises:
         PolicyFileError: if the folder is not a policy.
