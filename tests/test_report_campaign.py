@@ -26,7 +26,7 @@ from autotune.cost_model.solver import solve
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import RunDirectoryError
 from autotune.plan import Plan
-from autotune.report.alternatives import otherwise
+from autotune.report.alternatives import other_units
 from autotune.report.campaign_run import CampaignRun, arm_named, launched, read_campaign
 from autotune.report.comparison_page import ComparisonPage
 from autotune.report.costs import arm_costs
@@ -98,7 +98,7 @@ def test_every_unit_has_its_choice_and_what_others_would_change(comparison: Comp
     run = comparison.run
     assert run.profile is not None
     plan = launched(arm_named(run.document, "exact"))
-    told = otherwise(run.profile, plan, run.budget_bytes)
+    told = other_units(run.profile, plan, run.budget_bytes)
     assert set(told) == {unit.name for unit in run.profile.units}
     name = next(unit.name for unit in run.profile.units if unit.recomputable)
     kept = str(plan.storage_of(name)) == "save"

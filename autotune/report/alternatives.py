@@ -17,7 +17,7 @@ from autotune.units import Unit
 _MOST_UNITS = 120
 
 
-def otherwise(profile: Profile, plan: Plan, budget_bytes: int | None) -> dict[str, str]:
+def other_units(profile: Profile, plan: Plan, budget_bytes: int | None) -> dict[str, str]:
     """Return per unit what each other choice for it alone would change, as the profile predicts.
 
     Args:

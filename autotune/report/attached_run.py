@@ -16,10 +16,11 @@ from autotune.budget import format_bytes
 from autotune.errors import RunDirectoryError
 from autotune.live.decision_log import LOG_NAME, read_log, schedule_of
 from autotune.live.replaying import in_words, time_error, windows_of
-from autotune.plan import Plan, Storage
+from autotune.plan import Plan
 from autotune.records.mlflow_following import refused_by
 from autotune.records.run_directory import RunDirectory
 from autotune.records.run_documents import AttachConfig
+from autotune.report.wording import count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,17 +298,6 @@ def _time(run: AttachedRun) -> list[str]:
 
 def _overhead(run: AttachedRun) -> list[str]:
     return [] if run.overhead_frac is None else [f"The tuner's own work was {run.overhead_frac:.1%} of the time."]
-
-
-def count(number: int, what: str) -> str:
-    """Return a count with its noun."""
-    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
-    return f"{number:,} {what if number == 1 else plural}"
-
-
-def recomputed(plan: Plan) -> frozenset[str]:
-    """Return the names of the units that a plan recomputes."""
-    return frozenset(name for name, choice in plan.storage.items() if choice is Storage.RECOMPUTE)
 
 
 def to_json(run: AttachedRun) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def arm_costs(comparison: Mapping[str, Any], intensity: Intensity | None = None)
 
 def _arm_cost(arm: Mapping[str, Any], intensity: Intensity | None) -> ArmCost:
     runs = arm["runs"]
-    arrived = [run["time_to_target_s"] for run in runs if run["reached"]]
+    arrived = reached_times(arm)
     energy, source = energy_of(runs)
     return ArmCost(
         arm=arm["name"],
@@ -57,11 +57,21 @@ def _arm_cost(arm: Mapping[str, Any], intensity: Intensity | None) -> ArmCost:
         train_s=statistics.fmean(run["curve"][-1][0] if run["curve"] else 0.0 for run in runs),
         tuning_s=arm["tuning_s"],
         tuning_steps=arm["tuning_steps"],
-        peak_bytes=max((run["peak_bytes"] for run in runs if run["peak_bytes"]), default=None),
+        peak_bytes=peak_of(arm),
         energy_j=energy,
         energy_source=source,
         carbon_g=_mean([_grams(run, intensity) for run in runs]),
     )
+
+
+def reached_times(arm: Mapping[str, Any]) -> list[float]:
+    """Return the seconds to the target of the runs that reached it."""
+    return [run["time_to_target_s"] for run in arm["runs"] if run["reached"]]
+
+
+def peak_of(arm: Mapping[str, Any]) -> int | None:
+    """Return the highest peak of any run of an arm in bytes; ``None`` where none was measured."""
+    return max((run["peak_bytes"] for run in arm["runs"] if run["peak_bytes"]), default=None)
 
 
 def energy_of(records: Sequence[Mapping[str, Any]]) -> tuple[float | None, str]:

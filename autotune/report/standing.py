@@ -229,8 +229,3 @@ class Watched:
         """Return seconds since the log was last written to; ``None`` before it is there."""
         grown = self._tail.grown
         return None if grown is None else max(time.time() - grown, 0.0)
-
-
-def told_steps(steps: int, total: int | None) -> str:
-    """Return how far a run is."""
-    return f"step {steps:,}" if total is None else f"step {steps:,} of {total:,}"

@@ -13,8 +13,7 @@ from rich.table import Table
 from autotune.budget import format_bytes
 from autotune.mechanics.devices import arithmetic_shown
 from autotune.plan import Plan
-from autotune.report.costs import arm_costs
-from autotune.report.figures import reached_times
+from autotune.report.costs import arm_costs, peak_of, reached_times
 
 
 def comparison_table(comparison: Mapping[str, Any]) -> Table:
@@ -30,7 +29,7 @@ def comparison_table(comparison: Mapping[str, Any]) -> Table:
         table.add_column(name, justify="right")
     table.add_column("verdict")
     judged = judged_arms(comparison)
-    baseline_peak = _peak(comparison["arms"][0])
+    baseline_peak = peak_of(comparison["arms"][0])
     for arm in comparison["arms"]:
         entry = judged.get(arm["name"])
         fits = all_fit(comparison, arm["name"])
@@ -38,7 +37,7 @@ def comparison_table(comparison: Mapping[str, Any]) -> Table:
             _shown(comparison, arm),
             _time(arm),
             _speedup(entry),
-            _memory(_peak(arm), baseline_peak),
+            _memory(peak_of(arm), baseline_peak),
             _metric(arm),
             ("reference" if entry is None else entry["verdict"]) + ("" if fits else ", over budget") + _ran_out(arm),
             style=None if fits else "dim",
@@ -170,10 +169,6 @@ def energy_lines(comparison: Mapping[str, Any]) -> list[str]:
             grams = "" if cost.carbon_g is None else f", {cost.carbon_g:.3g} gCO2"
             lines.append(f"{cost.arm}: {cost.energy_j:.4g} J a run{grams} ({cost.energy_source})")
     return lines
-
-
-def _peak(arm: Mapping[str, Any]) -> int | None:
-    return max((run["peak_bytes"] for run in arm["runs"] if run["peak_bytes"]), default=None)
 
 
 def _time(arm: Mapping[str, Any]) -> str:
