@@ -33,7 +33,6 @@ def page_of(run: AttachedRun) -> str:
     ended = "the log breaks off" if run.ended is None else run.ended
     options = ", ".join(f"{key} {value}" for key, value in run.options.items())
     late = run.trips or run.summary.get("over_budget_steps") or run.ended is None
-    decided, decisions = _decisions(run)
     return render(
         "attached.html.j2",
         title=f"autotune: {run.name}",
@@ -46,8 +45,7 @@ def page_of(run: AttachedRun) -> str:
         course=_course(run),
         locked=[(name, reason) for name, reason in run.locks.items() if name not in run.units],
         units=_units(run),
-        decided=decided,
-        decisions=decisions,
+        decisions=_decisions(run),
         events=_events(run),
         profiles=_profiles(run),
         **_windows(run),
@@ -155,8 +153,8 @@ def _units(run: AttachedRun) -> Table:
     return Table(label="The units at the end of the run", columns=columns, rows=rows)
 
 
-def _decisions(run: AttachedRun) -> tuple[str, Table]:
-    """Return a summary of the decisions, and a table of those that changed or refused something."""
+def _decisions(run: AttachedRun) -> Table:
+    """Return the decisions that changed or refused something, with a summary of all."""
     kept = [one for one in run.decisions if one.switched or one.refused is not None]
     told = f"{count(len(run.decisions), 'decision')}: {len(kept):,} switched or were refused, the others kept the plan."
     refusals = [f"{number:,} by {name} ({_RULES.get(name, 'a rule')})" for name, number in run.refusals.most_common()]
@@ -166,7 +164,7 @@ def _decisions(run: AttachedRun) -> tuple[str, Table]:
         told += f" The first {_ROWS} of them are shown; decisions.jsonl has all."
     columns = ("step", "outcome", "predicted", "measured before", "peak", "pressure", "gain", "proposal", "reason")
     rows = [_decision_row(one) for one in (kept or run.decisions)[:_ROWS]]
-    return told, Table(label="Decisions", columns=columns, rows=rows, numbers=(0, 2, 3, 4, 5, 6))
+    return Table(label="Decisions", columns=columns, rows=rows, numbers=(0, 2, 3, 4, 5, 6), note=told)
 
 
 def _decision_row(one: Decision) -> list[str]:

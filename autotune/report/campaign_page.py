@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import shlex
 import statistics
 from collections.abc import Sequence
@@ -10,7 +9,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autotune.budget import format_bytes
-from autotune.cost_model.carbon import Intensity
 from autotune.plan import Plan
 from autotune.report.campaign_run import CampaignRun
 from autotune.report.pareto import Cost, Front, predicted
@@ -21,74 +19,49 @@ from autotune.report.svg import Figure
 NO_ENERGY = "Energy: absent. No meter could be read on this machine, and nothing is estimated in its place."
 
 
-@dataclass(frozen=True, kw_only=True)
-class CampaignPage(abc.ABC):
-    """The page of a campaign.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CampaignPage:
+    """The page of a campaign, and what was made for it.
 
     Attributes:
         run: the campaign.
         front: what the profile predicts to be best; ``None`` without a profile.
-        intensity: the grid's carbon intensity; ``None`` for the grams that the campaign wrote down, if it did.
+        verdict: the verdict in one sentence.
+        costs: time against memory; ``None`` where neither was measured.
+        figures: every figure of the page.
+        text: the page.
     """
 
     run: CampaignRun
     front: Front | None
-    intensity: Intensity | None = None
-
-    @property
-    @abc.abstractmethod
-    def verdict(self) -> str:
-        """Return the verdict in one sentence."""
-
-    @property
-    @abc.abstractmethod
-    def text(self) -> str:
-        """Return the page."""
-
-    @property
-    @abc.abstractmethod
-    def costs(self) -> Plot | None:
-        """Return time against memory; ``None`` where neither was measured."""
-
-    @property
-    @abc.abstractmethod
-    def figures(self) -> list[Figure]:
-        """Return every figure of the page."""
-
-    def _shared(self) -> dict[str, Any]:
-        """Return the values that the templates of all campaigns need."""
-        found = asdict(self.run.environment)
-        packages, sources = found.pop("packages"), found.pop("data")
-        rows = [(key, str(value)) for key, value in found.items()]
-        rows += [(name, str(version)) for name, version in packages.items() if version is not None]
-        data = [(source["name"], format_bytes(source["size_bytes"]), source["sha256"]) for source in sources]
-        return {
-            "page": self,
-            "title": f"autotune: {self.run.job}",
-            "machine": Table(label="Environment", columns=("what", "value"), rows=rows),
-            "data": Table(label="Data", columns=("data", "size", "SHA-256"), rows=data, numbers=(1,)),
-            "commands": "\n".join(_commands(self.run)),
-        }
-
-    def _budget(self) -> str:
-        budget = self.run.budget_bytes
-        return "no budget" if budget is None else f"budget {format_bytes(budget)}"
+    verdict: str
+    costs: Plot | None
+    figures: list[Figure]
+    text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """Predictions beside measurements.
+def shared_values(run: CampaignRun) -> dict[str, Any]:
+    """Return the values that the templates of all campaigns need."""
+    found = asdict(run.environment)
+    packages, sources = found.pop("packages"), found.pop("data")
+    rows = [(key, str(value)) for key, value in found.items()]
+    rows += [(name, str(version)) for name, version in packages.items() if version is not None]
+    data = [(source["name"], format_bytes(source["size_bytes"]), source["sha256"]) for source in sources]
+    return {
+        "run": run,
+        "title": f"autotune: {run.job}",
+        "machine": Table(label="Environment", columns=("what", "value"), rows=rows),
+        "data": Table(label="Data", columns=("data", "size", "SHA-256"), rows=data, numbers=(1,)),
+        "commands": "\n".join(_commands(run)),
+    }
 
-    Attributes:
-        told: a summary.
-        table: a row per plan; without rows if nothing was predicted.
-    """
 
-    told: str
-    table: Table
+def budget_of(run: CampaignRun) -> str:
+    """Return the budget of a run in words."""
+    return "no budget" if run.budget_bytes is None else f"budget {format_bytes(run.budget_bytes)}"
 
 
-def prediction_of(run: CampaignRun, plans: Sequence[tuple[str, Plan, Cost | None]]) -> Prediction:
+def prediction_of(run: CampaignRun, plans: Sequence[tuple[str, Plan, Cost | None]]) -> Table:
     """Return what the profile predicts for plans beside what was measured.
 
     Args:
@@ -114,12 +87,13 @@ def prediction_of(run: CampaignRun, plans: Sequence[tuple[str, Plan, Cost | None
         for name, plan, told, cost in pairs
     ]
     columns = ("", "time predicted", "measured", "off by", "peak predicted", "measured", "off by", "plan")
-    table = Table(label="Predicted against measured", columns=columns, rows=rows, numbers=range(1, 7))
     if pairs:
-        return Prediction(told=_errors([(told, cost) for _, _, told, cost in pairs]), table=table)
-    if run.profile is None:
-        return Prediction(told="The job had no profile, so nothing was predicted.", table=table)
-    return Prediction(told="The profile predicts none of the plans that were measured.", table=table)
+        note = _errors([(told, cost) for _, _, told, cost in pairs])
+    elif run.profile is None:
+        note = "The job had no profile, so nothing was predicted."
+    else:
+        note = "The profile predicts none of the plans that were measured."
+    return Table(label="Predicted against measured", columns=columns, rows=rows, numbers=range(1, 7), note=note)
 
 
 def _errors(pairs: Sequence[tuple[Cost, Cost]]) -> str:

@@ -21,32 +21,13 @@ _HEIGHT = 210
 _ROWS = 100
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CourseView:
-    """The course of an arm as a page shows it.
-
-    Attributes:
-        arm: name of the arm.
-        told: how often its plan changed.
-        figures: the run that changed its plan most often.
-        summary: how many plans the table has.
-        decisions: the plans of all runs by seed and step.
-    """
-
-    arm: str
-    told: str
-    figures: Sequence[Figure]
-    summary: str
-    decisions: Table
-
-
 def is_live(arm: Mapping[str, Any]) -> bool:
     """Tell whether an arm of ``comparison.json`` decides while it trains."""
     return arm.get("plan") is None
 
 
-def course_view(run: CampaignRun, arm: Mapping[str, Any]) -> CourseView:
-    """Return the course of an arm as a page shows it."""
+def course_view(run: CampaignRun, arm: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a page shows of the course of an arm: its name, a note, figures, and the plans by seed and step."""
     changes = [len(one["plans"]) - 1 for one in arm["runs"]]
     low, high = min(changes), max(changes)
     times = count(low, "time") if low == high else f"{low:,} to {high:,} times"
@@ -57,14 +38,14 @@ def course_view(run: CampaignRun, arm: Mapping[str, Any]) -> CourseView:
     ]
     columns = ("seed", "from step", "plan")
     more = f", the first {_ROWS} of them here" if len(rows) > _ROWS else ""
-    return CourseView(
-        arm=arm["name"],
-        told=f"Over {count(len(changes), 'seed')} the plan changed {times}; drawn is seed {_liveliest(arm)['seed']}, "
-        "where it changed most often.",
-        figures=course_figures(run, arm),
-        summary=f"{count(len(rows), 'plan')} by seed and step{more}",
-        decisions=Table(label=f"Decisions of {arm['name']}", columns=columns, rows=rows[:_ROWS], numbers=(1,)),
-    )
+    return {
+        "arm": arm["name"],
+        "note": f"Over {count(len(changes), 'seed')} the plan changed {times}; drawn is seed "
+        f"{_liveliest(arm)['seed']}, where it changed most often.",
+        "figures": course_figures(run, arm),
+        "summary": f"{count(len(rows), 'plan')} by seed and step{more}",
+        "decisions": Table(label=f"Decisions of {arm['name']}", columns=columns, rows=rows[:_ROWS], numbers=(1,)),
+    }
 
 
 def course_figures(run: CampaignRun, arm: Mapping[str, Any]) -> list[Figure]:

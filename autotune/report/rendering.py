@@ -28,12 +28,14 @@ class Table:
         columns: names of its columns.
         rows: its cells; the first of each row is its heading.
         numbers: positions of the columns that are aligned to the right.
+        note: what is said above it, also if it has no rows.
     """
 
     label: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     numbers: Sequence[int] = ()
+    note: str = ""
 
 
 def render(template: str, **values: Any) -> str:

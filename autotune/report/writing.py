@@ -12,11 +12,11 @@ from autotune.io.files import write_atomic
 from autotune.records.tracking import Tracker
 from autotune.report.campaign_page import CampaignPage
 from autotune.report.campaign_run import CampaignRun, read_campaign
-from autotune.report.comparison_page import ComparisonPage
+from autotune.report.comparison_page import comparison_page
 from autotune.report.figures import draw, draw_comparison
 from autotune.report.pareto import front_of
 from autotune.report.svg import Figure
-from autotune.report.tuning_page import TuningPage
+from autotune.report.tuning_page import tuning_page
 
 PAGE_NAME, FIGURES = "report.html", "figures"
 logger = logging.getLogger(__name__)
@@ -30,8 +30,7 @@ def page_for(run: CampaignRun, intensity: Intensity | None = None) -> CampaignPa
         intensity: the grid's carbon intensity; ``None`` if it was not given.
     """
     front = None if run.profile is None else front_of(run.profile, run.budget_bytes)
-    kind = ComparisonPage if run.compared else TuningPage
-    return kind(run=run, front=front, intensity=intensity)
+    return (comparison_page if run.compared else tuning_page)(run, front, intensity)
 
 
 def to_json(page: CampaignPage) -> dict[str, Any]:
