@@ -10,6 +10,7 @@ from typing import Any
 
 from autotune.budget import format_bytes
 from autotune.plan import Plan
+from autotune.records.requests import CompareRequest
 from autotune.report.campaign_run import CampaignRun
 from autotune.report.pareto import Cost, Front, predicted
 from autotune.report.plot import Plot
@@ -122,13 +123,13 @@ def _commands(run: CampaignRun) -> list[str]:
 def _command_of(run: CampaignRun) -> str:
     """Return the command that a run was made with."""
     asked = run.config.asked
-    parts = ["autotune", "compare" if run.compared else "tune", asked.job or "JOB"]
-    if run.compared:
-        parts += ["--arms", ",".join(asked.arms or ()), "--seeds", str(len(asked.seeds or ()))]
+    job = asked.job or "JOB"
+    if isinstance(asked, CompareRequest):
+        parts = ["autotune", "compare", job, "--arms", ",".join(asked.arms), "--seeds", str(len(asked.seeds))]
     else:
-        parts += ["--method", str(asked.method)]
+        parts = ["autotune", "tune", job, "--method", asked.method]
     for key in ("memory_budget", "dips", "steps", "trials", "storage", "seed"):
-        if getattr(asked, key) is not None:
+        if getattr(asked, key, None) is not None:
             parts += [f"--{key.replace('_', '-')}", str(getattr(asked, key))]
     if not asked.lean:
         parts.append("--full")

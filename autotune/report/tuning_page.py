@@ -9,6 +9,7 @@ from autotune.budget import format_bytes
 from autotune.cost_model.carbon import Intensity, parse_time
 from autotune.measurement import Measurement
 from autotune.plan import Plan, Storage
+from autotune.records.run_documents import TuneConfig
 from autotune.report.campaign_page import NO_ENERGY, CampaignPage, budget_of, prediction_of, shared_values
 from autotune.report.campaign_plots import cost_plot, search_plot
 from autotune.report.campaign_run import CampaignRun
@@ -33,11 +34,9 @@ def tuning_page(run: CampaignRun, front: Front | None, intensity: Intensity | No
         front: what the profile predicts to be best; ``None`` without a profile.
         intensity: the grid's carbon intensity; ``None`` if it was not given.
     """
-    method, plan, measured = (
-        str(run.config.asked.method),
-        Plan.from_json(run.document["plan"]),
-        run.document["measured"],
-    )
+    assert isinstance(run.config, TuneConfig)
+    method, plan = run.config.method, Plan.from_json(run.document["plan"])
+    measured = run.document["measured"]
     budget, peak, verdict, named = run.budget_bytes, measured["peak_bytes"], tuned_line(run.document), _named(run, plan)
     fits = budget is None or (peak is not None and peak <= budget)
     plot = _cost_plot(run, named, front)
