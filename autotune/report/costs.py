@@ -12,14 +12,14 @@ from autotune.cost_model.carbon import Intensity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmCost:
-    """What an arm of a comparison cost.
+    """The cost of an arm of a comparison.
 
     Attributes:
         arm: its name.
         to_target_s: training seconds to the target, mean of the runs that arrived; ``None`` if none did.
         train_s: training seconds of a whole run, mean.
         tuning_s: seconds that finding its plan took.
-        tuning_steps: real steps that this took.
+        tuning_steps: real steps that finding its plan took.
         peak_bytes: highest peak of any run; ``None`` where unmeasured.
         energy_j: energy of a whole run, mean; ``None`` where it was not read on every seed.
         energy_source: where it was read, or ``absent``.
@@ -90,6 +90,6 @@ def _grams(run: Mapping[str, Any], intensity: Intensity | None) -> float | None:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean of what is known of all; half a mean would be none."""
+    """Return the mean; ``None`` if any value is missing, since a mean of some would mislead."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known and len(known) == len(values) else None

@@ -1,4 +1,4 @@
-"""Print measurements for terminals, in words and tables."""
+"""Results of campaigns and searches as tables and sentences for terminals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def comparison_table(comparison: Mapping[str, Any]) -> Table:
 
 
 def baseline_shown(comparison: Mapping[str, Any]) -> str:
-    """Return the baseline's name, with how it computes fp32 where the comparison says so."""
+    """Return the name of the baseline, with the arithmetic of its fp32 if the comparison recorded it."""
     name: str = comparison["baseline"]
     return f"{name} ({arithmetic_shown(comparison['fp32'])})" if comparison.get("fp32") else name
 
@@ -57,13 +57,13 @@ def _shown(comparison: Mapping[str, Any], arm: Mapping[str, Any]) -> str:
 
 
 def judged_arms(comparison: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return what is said of each arm but the baseline; of the baseline's second run, the gate, too."""
+    """Return the judgement of each arm but the baseline, including the gate, a second run of the baseline."""
     gate = comparison.get("gate")
     return {entry["arm"]: entry for entry in (*comparison["against_baseline"], *([gate] if gate else []))}
 
 
 def jobs_table(document: Mapping[str, Any]) -> Table:
-    """Return one row per arm of what several jobs' comparisons come to: on each job, and together."""
+    """Return one row per arm of the comparisons of several jobs: its speed-up on each job, and together."""
     jobs = [entry["job"] for entry in document["jobs"]]
     table = Table(title=f"speed-up on {', '.join(jobs)}", title_justify="left")
     table.add_column("arm", no_wrap=True)
@@ -88,7 +88,7 @@ def plan_lines(comparison: Mapping[str, Any]) -> list[str]:
 
 
 def verdict_line(comparison: Mapping[str, Any]) -> str:
-    """Return one sentence: the fastest arm within the budget, its uncertainty, and what it is worth."""
+    """Return one sentence on the fastest arm within the budget: its speed-up, interval and verdict."""
     best = best_entry(comparison)
     if best is None:
         reasons = {entry["reason"] for entry in comparison["against_baseline"] if entry["verdict"] == "not comparable"}
@@ -108,7 +108,7 @@ def verdict_line(comparison: Mapping[str, Any]) -> str:
 
 
 def best_entry(comparison: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return what is said of the fastest arm that kept to the budget on every seed; ``None`` if there is none."""
+    """Return the judgement of the fastest arm that kept to the budget on every seed; ``None`` if there is none."""
     fitting = [
         entry
         for entry in comparison["against_baseline"]
@@ -120,7 +120,7 @@ def best_entry(comparison: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def tuned_line(document: Mapping[str, Any]) -> str:
-    """Return one sentence on a tuning: what its plan costs against the baseline, and what that took to find."""
+    """Return one sentence on a tuning: the cost of its plan against the baseline, and what it took to find it."""
     measured, budget = document["measured"], document["measured"]["memory_budget_bytes"]
     peak, baseline = measured["peak_bytes"], measured["baseline_peak_bytes"]
     memory = "" if peak is None else f" and {peak / baseline:.0%} of its memory"
@@ -145,7 +145,7 @@ def _ran_out(arm: Mapping[str, Any]) -> str:
 
 
 def alone_lines(comparison: Mapping[str, Any]) -> list[str]:
-    """Return a line for each arm whose network stood back in some windows, and left them to the planner."""
+    """Return a line for each arm whose network left some windows to the planner."""
     lines = []
     for arm in comparison["arms"]:
         alone: Counter[str] = Counter()
@@ -162,7 +162,7 @@ def alone_lines(comparison: Mapping[str, Any]) -> list[str]:
 
 
 def energy_lines(comparison: Mapping[str, Any]) -> list[str]:
-    """Return a line for each arm whose energy is known on every seed: joules and grams of a run, and their source."""
+    """Return a line for each arm whose energy is known on every seed: joules and grams of a run, and the source."""
     lines = []
     for cost in arm_costs(comparison):
         if cost.energy_j is not None:
