@@ -34,9 +34,9 @@ from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import Goal, require_feasible, solve, with_shadow_price
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.engines.engine import Engine
-from autotune.engines.isolated_engine import RankOptions
 from autotune.engines.job_checks import build_model, build_optimizer
 from autotune.engines.ray_cluster import ClusterOptions
+from autotune.engines.registry import RankOptions
 from autotune.engines.tuning_windows import make_engine
 from autotune.errors import InputError, JobError
 from autotune.gym.reward import Objective

@@ -22,8 +22,8 @@ from autotune.catalog import is_catalog_reference, load_job
 from autotune.commands.comparing import compare
 from autotune.commands.reproducing import reproduced_run
 from autotune.cost_model.carbon import Intensity
-from autotune.engines.isolated_engine import RankOptions
 from autotune.engines.ray_cluster import ClusterOptions
+from autotune.engines.registry import RankOptions
 from autotune.errors import InputError, RunDirectoryError
 from autotune.io.addresses import without_secrets
 from autotune.io.progress import Reporter, Silent
@@ -330,7 +330,8 @@ def _ranks(asked: Asked, vouched: Vouched, run: Path) -> RankOptions | None:
     config = _again(asked.ranks.config, vouched.ds_config, run, "--ds-config", "its configuration of DeepSpeed")
     if digest_of(config) != asked.ranks.config:
         raise RunDirectoryError("--ds-config differs", where=str(run), allowed="what the run was begun with")
-    return RankOptions(count=asked.ranks.count, zero_stage=asked.ranks.zero_stage, config=config)
+    kept = asked.ranks
+    return RankOptions(count=kept.count, zero_stage=kept.zero_stage, config=config, engine=kept.engine)
 
 
 def _cluster(asked: Asked, vouched: Vouched, run: Path) -> ClusterOptions | None:

@@ -10,8 +10,8 @@ from typing import Any
 from autotune.budget import MemoryBudget
 from autotune.campaign.session import session_of
 from autotune.engines.deepspeed_config import STAGES
-from autotune.engines.isolated_engine import RankOptions
 from autotune.engines.ray_cluster import ClusterOptions
+from autotune.engines.registry import RankOptions
 from autotune.errors import BudgetError
 from autotune.io.progress import Reporter
 from autotune.job import Job

@@ -56,6 +56,7 @@ class _Ranks:
     zero_stage: Annotated[int, Interval(ge=0, le=3)]
     # The SHA-256 of a configuration of the user's own, which may hold secrets.
     config: _Text | None = None
+    engine: _Text = "deepspeed"
 
 
 @document

@@ -102,7 +102,7 @@ def _choices(name: str, plans: Sequence[tuple[int, Plan]], marks: Sequence[Mark]
     again: list[Point] = []
     for step, plan in plans:
         units = max(len(plan.precision), 1)
-        low.append((step, 100 * sum(choice.is_16_bit for choice in plan.precision.values()) / units))
+        low.append((step, 100 * sum(choice.is_reduced for choice in plan.precision.values()) / units))
         again.append((step, 100 * len(recomputed(plan)) / max(len(plan.storage), 1)))
     series = [
         Series(name="units that compute in 16 bits", style="one", points=_to_end(low, end)),

@@ -243,6 +243,6 @@ class TuningPage:
 def _is_baseline(plan: Plan) -> bool:
     return (
         plan.accumulation_steps == 1
-        and not any(choice.is_16_bit for choice in plan.precision.values())
-        and not any(str(choice) == "recompute" for choice in plan.storage.values())
+        and not any(choice.is_reduced for choice in plan.precision.values())
+        and not plan.recomputed
     )
