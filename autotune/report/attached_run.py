@@ -16,7 +16,7 @@ from autotune.budget import format_bytes
 from autotune.errors import RunDirectoryError
 from autotune.live.decision_log import LOG_NAME, read_log, schedule_of
 from autotune.live.replaying import in_words, time_error, windows_of
-from autotune.plan import Plan, Storage
+from autotune.plan import Plan
 from autotune.records.mlflow_following import refused_by
 from autotune.records.run_directory import RunDirectory
 from autotune.records.run_documents import AttachConfig
@@ -307,7 +307,7 @@ def count(number: int, what: str) -> str:
 
 def recomputed(plan: Plan) -> frozenset[str]:
     """Return the names of the units that a plan recomputes."""
-    return frozenset(name for name, choice in plan.storage.items() if choice is Storage.RECOMPUTE)
+    return frozenset(plan.recomputed)
 
 
 def to_json(run: AttachedRun) -> dict[str, Any]:

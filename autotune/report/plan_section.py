@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autotune.errors import ProfileError
-from autotune.plan import Plan, Storage
+from autotune.plan import Plan
 from autotune.report.alternatives import other_steps, otherwise
 from autotune.report.campaign_run import CampaignRun
 from autotune.report.explanation import Row, explain_arm, space_of
@@ -100,7 +100,7 @@ def _item(row: Row, plan: Plan, shared: str | None, other: str) -> Html:
 def _kind(plan: Plan, unit: str) -> str:
     if unit not in plan.storage:
         return "fixed"
-    return "again" if plan.storage_of(unit) is Storage.RECOMPUTE else "kept"
+    return "again" if plan.storage_of(unit).recomputes else "kept"
 
 
 def _sentence(text: str) -> str:
