@@ -71,9 +71,7 @@ class Launch:
             if value is not None and not holds(value):
                 raise PlanError(f"launch.{name} is {value!r:.80}", where="plan", allowed=allowed)
         if self.learning_rate is not None and self.optimizer is None:
-            raise PlanError(
-                "launch.learning_rate needs an optimizer", where="plan", allowed="launch.optimizer"
-            )
+            raise PlanError("launch.learning_rate needs an optimizer", where="plan", allowed="launch.optimizer")
 
     def to_json(self) -> dict[str, Any]:
         """Return the choices that were made, as a JSON object."""
