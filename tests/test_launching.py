@@ -95,7 +95,7 @@ def test_a_missing_library_is_named_with_what_installs_it(monkeypatch: pytest.Mo
 
 
 def test_a_learning_rate_needs_its_optimizer() -> None:
-    with pytest.raises(PlanError, match="of no optimizer"):
+    with pytest.raises(PlanError, match="needs an optimizer"):
         Launch(learning_rate=0.1)
     for rate in (0, -1.0, float("nan"), float("inf"), True, "0.1"):
         with pytest.raises(PlanError, match=r"launch\.learning_rate"):
