@@ -58,6 +58,10 @@ class EngineContract:
         yield engine
         engine.close()
 
+    @pytest.fixture
+    def engine_to_close(self) -> Any:
+        return self.make()
+
     def test_begins_under_baseline_without_budget(self, engine: Any) -> None:
         assert isinstance(engine, Engine)
         assert engine.plan == engine.space.baseline()
@@ -128,13 +132,12 @@ class EngineContract:
         engine.restore(snapshot)
         assert engine.run(3).loss == first
 
-    def test_closed_engine_refuses_to_run_and_can_be_closed_again(self) -> None:
-        engine = self.make()
-        engine.close()
+    def test_closed_engine_refuses_to_run_and_can_be_closed_again(self, engine_to_close: Any) -> None:
+        engine_to_close.close()
         if self.closes:
             with pytest.raises(EngineError, match="closed"):
-                engine.run(1)
-        engine.close()
+                engine_to_close.run(1)
+        engine_to_close.close()
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +158,10 @@ class StartedEngineContract(EngineContract):
         yield engine
         engine.apply(engine.space.baseline())
         engine.memory_budget_bytes = None
+
+    @pytest.fixture
+    def engine_to_close(self, started: dict[type, Engine]) -> Any:
+        return started.pop(type(self), None) or self.make()
 
 
 class TestTorchEngine(EngineContract):
