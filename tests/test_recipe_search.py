@@ -28,7 +28,6 @@ from autotune.agents.recipe_space import PPO_SPACE, Choice, Range, own_values, s
 from autotune.campaign.policy_training import train_seed
 from autotune.campaign.recipe_search import (
     Search,
-    SearchSettings,
     best_first,
     opened,
     run_search,
@@ -39,6 +38,7 @@ from autotune.cli.main import run
 from autotune.errors import AutotuneError, InputError, RunDirectoryError
 from autotune.gym.levers import RUN_FEATURES
 from autotune.records.run_directory import RunDirectory
+from autotune.records.run_documents import SearchSettings
 from autotune.records.tracking import Tracker, tracking_uri
 from autotune.report.terminal_tables import search_table, search_verdict
 from autotune.simulator.moving_conditions import Strengths

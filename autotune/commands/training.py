@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from autotune.io.progress import Reporter, Silent
 from autotune.job import Job
 from autotune.profiling.profile_cache import cached_profile
 from autotune.records.run_directory import RunDirectory, require_writable
-from autotune.records.run_documents import TrainConfig
+from autotune.records.run_documents import SearchSettings, TrainConfig
 from autotune.records.tracking import Tracker, send_pending
 
 if TYPE_CHECKING:
@@ -100,14 +101,14 @@ def search_recipe(
         if decisions not in (None, begun):
             run.close()
             raise InputError(f"is {decisions}", where="--search-decisions", allowed=f"{begun}, as at its start")
-        settings = recipe_search.SearchSettings(trials=trials, decisions=begun)
+        settings = SearchSettings(trials=trials, decisions=begun)
     else:
         found = _recipe(recipe)
         each = recipe_search.share_of(found) if decisions is None else decisions
-        settings = recipe_search.SearchSettings(trials=trials, decisions=each)
+        settings = SearchSettings(trials=trials, decisions=each)
         space_around(found.ppo)
         require_writable(Path(runs_dir))
-        config = {"recipe": found.to_json(), "search": {"trials": trials, "decisions": each}}
+        config = {"recipe": found.to_json(), "search": asdict(settings)}
         run = RunDirectory.create(Path(runs_dir), "train", "search", config)
     with run, recipe_search.opened(found, settings, run) as search:
         send_pending(run.path.parent)
