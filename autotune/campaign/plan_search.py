@@ -23,7 +23,7 @@ from autotune.agents.study_store import StudyStore
 from autotune.campaign.baselines import References
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import Goal
-from autotune.engines.budgeted_engine import MeteredEngine, StepsSpentError
+from autotune.engines.budgeted_engine import BudgetedEngine, StepsSpentError
 from autotune.engines.engine import Engine
 from autotune.engines.tuning_windows import WINDOW_STEPS, merge_windows
 from autotune.errors import InputError
@@ -170,7 +170,7 @@ class _Tuning:
     clock: Callable[[], float]
     # Costs are relative to this window of the baseline; the finals measure it again.
     reference: Measurement = field(init=False)
-    metered: MeteredEngine = field(init=False)
+    metered: BudgetedEngine = field(init=False)
     trials: list[Trial] = field(init=False, default_factory=list)
     # The first trials of a resumed campaign are already in the file.
     recorded: int = field(init=False)
@@ -181,7 +181,7 @@ class _Tuning:
         references = self.references
         self.reference = references.baseline
         available = self.settings.steps - references.steps - _RESERVE
-        self.metered = MeteredEngine(engine, available, self._note, window_budget=self.settings.trials)
+        self.metered = BudgetedEngine(engine, available, self._note, window_budget=self.settings.trials)
         if references.leanest is not None:
             self.metered.known[engine.space.leanest()] = _held_to(references.leanest, references.memory_budget_bytes)
         self.metered.known[engine.space.baseline()] = references.baseline

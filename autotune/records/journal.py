@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from autotune.engines.engine import Engine, PreparingEngine
+from autotune.engines.engine import Engine, EngineProxy
 from autotune.errors import RunDirectoryError
 from autotune.io.documents import Count, Seconds, document, validated
 from autotune.io.files import append_json_line, open_for_appending, parse_line, read_bytes
 from autotune.measurement import Measurement
-from autotune.plan import Plan, PlanSpace
+from autotune.plan import Plan
 from autotune.records.run_directory import BEGUN_WITH, LARGEST_LOG_BYTES, as_run_error, writing
 
 JOURNAL = "journal.jsonl"
@@ -131,78 +131,31 @@ class Journal:
             append_json_line(self._path, {**record, "crc32": _sum(record)})
 
 
-class JournaledEngine:
+class JournaledEngine(EngineProxy):
     """An engine that replays the windows of a journal, and trains after that.
 
     Args:
         engine: the engine that trains; it begins at the start of the job.
         journal: the campaign's journal.
-
-    Attributes:
-        ahead: number of windows that are worth preparing in advance.
     """
 
     def __init__(self, engine: Engine, journal: Journal) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._journal = journal
-        self._plan = engine.plan
         self._prepared = 0
-        self.ahead = engine.ahead if isinstance(engine, PreparingEngine) else 1
-        self.memory_budget_bytes = engine.memory_budget_bytes
-
-    @property
-    def space(self) -> PlanSpace:
-        """Return the engine's space."""
-        return self._engine.space
-
-    @property
-    def plan(self) -> Plan:
-        """Return the plan of the next window."""
-        return self._plan
-
-    def apply(self, plan: Plan) -> None:
-        """Set the plan of the next window."""
-        self._plan = self.space.check(plan)
 
     def prepare(self, plan: Plan, steps: int) -> None:
         """Start a window that will be requested, unless the journal has its result."""
         ahead, self._prepared = self._prepared, self._prepared + 1
-        if isinstance(self._engine, PreparingEngine) and ahead >= self._journal.left:
-            self._engine.memory_budget_bytes = self.memory_budget_bytes
-            self._engine.prepare(plan, steps)
+        if ahead >= self._journal.left:
+            super().prepare(plan, steps)
 
     def run(self, steps: int) -> Measurement:
         """Return the next window, replayed or measured."""
         self._prepared = max(self._prepared - 1, 0)
-
-        def train() -> dict[str, Any]:
-            self._engine.memory_budget_bytes = self.memory_budget_bytes
-            self._engine.apply(self._plan)
-            return _finite(self._engine.run(steps).to_json())
-
-        asked = {
-            "window": self._plan.to_json(),
-            "steps": steps,
-            "memory_budget_bytes": self.memory_budget_bytes,
-        }
-        seen = self._journal.once(asked, train)
+        asked = {"window": self.plan.to_json(), "steps": steps, "memory_budget_bytes": self.memory_budget_bytes}
+        seen = self._journal.once(asked, lambda: _finite(super(JournaledEngine, self).run(steps).to_json()))
         return Measurement.from_json(seen, where=self._journal.place)
-
-    def evaluate(self) -> float:
-        """Return the metric of the engine's model."""
-        return self._engine.evaluate()
-
-    def snapshot(self) -> Any:
-        """Return the engine's training state."""
-        return self._engine.snapshot()
-
-    def restore(self, snapshot: Any) -> None:
-        """Return to a training state."""
-        self._engine.restore(snapshot)
-
-    def close(self) -> None:
-        """Close the engine."""
-        self._engine.close()
 
 
 def _finite(document: dict[str, Any]) -> dict[str, Any]:
