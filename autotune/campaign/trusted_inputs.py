@@ -34,7 +34,7 @@ class TrustedInputs:
     :class:`autotune.errors.RunDirectoryError` if the two do not match.
 
     Attributes:
-        jobs: jobs or references to them; a run on one job takes a single one, whatever it is called.
+        jobs: jobs or references to them; a run on one job accepts a single job of any name.
         arms: arms that are plan files or policy folders; other arms are ignored.
         storage: address of the database that keeps Optuna's studies.
         cluster: address of a Ray cluster.
