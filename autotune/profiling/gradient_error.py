@@ -1,4 +1,4 @@
-"""Measure what low precision does to a gradient: the same batch and generators, one unit at a time."""
+"""The error of a gradient in low precision, measured unit by unit with the same batch and random numbers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from autotune.engines.torch_engine import TorchEngine
 from autotune.plan import Plan, Precision
 
-# Units that are measured one by one; of more, so many at even distances stand for the rest.
+# The largest number of units that are measured; of more units, evenly spaced ones stand for the others.
 _MAX_UNITS = 24
 
 
 def squared_errors(engine: TorchEngine) -> dict[str, dict[str, float]]:
     """Return the squared relative error of the whole gradient that each unit causes in each 16-bit precision.
 
-    Errors of units add up in squares, so that single units tell those of any plan.
+    The squared errors of units add up, so those of single units give the error of any plan.
 
     Args:
         engine: an engine with fp32 among its precisions; its training state stays as it is.
