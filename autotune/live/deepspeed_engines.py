@@ -1,4 +1,7 @@
-"""Attach to a DeepSpeed engine: what of it the tuner works with, and what it cannot work with. It is not imported."""
+"""The parts of a DeepSpeed engine that a live tuner works with, and a check of what it cannot work with.
+
+DeepSpeed itself is not imported.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from autotune.mechanics.sharded import ShardedUpdate
 
 
 def is_engine(value: object) -> bool:
-    """Tell whether something is what ``deepspeed.initialize`` returns, or a kind of it."""
+    """Tell whether a value is an engine, as ``deepspeed.initialize`` returns it."""
     return any(kind.__module__.startswith("deepspeed.") for kind in type(value).__mro__[:-1])
 
 
@@ -24,10 +27,10 @@ def update_of(engine: Any, mode: Mode, clip_norm: float | None) -> ShardedUpdate
     Args:
         engine: what ``deepspeed.initialize`` returned.
         mode: what the tuner may change.
-        clip_norm: what the caller asked to clip at.
+        clip_norm: the norm at which the caller wants gradients clipped; ``None`` for none.
 
     Raises:
-        AttachError: naming what of the engine is not supported, and the remedy.
+        AttachError: naming the engine's feature that is not supported, and the remedy.
     """
     if not is_engine(engine):
         raise _refused(f"engine is a {type(engine).__name__}", "what deepspeed.initialize returned")
@@ -44,7 +47,7 @@ def update_of(engine: Any, mode: Mode, clip_norm: float | None) -> ShardedUpdate
     clip = engine.gradient_clipping()
     if clip_norm is not None and clip_norm != clip:
         raise _refused(f"clip_norm is {clip_norm}, and gradient_clipping is {clip}", "the engine's alone")
-    # The one that it shards, or its own.
+    # The optimizer that it shards, or the engine's own.
     optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise _refused(f"the engine's optimizer is a {type(optimizer).__name__}", "a torch optimizer inside")
@@ -56,7 +59,12 @@ def update_of(engine: Any, mode: Mode, clip_norm: float | None) -> ShardedUpdate
 
 
 def held_bytes(update: ShardedUpdate, model: nn.Module) -> int:
-    """Return what an engine holds besides weights, buffers and optimizer state: masters and communication buffers."""
+    """Return an engine's bytes other than weights, buffers and optimizer state: masters and communication buffers.
+
+    Args:
+        update: the engine's update.
+        model: the model.
+    """
     return tensor_bytes(update.resident(model, [])) - tensor_bytes(resident_tensors(model, update.optimizer, []))
 
 
