@@ -63,7 +63,8 @@ class WatchedEngine(TorchEngine):
             with self.watch:
                 yield False
         else:
-            yield False
+            with super().metering(batches) as metered:
+                yield metered
         self.watch = None
 
     def _static(self) -> int:
@@ -144,8 +145,8 @@ class WatchedEngine(TorchEngine):
             names: names of the units.
         """
         units = tuple(unit for unit in self.space.units if unit.name not in names)
-        self._space = replace(self.space, units=units)
-        self.apply(self._space.baseline())
+        self.space = replace(self.space, units=units)
+        self.apply(self.space.baseline())
 
     def _unit_names(self) -> list[str]:
         return [unit.name for unit in self.space.units]
