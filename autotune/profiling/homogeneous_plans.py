@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from autotune.plan import Plan, PlanSpace, Precision, Storage
 from autotune.profiling.step_record import StepsAtK, TimedStep, TracedStep
 from autotune.profiling.unseen_costs import kind_of
 
+Value = TypeVar("Value")
 # The update, as a phase and a segment.
 UPDATE: tuple[Phase, int] = ("update", -1)
 
@@ -209,11 +210,11 @@ def share_seconds(found: Mapping[PlanName, PlanSteps], space: PlanSpace) -> None
                     step.seconds.update({(phase, index): shared for index in indices})
 
 
-def spread_choices(choices: Sequence[int], count: int) -> tuple[int, ...]:
-    """Return at most so many of the choices, evenly spread, with the smallest and the largest.
+def spread_choices(choices: Sequence[Value], count: int) -> tuple[Value, ...]:
+    """Return at most so many of the choices, evenly spread, with the first and the last.
 
     Args:
-        choices: the choices, ascending.
+        choices: the choices, in order.
         count: the largest number of them to return, at least 2.
     """
     if len(choices) <= count:
