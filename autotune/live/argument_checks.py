@@ -71,7 +71,7 @@ def choice_of(kind: Any, value: object, key: str) -> Any:
 def updates_through(engine: Any, model: Any, optimizer: Any, mode: Mode, clip_norm: float | None) -> ShardedUpdate:
     """Return what makes updates through a DeepSpeed engine, which comes without a model and an optimizer."""
     if model is not None or optimizer is not None:
-        raise AttachError("model or optimizer cannot be given with engine", where="attach", allowed="the engine alone")
+        raise AttachError("model or optimizer cannot be given with engine", where="attach", allowed="only the engine")
     return update_of(engine, mode, clip_norm)
 
 

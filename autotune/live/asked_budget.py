@@ -58,7 +58,7 @@ class BudgetFunction:
             self.last = size_of(answer, "memory_budget_bytes returned")
         except BudgetError:
             kind = type(answer).__name__
-            return f"returned {'an' if kind[:1] in 'aeiou' else 'a'} {kind} that is no size"
+            return f"returned {'an' if kind[:1] in 'aeiou' else 'a'} {kind} that is not a size"
         return None
 
 

@@ -35,22 +35,26 @@ def update_of(engine: Any, mode: Mode, clip_norm: float | None) -> ShardedUpdate
     if not is_engine(engine):
         raise _refused(f"engine is a {type(engine).__name__}", "what deepspeed.initialize returned")
     if any(kind.__name__ == "PipelineEngine" for kind in type(engine).__mro__):
-        raise _refused("the engine is a pipeline, which accumulates by itself", "an engine without pipeline stages")
+        raise _refused(
+            "the engine is a pipeline, which accumulates gradients by itself", "an engine without pipeline stages"
+        )
     if engine.is_deepcompile_enabled():
         raise _refused("the engine uses DeepCompile, which owns the backward pass", "compile.deepcompile false")
     if not engine.managed_gradient_accumulation():
         raise _refused("managed_gradient_accumulation is false", "true, its default")
     if engine.fp16_enabled():
-        raise _refused("fp16 is enabled, whose loss scale is not the tuner's", "bf16, or a torch_autocast section")
+        raise _refused(
+            "fp16 is enabled, with a loss scale that the tuner does not control", "bf16, or a torch_autocast section"
+        )
     if mode is not Mode.EXACT:
-        raise _refused(f"mode is {mode}, and no rank has the gradient that it would be checked by", "mode exact")
+        raise _refused(f"mode is {mode}, whose checks need the whole gradient, which no rank has", "mode exact")
     clip = engine.gradient_clipping()
     if clip_norm is not None and clip_norm != clip:
-        raise _refused(f"clip_norm is {clip_norm}, and gradient_clipping is {clip}", "the engine's alone")
+        raise _refused(f"clip_norm is {clip_norm}, and gradient_clipping is {clip}", "only the engine's setting")
     # The optimizer that it shards, or the engine's own.
     optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise _refused(f"the engine's optimizer is a {type(optimizer).__name__}", "a torch optimizer inside")
+        raise _refused(f"the engine's optimizer is a {type(optimizer).__name__}", "an engine around a torch optimizer")
     trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
     update = ShardedUpdate(engine, optimizer, trained, clip or None)
     if update.stage and not hasattr(engine.optimizer, "averaged_gradients"):

@@ -91,7 +91,7 @@ class Lessons:
                         str(precision), f"the run computes in {self._probes.autocast} by an autocast of its own"
                     )
             if allowed.space.k_splits and allowed.space.accumulation_choices[1:] and not self._ks[1:]:
-                allowed.lock(K, "the run's first batches have no samples at which they could be cut")
+                allowed.lock(K, "the run's first batches cannot be cut into samples")
             trial = self._trial()
             if trial is not None:
                 yield trial

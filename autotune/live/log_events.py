@@ -227,7 +227,7 @@ def check_log(events: Sequence[Mapping[str, Any]], *, version: int, where: str) 
         InputError: naming the line.
     """
     if not events or events[0].get("event") != "attached" or events[0].get("version") != version:
-        raise InputError("is no decision log of this version", where=where, allowed=f"version {version}")
+        raise InputError("is not a decision log of this version", where=where, allowed=f"version {version}")
     for number, event in enumerate(events, 1):
         place = f"{where} line {number}"
         check(event, where=place)

@@ -42,7 +42,7 @@ class LogTail:
             with os.fdopen(os.open(self.path, flags), "rb") as file:
                 found = os.fstat(file.fileno())
                 if special(found.st_mode) is not None or found.st_size < self._offset:
-                    raise InputError("is another file than before", where=str(self.path), allowed="a log that grows")
+                    raise InputError("is not the same file as before", where=str(self.path), allowed="a log that grows")
                 self.grown = found.st_mtime
                 file.seek(self._offset)
                 left = found.st_size - self._offset
@@ -57,7 +57,7 @@ class LogTail:
                         yield row, follow
                     if len(torn) > _LONGEST_BYTES:
                         allowed = f"lines of at most {_LONGEST_BYTES} bytes"
-                        raise InputError("holds a line without an end", where=str(self.path), allowed=allowed)
+                        raise InputError("has a line that does not end", where=str(self.path), allowed=allowed)
         except FileNotFoundError:
             return
         except OSError as error:

@@ -67,7 +67,7 @@ def replay(
         if found:
             tuner.detach()
             raise InputError(
-                f"unit {found[0]!r} is no module of {job.name}", where=str(file), allowed="the job's own log"
+                f"unit {found[0]!r} is not a module of {job.name}", where=str(file), allowed="a log of the same job"
             )
         batches = itertools.chain.from_iterable(job.batches(seed + number) for number in itertools.count())
         for number, batch in enumerate(itertools.islice(batches, length)):

@@ -161,7 +161,7 @@ def profile_elsewhere(reference: str, runs: Path, *, lean: bool) -> None:
         # A profile holds for one number of threads.
         run_elsewhere("autotune.profiling.profiling_main", asked, threads=torch.get_num_threads())
     except WorkersError as error:
-        raise JobError(f"profiling it ends with {error.failure}: {error}", where=reference) from error
+        raise JobError(f"profiling ends with {error.failure}: {error}", where=reference) from error
 
 
 def find_profile(job: Job, runs: Path, ranked: Ranked | None = None) -> Profile | None:

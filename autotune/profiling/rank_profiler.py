@@ -70,7 +70,7 @@ def profile_on_ranks(
             )
         except RanksError as error:
             if error.failure is not Failure.OUT_OF_MEMORY or error.tried is None or error.tried in no_room:
-                raise JobError(f"profiling it: {error}", where=job) from error
+                raise JobError(f"profiling fails: {error}", where=job) from error
             no_room.append(error.tried)
         else:
             return replace(Profile.from_json(found, where=job), seconds=time.perf_counter() - began)
