@@ -8,10 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from autotune import commands
 from autotune.campaign import comparison_campaign
@@ -20,25 +17,10 @@ from autotune.campaign.setup import Campaign
 from autotune.cli.main import run
 from autotune.records.requests import CompareRequest
 from autotune.records.run_directory import RunDirectory
-from autotune.records.stratified import stratified_interval, together
-from autotune.records.verdicts import interval
+from autotune.records.stratified import together
 
 TESTS = Path(__file__).parent
 JOBS = [f"{TESTS / 'tiny_job.py'}:job", f"{TESTS / 'several_jobs.py'}:narrow"]
-
-
-@given(st.lists(st.floats(-1, 1), min_size=2, max_size=12))
-def test_of_one_job_it_is_students_interval(values: list[float]) -> None:
-    assert stratified_interval([values], 0.95)[1:] == pytest.approx(interval(values, 0.95), abs=1e-9)
-
-
-def test_it_covers_the_mean_of_means_as_often_as_it_says_though_jobs_vary_differently() -> None:
-    generator, covered = np.random.default_rng(0), 0
-    for _ in range(1000):
-        strata = [generator.normal(mean, spread, 8).tolist() for mean, spread in ((-1.0, 0.01), (0.5, 0.3), (2.0, 1.0))]
-        _, low, high = stratified_interval(strata, 0.95)
-        covered += low <= 0.5 <= high
-    assert 925 <= covered <= 975
 
 
 def document(job: str, times: dict[str, list[float | None]], **entries: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from autotune.agents.policy_folder import load_policy
 from autotune.agents.policy_network import LeverNetwork
 from autotune.agents.recipe import JobsRecipe, LeverRecipe, Recipe, read_recipe
 from autotune.campaign.policy_training import (
-    interval_over_jobs_and_seeds,
     jobs_of,
     train_seed,
     validation_env,
@@ -388,22 +387,3 @@ def test_jobs_to_judge_by_are_none_of_those_to_train_on() -> None:
     assert env.settings == recipe.planner
     stronger = validation_env(recipe, Strengths(length=0.5), lanes=8)
     assert np.std(np.log(stronger.course.length)) > np.std(np.log(env.course.length))
-
-
-def test_an_interval_over_jobs_and_seeds_holds_the_mean_and_widens_where_lanes_of_a_job_agree() -> None:
-    generator = np.random.default_rng(0)
-    job = np.repeat(np.arange(20), 10)
-    alone = generator.standard_normal((4, 200))
-    common = np.repeat(generator.standard_normal(20), 10)[None] + 0.0 * alone
-    widths = []
-    for values in (alone, common):
-        low, high = interval_over_jobs_and_seeds(values, job, resamples=300)
-        assert low <= values.mean() <= high
-        widths.append(high - low)
-    assert widths[1] > 2 * widths[0]
-    seeds = np.repeat(np.array([[-1.0], [1.0]]), 200, axis=1)
-    low, high = interval_over_jobs_and_seeds(seeds, job, resamples=300)
-    assert (low, high) == (-1.0, 1.0)
-    assert interval_over_jobs_and_seeds(np.full((3, 200), 0.5), job, resamples=50) == (0.5, 0.5)
-    few = interval_over_jobs_and_seeds(alone, job, resamples=300, confidence=0.5)
-    assert few[1] - few[0] < widths[0]

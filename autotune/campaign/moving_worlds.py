@@ -22,7 +22,6 @@ from autotune.campaign.policy_judging import (
     Share,
     untrained_network,
 )
-from autotune.campaign.policy_training import interval_over_jobs_and_seeds
 from autotune.cost_model.cost_arrays import Floats
 from autotune.gym.levers import (
     BRACES,
@@ -39,6 +38,7 @@ from autotune.simulator.clairvoyant import best_static, clairvoyant
 from autotune.simulator.moving_conditions import Course, MovingRuns, Strengths
 from autotune.simulator.online_planner import Planner, PlannerSettings, Rises
 from autotune.simulator.random_jobs import draw_job
+from autotune.stats import clustered_mean_interval
 
 _SIZES = ("noise_error", "cost_error", "time_noise", "drift", "length", "curriculum", "jitter", "switch_windows")
 # Prefixes of the run features that an ablation hides together.
@@ -299,7 +299,7 @@ class World:
         return np.stack([100 * (alone - one) / alone for one in seconds])
 
     def _interval(self, won: Floats) -> list[float]:
-        return list(interval_over_jobs_and_seeds(won, self._course.job))
+        return list(clustered_mean_interval(won, self._course.job))
 
     def _seeds(self, judged: Judged, outcomes: Sequence[Outcome]) -> dict[str, float]:
         won = self._won([outcome.seconds for outcome in outcomes]).mean(axis=1)

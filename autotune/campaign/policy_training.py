@@ -29,7 +29,6 @@ from autotune.campaign.seed_files import (
     write_result,
 )
 from autotune.campaign.seed_processes import ClusterSeeds, LocalSeeds, SeedProcess
-from autotune.cost_model.cost_arrays import Floats
 from autotune.engines.ray_cluster import ClusterOptions
 from autotune.errors import AutotuneError, WorkerLostError
 from autotune.gym.moving_env import MovingEnv
@@ -40,12 +39,12 @@ from autotune.records.tracking import Tracker
 from autotune.simulator.moving_conditions import Strengths
 from autotune.simulator.random_jobs import draw_job
 from autotune.simulator.simulated_job import SimulatedJob
+from autotune.stats import clustered_mean_interval
 
 logger = logging.getLogger(__name__)
 
 POLICY = "policy"
 _POLL_S = 1.0
-_RESAMPLES = 2000
 
 
 def jobs_of(recipe: Recipe, *, validation: bool = False) -> list[SimulatedJob]:
@@ -237,7 +236,7 @@ def _finish(
 
     results = [read_result(files, recipe) for files in seeds]
     won = np.array([result.won for result in results])
-    interval = interval_over_jobs_and_seeds(won, results[0].job)
+    interval = clustered_mean_interval(won, results[0].job)
     best = int(won.mean(axis=1).argmax())
     network = results[best].network(recipe.ppo.width)
     training = LeverTraining(
@@ -271,31 +270,6 @@ def _finish(
     tracker.artifact(run.path / POLICY)
     tracker.artifact(run.write("trained.json", document))
     return document
-
-
-def interval_over_jobs_and_seeds(
-    values: Floats, job: np.ndarray[Any, Any], *, resamples: int = _RESAMPLES, confidence: float = 0.95
-) -> tuple[float, float]:
-    """Return a bootstrap interval of a mean over seeds and lanes; both jobs and seeds are resampled.
-
-    Args:
-        values: shape (seeds, lanes).
-        job: shape (lanes,), index of each lane's job; lanes of one job are drawn together.
-        resamples: number of bootstrap samples.
-        confidence: confidence level of the interval.
-    """
-    generator = np.random.default_rng(0)
-    jobs, place = np.unique(job, return_inverse=True)
-    count = np.bincount(place)
-    sums = np.stack([np.bincount(place, row) for row in values])
-    means = []
-    for _ in range(resamples):
-        drawn = generator.integers(0, len(jobs), len(jobs))
-        seeds = generator.integers(0, len(values), len(values))
-        means.append(sums[np.ix_(seeds, drawn)].sum() / (count[drawn].sum() * len(seeds)))
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(means, [tail, 1 - tail])
-    return float(low), float(high)
 
 
 def card(recipe: Recipe, training: Any, document: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 from autotune.agents.optuna_search import Outcome, Proposal, RecipeStudy
 from autotune.agents.recipe import Recipe
 from autotune.agents.recipe_space import own_values, space_around, with_values
-from autotune.campaign.policy_training import interval_over_jobs_and_seeds, train_seed
+from autotune.campaign.policy_training import train_seed
 from autotune.campaign.seed_files import SeedFiles, SeedResult, finished, own_folder, read_result, taken_up
 from autotune.campaign.seed_processes import SeedProcess, begin_seed
 from autotune.errors import AutotuneError, InputError
@@ -27,6 +27,7 @@ from autotune.io.files import write_atomic
 from autotune.io.progress import Reporter
 from autotune.records.run_directory import RunDirectory
 from autotune.records.tracking import Tracker
+from autotune.stats import clustered_mean_interval
 
 logger = logging.getLogger(__name__)
 
@@ -317,4 +318,4 @@ def _ahead(search: Search, ranked: list[Outcome]) -> dict[str, Any] | None:
         logger.warning("%s: %s; the lead of the best trial is unknown", error.where, error.problem)
         return None
     ahead = best.won - reference.won
-    return {"percent": float(ahead.mean()), "percent_ci95": list(interval_over_jobs_and_seeds(ahead[None], best.job))}
+    return {"percent": float(ahead.mean()), "percent_ci95": list(clustered_mean_interval(ahead[None], best.job))}

@@ -19,7 +19,6 @@ from autotune.campaign.policy_judging import (
     Judged,
     untrained_network,
 )
-from autotune.campaign.policy_training import interval_over_jobs_and_seeds
 from autotune.cost_model.cost_arrays import CostArrays
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.plan_pool import PlanPool
@@ -36,6 +35,7 @@ from autotune.measurement import Failure, GradientStatistics, Measurement
 from autotune.plan import Plan
 from autotune.simulator.online_planner import LOOK_AHEAD, Lanes, Planner, Situation
 from autotune.simulator.random_jobs import draw_job
+from autotune.stats import clustered_mean_interval
 
 _DEEP = 48
 # Largest factor by which costs differ from those that were drawn, where they are shifted.
@@ -311,7 +311,7 @@ def _entry(cases: Sequence[Case], proposals: Sequence[Sequence[Proposal]], evalu
         "regret_median": float(np.median(known)) if known.size else None,
         "regret_p95": float(np.quantile(known, 0.95)) if known.size else None,
         "regret_mean": float(whole.mean()) if whole.size else None,
-        "regret_mean_ci95": list(interval_over_jobs_and_seeds(whole.T, np.arange(len(whole)))) if whole.size else None,
+        "regret_mean_ci95": list(clustered_mean_interval(whole.T, np.arange(len(whole)))) if whole.size else None,
         "over_budget": over,
         "infeasible": infeasible,
         "evaluations": evaluations,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,6 @@ from autotune.paper.table_comparisons import (
     Summary,
     baseline_arm,
     fp32_notes,
-    geometric,
     paper_arm,
     samples_needed,
     summarised,
@@ -166,7 +166,7 @@ def _held(experiment: Experiment, document: Mapping[str, Any], rates: Mapping[st
             sentence = f"{entry['arm']}: {entry['verdict']}, since {entry['reason']}"
             found.append({"arm": entry["arm"], "time_ratio": None, "holds": False, "sentence": sentence})
             continue
-        samples = geometric(
+        samples = statistics.geometric_mean(
             [samples_needed(run) / samples_needed(other) for run, other in zip(arm["runs"], baseline, strict=True)]
         )
         holds = ratio <= experiment.at_most and entry["non_inferior"]
