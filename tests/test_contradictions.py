@@ -44,7 +44,7 @@ def change(path: Path, **values: object) -> None:
 def test_the_arms_that_are_run_are_those_that_were_vouched_for(compared: Path) -> None:
     (compared / "comparison.json").unlink()
     change(compared / "config.json", arms=["baseline", str(compared.parent / "plan.json")])
-    with pytest.raises(RunDirectoryError, match=r"asked\.arms is not arms"):
+    with pytest.raises(RunDirectoryError, match=r"asked\.arms differs from arms"):
         autotune.resume(compared, job=JOB)
 
 

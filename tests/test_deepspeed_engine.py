@@ -360,7 +360,7 @@ def test_what_is_automatic_or_off_is_no_contradiction() -> None:
     [
         (["--engine", "spark"], "engine is 'spark'"),
         (["--engine", "deepspeed", "--zero-stage", "4", "--method", "random"], "ZeRO stage is '4'"),
-        (["--zero-stage", "2"], "is for DeepSpeed"),
+        (["--zero-stage", "2"], "--engine torch cannot be combined with"),
         (["--engine", "deepspeed", "--method", "random", "--ds-config", "nowhere.json"], "cannot be read"),
     ],
 )

@@ -15,15 +15,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autotune
-from autotune import TorchEngine, api, optimizers
+from autotune import TorchEngine, commands, optimizers
+from autotune.campaign.trusted_inputs import TrustedInputs
 from autotune.catalog import load_job
 from autotune.cli.main import run
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.engines.job_checks import build_model, build_optimizer
 from autotune.errors import InputError, PlanError
+from autotune.io.progress import Silent
 from autotune.launching import compiled, launched, split, suffix
 from autotune.plan import Launch, Plan, Precision
 from autotune.profiling.profiler import ProfilerOptions, profile
+from autotune.records.requests import CompareOptions
 from autotune.records.run_directory import read_plan
 from autotune.report.campaign_run import read_campaign
 from autotune.report.tuning_page import TuningPage
@@ -273,6 +276,10 @@ def test_arms_are_searched_for_as_they_are_launched_and_a_campaign_is_taken_up(t
     assert (folder / "report.html").is_file()
 
 
+def compare_jobs(jobs: list[str], arms: list[str], runs: Path) -> None:
+    commands.compare_jobs(jobs, arms, CompareOptions(), TrustedInputs(jobs=jobs, arms=arms), runs, Silent())
+
+
 def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     other = tmp_path / "plan.json"
@@ -283,9 +290,9 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path) ->
     with pytest.raises(InputError, match="no rule leads from the learning rate of Adagrad"):
         autotune.compare(adagrad, ["exact", "exact+lion"], seeds=2, runs_dir=runs)
     with pytest.raises(InputError, match="a plan file fits one job"):
-        api.compare_jobs([str(JOB), f"{JOB}:never_met"], [f"{other}+lion"], runs_dir=runs)
+        compare_jobs([str(JOB), f"{JOB}:never_met"], [f"{other}+lion"], runs)
     with pytest.raises(InputError, match="launched differently from the job"):
-        api.compare_jobs([str(JOB), f"{JOB}:job+lion"], ["exact+compile"], runs_dir=runs)
+        compare_jobs([str(JOB), f"{JOB}:job+lion"], ["exact+compile"], runs)
     for arms, message in (
         (["best+lion"], "arm 'best' is unknown"),
         (["exact+leon"], r"--arms: \+leon is unknown"),

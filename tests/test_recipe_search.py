@@ -359,7 +359,7 @@ def test_where_the_own_values_fail_nothing_is_said_to_be_ahead_of_them(tmp_path:
 
 
 def test_a_search_whose_every_trial_fails_says_so(tmp_path: Path) -> None:
-    with pytest.raises(AutotuneError, match="no trial of 1 ended well"):
+    with pytest.raises(AutotuneError, match="all 1 trials failed"):
         searched(folder_of(tmp_path), 1, fails_on(0))
     assert not (tmp_path / "recipe.toml").exists()
 
@@ -372,7 +372,7 @@ def test_a_trial_that_was_killed_says_how_to_take_the_search_up_and_can_be(tmp_p
 
 
 NO_SEARCHES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "empty": (lambda folder: None, "is no run directory"),
+    "empty": (lambda folder: None, "is not a run directory"),
     "of another command": (lambda folder: put(folder, {"verb": "tune"}), "holds no training|config.json: "),
     "a training": (lambda folder: put(folder, {"recipe": TINY.to_json()}), "holds no search"),
     "search that is none": (
@@ -402,13 +402,19 @@ BAD: dict[str, tuple[list[str], str]] = {
     "fewer than none": (["--search", "-3"], "--search: is -3"),
     "trials that are no number": (["--search", "many"], "--search"),
     "no decisions": (["--search", "2", "--search-decisions", "0"], "--search-decisions: is 0"),
-    "decisions without a search": (["--search-decisions", "9"], "without --search"),
-    "search with a job": (["charlm", "--search", "2"], "a job is given"),
-    "search from a policy": (["--search", "2", "--from", "p"], "--from is given without a job"),
+    "decisions without a search": (["--search-decisions", "9"], "--search-decisions requires --search"),
+    "search with a job": (["charlm", "--search", "2"], "a job cannot be combined with --recipe, --search"),
+    "search from a policy": (["--search", "2", "--from", "p"], "--from requires a job"),
     "recipe that is missing": (["--search", "2", "--recipe", "none.toml"], "cannot be read"),
-    "recipe beside a search to take up": (["--search", "2", "--recipe", "r", "--resume", "s"], "one of them"),
+    "recipe beside a search to take up": (
+        ["--search", "2", "--recipe", "r", "--resume", "s"],
+        "--recipe cannot be combined",
+    ),
     "entropy without a logarithm": (["--search", "2", "--recipe", "no-entropy.toml"], "ppo.entropy is 0.0"),
-    "other decisions": (["--search", "2", "--search-decisions", "9", "--resume", "run"], "allowed: 8, as the search"),
+    "other decisions": (
+        ["--search", "2", "--search-decisions", "9", "--resume", "run"],
+        "allowed: 8, as at its start",
+    ),
     "taken up as a training": (["--resume", "run"], "--search N"),
 }
 

@@ -267,7 +267,7 @@ def test_where_both_saves_are_damaged_the_seed_begins_anew_and_ends_the_same(
     flip(interrupted.checkpoint_before)
     found = train_on(interrupted.folder)
     (line,) = warnings_in(caplog)
-    assert "SHA-256 is not the one it names, and no save before it is whole; seed 4 begins anew" in line
+    assert "SHA-256 is not the one it names, and no save before it is whole; seed 4 starts again" in line
     assert_same(found, whole)
 
 
@@ -461,9 +461,9 @@ def test_a_training_whose_results_are_damaged_trains_those_seeds_again_and_ends_
         file.write(b'nonsense\n{"decisions": 99999')
     again = autotune.commands.train(resume=run.path, processes=1)
     assert [line.partition(": ")[2] for line in warnings_in(caplog)] == [
-        "is not what the result names; seed 4 is trained again",
-        "1 damaged lines are left out",
-        "3 damaged lines are left out",
+        "is not the file that the result names; seed 4 is trained again",
+        "1 damaged lines are skipped",
+        "3 damaged lines are skipped",
     ]
     assert damaged.weights.read_bytes() == wanted
     assert kept.result.stat().st_mtime_ns == before

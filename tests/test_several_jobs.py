@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autotune import commands
+from autotune.campaign import comparison_campaign
 from autotune.campaign.comparison import GATE
-from autotune.campaign.session import Session, session_of
+from autotune.campaign.setup import Campaign
 from autotune.cli.main import run
+from autotune.records.requests import CompareRequest
 from autotune.records.run_directory import RunDirectory
 from autotune.records.stratified import together
 
@@ -53,18 +56,18 @@ def test_each_job_counts_alike_and_what_fails_on_one_fails_together() -> None:
 def test_several_jobs_are_compared_by_one_command_and_taken_up_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = Session.compare
+    real = comparison_campaign.compare
     begun: list[str] = []
 
-    def killed_at_the_second(self: Session, *arguments: Any, **options: Any) -> dict[str, Any]:
-        begun.append(self.job.name)
+    def killed_at_the_second(campaign: Campaign, *arguments: Any, **options: Any) -> dict[str, Any]:
+        begun.append(campaign.job.name)
         if len(begun) == 2:
             raise KeyboardInterrupt
-        return real(self, *arguments, **options)
+        return real(campaign, *arguments, **options)
 
     options = ["--arms", f"uniform-bf16,{GATE}", "--seeds", "2", "--runs-dir", str(tmp_path), "--json"]
     with monkeypatch.context() as patch:
-        patch.setattr(Session, "compare", killed_at_the_second)
+        patch.setattr(comparison_campaign, "compare", killed_at_the_second)
         assert run(["compare", *JOBS, *options]) == 130
     (folder,) = tmp_path.glob("*-compare-jobs-*")
     first = next(tmp_path.glob("*-compare-tiny-*"))
@@ -109,9 +112,9 @@ def test_wrong_input_is_one_line(
 def test_a_campaign_is_not_taken_up_on_another_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session = session_of("digits", None, 60, None, 0, tmp_path, None)
-    arms = {"arms": ["baseline", "paper"], "seeds": [1, 2]}
-    config = {**arms, "memory_budget": None, "steps": 60, "seed": 0, "asked": {**session.asked, **arms}}
+    request = CompareRequest(job="digits", arms=["baseline", "paper"], seeds=[1, 2], steps=60)
+    arms = {"arms": request.arms, "seeds": request.seeds}
+    config = {**arms, "memory_budget": None, "steps": 60, "seed": 0, "asked": asdict(request)}
     folder = RunDirectory.create(tmp_path, "compare", "digits", config)
     folder.close()
     monkeypatch.setattr("autotune.commands.resuming.device_name", lambda: "another")

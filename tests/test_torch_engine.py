@@ -865,7 +865,7 @@ def test_a_layer_that_the_device_cannot_run_in_a_format_is_unsupported():
 def fp16_engine(**changes: Any) -> TorchEngine:
     """Return an engine with fp16 in its space, however slowly this device runs it."""
     engine = engine_of(perceptron_job(**changes), statistics_every=1)
-    engine._space = dataclasses.replace(engine.space, precisions=(Precision.FP32, Precision.FP16))
+    engine.space = dataclasses.replace(engine.space, precisions=(Precision.FP32, Precision.FP16))
     engine.apply(engine.space.plan(accumulation_steps=2, precision=Precision.FP16))
     return engine
 

@@ -20,7 +20,7 @@ from autotune.bench.bench_overhead import PlainLoop, bench_overhead
 from autotune.budget import MemoryBudget
 from autotune.campaign import plan_search
 from autotune.campaign.baselines import measure_references
-from autotune.engines.budgeted_engine import MeteredEngine, StepsSpentError
+from autotune.engines.budgeted_engine import BudgetedEngine, StepsSpentError
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.engines.tuning_windows import WINDOW_STEPS
 from autotune.records.run_directory import RunDirectory
@@ -78,7 +78,7 @@ def test_a_budget_below_the_leanest_plan_is_refused_with_the_smallest_possible_o
 
 def test_a_known_plan_costs_no_steps_and_a_spent_budget_ends_measuring() -> None:
     heard: list[Plan] = []
-    engine = MeteredEngine(KnownEngine(), 7, lambda plan, window: heard.append(plan))
+    engine = BudgetedEngine(KnownEngine(), 7, lambda plan, window: heard.append(plan))
     for _ in range(3):
         engine.apply(SPACE.leanest())
         engine.run(3)

@@ -1,4 +1,4 @@
-"""``autotune train``: train the policy that leans on the planner."""
+"""``autotune train``: train the policy that adjusts the planner."""
 
 from __future__ import annotations
 
@@ -17,46 +17,47 @@ if TYPE_CHECKING:
 
 
 def command(
-    job: Annotated[str | None, typer.Argument(help="A real job to train a policy on with; see --from.")] = None,
+    job: Annotated[str | None, typer.Argument(help="Real job to continue training a policy on; see --from.")] = None,
     start: Annotated[
-        Path | None, typer.Option("--from", callback=input_path, help="The policy folder to begin with.")
+        Path | None, typer.Option("--from", callback=input_path, help="Policy folder to start from.")
     ] = None,
-    engine: Annotated[str, typer.Option("--engine", help="What a real job runs on: torch.")] = "torch",
+    engine: Annotated[str, typer.Option("--engine", help="Engine for a real job: torch.")] = "torch",
     windows: Annotated[
-        int, typer.Option("--windows", min=16, max=shared.MOST_STEPS, help="Windows of a real job to train on.")
+        int,
+        typer.Option("--windows", min=16, max=shared.MOST_STEPS, help="Number of windows of a real job."),
     ] = 96,
     memory_budget: BudgetOption = None,
     seed: SeedOption = 0,
     recipe: Annotated[
-        Path | None, typer.Option("--recipe", callback=input_path, help="A recipe (.toml); see policies/ppo.toml.")
+        Path | None, typer.Option("--recipe", callback=input_path, help="Recipe file (.toml); see policies/ppo.toml.")
     ] = None,
     search: Annotated[
         int | None,
-        typer.Option("--search", max=10_000, help="Search for better PPO settings: so many short trainings."),
+        typer.Option("--search", max=10_000, help="Number of short trainings to search for better PPO settings."),
     ] = None,
     search_decisions: Annotated[
         int | None,
         typer.Option(
             "--search-decisions",
             max=10**9,
-            help="Decisions of each short training; by default a fifth of the recipe's.",
+            help="Number of decisions in each short training; by default a fifth of the recipe's.",
         ),
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option("--resume", callback=input_path, help="The run directory of an interrupted training or search."),
+        typer.Option("--resume", callback=input_path, help="Run directory of an interrupted training or search."),
     ] = None,
     processes: Annotated[
-        int | None, typer.Option("--processes", min=1, max=256, help="Seeds or trials trained at once.")
+        int | None, typer.Option("--processes", min=1, max=256, help="Number of seeds or trials trained in parallel.")
     ] = None,
     cluster: ClusterOption = None,
     worker_cores: WorkerCoresOption = 1,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a policy by PPO: on simulated jobs whose conditions move, or on with one real job.
+    """Train a policy by PPO on simulated jobs with changing conditions, or continue training one on a real job.
 
-    The policy's folder is left in the run directory. With --search, a recipe is searched for instead.
+    The policy folder is written to the run directory. With --search, a recipe is searched for instead.
     """
     from autotune import commands
     from autotune.errors import InputError
@@ -64,16 +65,14 @@ def command(
     if engine != "torch":
         raise InputError(f"engine is {engine!r}", where="--engine", allowed="torch")
     if search_decisions is not None and search is None:
-        raise InputError("--search-decisions is given without --search", where="train", allowed="--search N beside it")
+        raise InputError("--search-decisions requires --search")
     workers = shared.cluster(cluster, worker_cores)
     if workers is not None and (job is not None or search is not None):
-        raise InputError(
-            "a job, or --search, is given", where="--cluster", allowed="a training on simulated jobs: its seeds spread"
-        )
+        raise InputError("--cluster cannot be combined with a job or --search: it trains seeds on simulated jobs")
     output = shared.console(as_json=as_json)
     if job is not None:
         if recipe is not None or resume is not None or search is not None:
-            raise InputError("a job is given", where="train", allowed="no --recipe, --search and --resume beside it")
+            raise InputError("a job cannot be combined with --recipe, --search or --resume")
         with shared.Bars(output) as bars:
             document = commands.fine_tune(
                 job,
@@ -87,7 +86,7 @@ def command(
         _show(document, output, _print_fine_tuned, as_json=as_json)
         return
     if start is not None:
-        raise InputError("--from is given without a job", where="train", allowed="autotune train JOB --from POLICY")
+        raise InputError("--from requires a job: autotune train JOB --from POLICY")
     with shared.Bars(output) as bars:
         if search is not None:
             document = commands.search_recipe(

@@ -1,4 +1,4 @@
-"""Train policies: on simulated jobs, on a real one, and recipes for it."""
+"""Train policies on simulated jobs or on a real job, and search for training recipes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def train(
     runs_dir: str | Path = "runs",
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
-    """Train the policy that leans on the planner, by PPO on simulated jobs.
+    """Train the policy that adjusts the planner, by PPO on simulated jobs.
 
     Args:
-        recipe: a recipe file; ``None`` for the defaults, or for what ``resume`` was begun with.
+        recipe: a recipe file; ``None`` for the defaults, or for the recipe of ``resume``.
         resume: the run directory of an interrupted training.
-        processes: seeds trained at once; ``None`` for one per core, or per worker of the cluster.
-        cluster: a Ray cluster that trains them; ``None`` for this machine.
-        runs_dir: where the run directory is made.
+        processes: number of seeds trained in parallel; ``None`` for one per core, or per worker of the cluster.
+        cluster: a Ray cluster that trains the seeds; ``None`` for this machine.
+        runs_dir: folder in which the run directory is made.
         reporter: shows progress; ``None`` shows nothing.
 
     Returns:
@@ -72,16 +72,17 @@ def search_recipe(
     runs_dir: str | Path = "runs",
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
-    """Search for the PPO settings that a recipe trains best with, by Optuna over short trainings.
+    """Search for the best PPO settings of a recipe, by Optuna over short trainings.
 
     Args:
-        recipe: a recipe file, whose own values are tried first; ``None`` for the defaults, or for what ``resume`` was
-            begun with.
-        trials: short trainings, those that ``resume`` holds included.
-        decisions: that each trains on; ``None`` for a fifth of the recipe's, or for what ``resume`` was begun with.
+        recipe: a recipe file, whose own values are tried first; ``None`` for the defaults, or for the recipe of
+            ``resume``.
+        trials: number of short trainings, including those of ``resume``.
+        decisions: number of decisions in each training; ``None`` for a fifth of the recipe's, or for the number of
+            ``resume``.
         resume: the run directory of an interrupted search.
-        processes: trials trained at once; ``None`` for one per core.
-        runs_dir: where the run directory is made.
+        processes: number of trials trained in parallel; ``None`` for one per core.
+        runs_dir: folder in which the run directory is made.
         reporter: shows progress; ``None`` shows nothing.
 
     Returns:
@@ -98,7 +99,7 @@ def search_recipe(
         found, run, begun = _taken_up(recipe, resume, searched=True)
         if decisions not in (None, begun):
             run.close()
-            raise InputError(f"is {decisions}", where="--search-decisions", allowed=f"{begun}, as the search was begun")
+            raise InputError(f"is {decisions}", where="--search-decisions", allowed=f"{begun}, as at its start")
         settings = recipe_search.SearchSettings(trials=trials, decisions=begun)
     else:
         found = _recipe(recipe)
@@ -123,11 +124,11 @@ def _recipe(path: str | Path | None) -> Recipe:
 
 
 def _taken_up(recipe: str | Path | None, resume: str | Path, *, searched: bool) -> tuple[Recipe, RunDirectory, int]:
-    """Return the recipe of an interrupted training, its run, to be written in, and a search's decisions per trial."""
+    """Return the recipe of an interrupted training, its locked run, and a search's decisions per trial (else 0)."""
     from autotune.agents.recipe import recipe_of
 
     if recipe is not None:
-        raise InputError("both --recipe and --resume are given", where="train", allowed="one of them")
+        raise InputError("--recipe cannot be combined with --resume, which uses the recipe of the run")
     where = Path(resume) / "config.json"
     config = RunDirectory.open(Path(resume)).config
     if not isinstance(config, TrainConfig):
@@ -149,15 +150,15 @@ def fine_tune(
     runs_dir: str | Path = "runs",
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
-    """Train a policy on with one real job; the better of before and after is kept.
+    """Continue training a policy on one real job; the better of the old and the new policy is kept.
 
     Args:
         job: the job, or its reference.
-        policy: the policy folder to begin with; ``None`` for the shipped one.
+        policy: the policy folder to start from; ``None`` for the shipped policy.
         memory_budget: as for :func:`tune`.
-        windows: windows of the job to train on.
-        seed: of training.
-        runs_dir: where the run directory is made.
+        windows: number of windows of the job to train on.
+        seed: random seed for training.
+        runs_dir: folder in which the run directory is made.
         reporter: shows progress; ``None`` shows nothing.
 
     Returns:

@@ -218,7 +218,7 @@ class DeepSpeedEngine(TorchEngine):
 
     def _restrict_space(self) -> None:
         """Leave out what ranks cannot do, and let rank 0 say what a device does well: others may have timed else."""
-        space = self._space
+        space = self.space
         precisions = tuple(p for p in space.precisions if p is not Precision.FP16)
         self.locks["precision fp16"] = "DeepSpeed's loss scaling is not the tuner's"
         choices = space.accumulation_choices
@@ -228,7 +228,7 @@ class DeepSpeedEngine(TorchEngine):
         distributed.broadcast_object_list(told, src=0)
         precisions, self.locks = told[0]
         self.fp32_borders = "borders" in self.locks
-        self._space = replace(space, precisions=precisions, accumulation_choices=choices)
+        self.space = replace(space, precisions=precisions, accumulation_choices=choices)
 
     def _require_same_everywhere(self, seed: int) -> None:
         shapes = [(name, list(getattr(p, "ds_shape", p.shape))) for name, p in self.model.named_parameters()]

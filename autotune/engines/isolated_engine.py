@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autotune.engines.deepspeed_config import STAGES
+from autotune.engines.engine import EngineBase
 from autotune.engines.torch_engine import EngineOptions
 from autotune.engines.worker_processes import Workers, WorkersError
 from autotune.errors import EngineError, InputError, JobError
@@ -82,8 +83,8 @@ class StateFiles:
         return [file.fileno() for file in self._files]
 
 
-class IsolatedEngine:
-    """Run a job's windows in a child process that may die.
+class IsolatedEngine(EngineBase):
+    """An engine that runs a job's windows in a child process that may die.
 
     Args:
         job: the job's reference, as :func:`autotune.load_job` takes it; a job itself crosses no process border.
@@ -115,7 +116,6 @@ class IsolatedEngine:
             raise JobError(
                 f"is {type(job).__name__}", where="isolated engine", allowed="a job's name: it crosses a process border"
             )
-        self.memory_budget_bytes: int | None = None
         self._job = job
         self._opening = {
             "job": job,
@@ -130,7 +130,6 @@ class IsolatedEngine:
         self._slowest_s = 0.0
         self._ranks = None if ranks is None else ranks.count
         self._latest: StateFiles | None = None
-        self._closed = False
         self._child: Workers | None = None
         self.children = 0
         try:
@@ -138,27 +137,8 @@ class IsolatedEngine:
         except BaseException:
             self.close()
             raise
-        self._space = PlanSpace.from_json(opened["space"])
+        super().__init__(PlanSpace.from_json(opened["space"]))
         self.locks: dict[str, str] = opened["locks"]
-        self._plan = self._space.baseline()
-
-    @property
-    def space(self) -> PlanSpace:
-        """Return the plans that this job on this device allows."""
-        return self._space
-
-    @property
-    def plan(self) -> Plan:
-        """Return the plan of the next window."""
-        return self._plan
-
-    def apply(self, plan: Plan) -> None:
-        """Make the next steps run under a plan.
-
-        Raises:
-            PlanError: if the plan lies outside the space; the former plan stays.
-        """
-        self._plan = self._space.check(plan)
 
     def run(self, steps: int) -> Measurement:
         """Run a window of optimizer steps; whatever becomes of the child is its failure.
@@ -169,7 +149,7 @@ class IsolatedEngine:
         began = time.perf_counter()
         request: dict[str, Any] = {
             "steps": steps,
-            "plan": self._plan.to_json(),
+            "plan": self.plan.to_json(),
             "memory_budget_bytes": self.memory_budget_bytes,
         }
         try:
@@ -212,7 +192,8 @@ class IsolatedEngine:
 
     def close(self) -> None:
         """End the child, and forget its last snapshot."""
-        self._closed, self._latest = True, None
+        super().close()
+        self._latest = None
         self._end()
 
     # The child.
@@ -225,8 +206,7 @@ class IsolatedEngine:
 
     def _ask(self, call: str, timeout_s: float, state: StateFiles | None = None, **request: Any) -> Any:
         """Return a child's answer to a call, a fresh child's if there is none."""
-        if self._closed:
-            raise EngineError("the engine is closed; create another one")
+        self.require_open()
         if self._child is None:
             self._open()
             if self._latest is not None and call != "restore":
@@ -265,7 +245,7 @@ class IsolatedEngine:
             child.close()
 
     def _patience_for(self, steps: int) -> float:
-        predicted = None if self._predict is None else self._predict(self._plan)
+        predicted = None if self._predict is None else self._predict(self.plan)
         step_s = max(predicted or 0.0, self._slowest_s)
         if not step_s or not math.isfinite(step_s):
             return self._patience.first_s

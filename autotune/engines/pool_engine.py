@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from autotune.engines.engine import EngineBase
 from autotune.errors import EngineError, WorkerLostError
 from autotune.measurement import Failure, Measurement
 from autotune.plan import Plan, PlanSpace
@@ -67,7 +68,7 @@ class _Window:
     answer: Future[Measurement] = field(default_factory=Future)
 
 
-class PoolEngine:
+class PoolEngine(EngineBase):
     """Run windows on workers, those of :meth:`prepare` at once, and any others on the first worker.
 
     Windows that shall be compared with one another to the last per cent (references, finals) are so measured on one
@@ -88,7 +89,6 @@ class PoolEngine:
     """
 
     def __init__(self, workers: Sequence[Worker], on_close: Callable[[], None] | None = None) -> None:
-        self.memory_budget_bytes: int | None = None
         self.ahead = len(workers) + max(_WAITING, int(_WAITING_SHARE * len(workers)))
         self._workers = list(workers)
         self._on_close = on_close
@@ -97,13 +97,11 @@ class PoolEngine:
         self._shared: deque[_Window] = deque()
         self._own: deque[_Window] = deque()
         self._prepared: dict[tuple[Plan, int, int | None], _Window] = {}
-        self._closed = False
         self._threads: list[threading.Thread] = []
         try:
             described = self._first_answer()
-            self._space = PlanSpace.from_json(described["space"])
+            super().__init__(PlanSpace.from_json(described["space"]))
             self.locks: dict[str, str] = described["locks"]
-            self._plan = self._space.baseline()
         except BaseException:
             self.close()
             raise
@@ -113,32 +111,14 @@ class PoolEngine:
             thread.start()
 
     @property
-    def space(self) -> PlanSpace:
-        """Return the plans that can be applied."""
-        return self._space
-
-    @property
-    def plan(self) -> Plan:
-        """Return the plan of the next window."""
-        return self._plan
-
-    @property
     def workers(self) -> int:
         """Return how many workers there still are."""
         with self._changed:
             return len(self._alive)
 
-    def apply(self, plan: Plan) -> None:
-        """Choose the plan of the next window.
-
-        Raises:
-            PlanError: if the plan lies outside the space; the former plan stays.
-        """
-        self._plan = self._space.check(plan)
-
     def prepare(self, plan: Plan, steps: int) -> None:
         """Begin a window that :meth:`run` will be asked for, under the present budget, on whichever worker is free."""
-        window = _Window(self._space.check(plan), steps, self.memory_budget_bytes)
+        window = _Window(self.space.check(plan), steps, self.memory_budget_bytes)
         key = (window.plan, steps, window.memory_budget_bytes)
         if key not in self._prepared:
             self._prepared[key] = window
@@ -150,9 +130,9 @@ class PoolEngine:
         Raises:
             EngineError: if the engine was closed, or all workers were lost.
         """
-        window = self._prepared.pop((self._plan, steps, self.memory_budget_bytes), None)
+        window = self._prepared.pop((self.plan, steps, self.memory_budget_bytes), None)
         if window is None:
-            window = _Window(self._plan, steps, self.memory_budget_bytes)
+            window = _Window(self.plan, steps, self.memory_budget_bytes)
             self._ask(self._own, window)
         return window.answer.result()
 
@@ -173,7 +153,7 @@ class PoolEngine:
         with self._changed:
             if self._closed:
                 return
-            self._closed = True
+            super().close()
             for window in (*self._shared, *self._own):
                 window.answer.cancel()
             self._shared.clear()
@@ -200,8 +180,7 @@ class PoolEngine:
 
     def _ask(self, waiting: deque[_Window], window: _Window) -> None:
         with self._changed:
-            if self._closed:
-                raise EngineError("the engine is closed; create another one")
+            self.require_open()
             if not self._alive:
                 window.answer.set_exception(EngineError("all workers were lost"))
                 return

@@ -18,9 +18,9 @@ import torch
 
 from autotune.cost_model.learning_rate import batch_factor
 from autotune.engines.batch_stream import BatchStream
+from autotune.engines.engine import EngineBase
 from autotune.engines.job_checks import ask, build_model, build_optimizer, classify, inspect_job
 from autotune.engines.measured_window import StepReport, Window, spent
-from autotune.errors import EngineError
 from autotune.job import Job
 from autotune.measurement import Failure, Measurement
 from autotune.mechanics import controls, devices, randomness, stepping
@@ -30,7 +30,7 @@ from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe, Mo
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors, tensor_bytes
 from autotune.mechanics.step_trace import Phase
 from autotune.mechanics.trees import tensors
-from autotune.plan import Plan, PlanSpace
+from autotune.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +93,8 @@ class _Undo:
     statistics: MonitorState
 
 
-class TorchEngine:
-    """Train one job with plain torch on one device.
+class TorchEngine(EngineBase):
+    """An engine that trains one job with plain torch on one device.
 
     A window of a plan whose metered peak exceeds ``memory_budget_bytes`` fails; at first there is no budget.
 
@@ -129,7 +129,6 @@ class TorchEngine:
     ) -> None:
         self.job = job
         self.options = options or EngineOptions()
-        self.memory_budget_bytes: int | None = None
         self.device = devices.resolved(device)
         devices.require_fp32_choice(job.launch.fp32, self.device, where=f"job {job.name!r}")
         if devices.is_accelerator(self.device):
@@ -143,32 +142,21 @@ class TorchEngine:
             self._stream = BatchStream(job, seed, self.device)
             self._pending: list[Any] = [ask(job, "batches", self._stream.take)]
             self._random = randomness.capture()
-            self._space, self.locks = inspect_job(job, self.model, self._pending[0])
+            space, self.locks = inspect_job(job, self.model, self._pending[0])
+            super().__init__(space)
             self.fp32_borders = "borders" in self.locks
             optimizer = build_optimizer(job, self.model)
         self.called: Any = self.model
         self.update = self.prepared(optimizer)
         self._base_rates = [group["lr"] for group in self.update.optimizer.param_groups]
-        self.monitor = GradientMonitor(self.model, self._space.units)
+        self.monitor = GradientMonitor(self.model, self.space.units)
         self._meter = MemoryMeter(self.device)
         self.energy = self.energy_meter()
         # Peak and batch size at which it was metered, per plan: a smaller batch cannot need more.
         self._peaks: dict[Plan, tuple[int, int]] = {}
         self._reserved: dict[Plan, int] = {}
         self._steps_under_plan = 0
-        self._closed = False
-        self._plan = self._space.baseline()
-        controls.apply(self.model, self._plan)
-
-    @property
-    def space(self) -> PlanSpace:
-        """Return the plans that this job on this device allows."""
-        return self._space
-
-    @property
-    def plan(self) -> Plan:
-        """Return the plan that is applied."""
-        return self._plan
+        controls.apply(self.model, self.plan)
 
     def prepared(self, optimizer: torch.optim.Optimizer) -> stepping.Update:
         """Return what makes updates with the job's optimizer; for engines that put something round the model."""
@@ -182,13 +170,13 @@ class TorchEngine:
         """Make the next steps run under a plan.
 
         Raises:
-            PlanError: if the plan lies outside the space; the former plan stays.
+            PlanError: if the plan lies outside the space; the previous plan stays.
         """
-        plan = self._space.check(plan)
-        if plan == self._plan:
+        plan = self.space.check(plan)
+        if plan == self.plan:
             return
         controls.apply(self.model, plan, fp32_borders=self.fp32_borders)
-        self._plan = plan
+        self.plan = plan
         self._steps_under_plan = 0
 
     def run(self, steps: int) -> Measurement:
@@ -197,8 +185,7 @@ class TorchEngine:
         Raises:
             EngineError: if the engine was closed.
         """
-        if self._closed:
-            raise EngineError("the engine is closed; create another one")
+        self.require_open()
         window = Window(meter=self.energy)
         first_step = self.progress.steps
         with self._own_randomness():
@@ -206,10 +193,10 @@ class TorchEngine:
                 self._advance(window, sample=self._sample_is_due(first_step))
                 if window.failure is not None:
                     break
-        peak = self._peaks.get(self._plan)
+        peak = self._peaks.get(self.plan)
         return window.measurement(
             peak_bytes=None if peak is None else peak[0],
-            reserved_bytes=self._reserved.get(self._plan),
+            reserved_bytes=self._reserved.get(self.plan),
             memory_budget_bytes=self.memory_budget_bytes,
             gradient=self.monitor.aged(self.progress.steps) if self.monitor.state.sampled_at >= first_step else None,
             loss_scale=self.update.loss_scale if self.update.scaled else None,
@@ -257,14 +244,14 @@ class TorchEngine:
         controls.remove(self.model)
         self.update.discard()
         self._pending = []
-        self._closed = True
+        super().close()
 
     def gradient(self, plan: Plan) -> list[torch.Tensor | None]:
         """Return the next step's gradient under a plan, unscaled and unclipped, per parameter; nothing is trained.
 
         The same generators and batches serve the next call and the next step.
         """
-        former = self._plan
+        former = self.plan
         self.apply(plan)
         try:
             with self._own_randomness():
@@ -356,7 +343,7 @@ class TorchEngine:
         if not attempt.stepped and not attempt.overflowed:
             window.fail(Failure.NON_FINITE, f"loss {attempt.loss}, gradient norm {attempt.norm}")
             return
-        peak = self._peaks.get(self._plan, (0, 0))[0]
+        peak = self._peaks.get(self.plan, (0, 0))[0]
         if self.memory_budget_bytes is not None and peak > self.memory_budget_bytes:
             window.fail(Failure.OVER_BUDGET, f"peak {peak} bytes over {self.memory_budget_bytes}")
         elif options.time_limit_s is not None and (elapsed := self.agreed(window.elapsed())) > options.time_limit_s:
@@ -364,7 +351,7 @@ class TorchEngine:
 
     def _take_batches(self) -> list[Any]:
         """Return the batches of the next step; after a failure, the same ones again."""
-        needed = 1 if self.job.batching == "fixed" else self._plan.accumulation_steps
+        needed = 1 if self.job.batching == "fixed" else self.plan.accumulation_steps
         while len(self._pending) < needed:
             self._pending.append(self._stream.take())
         return self._pending[:needed]
@@ -374,7 +361,7 @@ class TorchEngine:
         job = self.job
         factor = 1.0
         if job.batching == "adaptive":
-            factor = batch_factor(job.lr_rule, self._plan.accumulation_steps, 1)
+            factor = batch_factor(job.lr_rule, self.plan.accumulation_steps, 1)
         if job.schedule is not None:
             total = self.options.total_samples or job.total_samples
             factor *= job.schedule.factor((self.progress.samples + samples) / total)
@@ -388,7 +375,7 @@ class TorchEngine:
         The very first step creates the optimizer's state and would read too low.
         """
         size = tensor_bytes(tensors(batches))
-        known = self._peaks.get(self._plan, (0, 0))
+        known = self._peaks.get(self.plan, (0, 0))
         unsettled = self.progress.steps == 0 or self._steps_under_plan < self.settling_steps
         meters = self.options.meter_memory and self._meter.available
         if not meters or unsettled or size <= known[1]:
@@ -398,9 +385,9 @@ class TorchEngine:
         with self._meter.metering(self.resident(batches)):
             yield True
         if self._meter.peak_bytes is not None:
-            self._peaks[self._plan] = max(known[0], int(self.agreed(self._meter.peak_bytes))), size
+            self._peaks[self.plan] = max(known[0], int(self.agreed(self._meter.peak_bytes))), size
         if self._meter.reserved_bytes is not None:
-            self._reserved[self._plan] = int(self.agreed(self._meter.reserved_bytes))
+            self._reserved[self.plan] = int(self.agreed(self._meter.reserved_bytes))
 
     def resident(self, batches: Sequence[Any]) -> list[torch.Tensor]:
         """Return the tensors that live before a step begins."""
@@ -432,7 +419,7 @@ class TorchEngine:
     def may_split(self) -> bool:
         """Tell whether a whole step may be cut in two to learn the noise scale."""
         splittable = self.job.batching == "fixed" and "accumulation_steps" not in self.locks
-        return self.options.split_to_learn_noise and splittable and self._plan.accumulation_steps == 1
+        return self.options.split_to_learn_noise and splittable and self.plan.accumulation_steps == 1
 
     def _sample_is_due(self, first_step: int) -> bool:
         """Tell whether the next step shall be sampled: the first of a window that can be, then every n-th."""

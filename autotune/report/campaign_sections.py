@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from autotune.budget import format_bytes
 from autotune.plan import Plan
+from autotune.records.requests import CompareRequest
 from autotune.report.campaign_run import CampaignRun
 from autotune.report.html import Html, element, join, table
 from autotune.report.pareto import Cost, Front, predicted
@@ -165,13 +166,13 @@ def repeat_section(run: CampaignRun) -> Html:
 def command_of(run: CampaignRun) -> str:
     """Return the command that a run was made with."""
     asked = run.config.asked
-    parts = ["autotune", "compare" if run.compared else "tune", asked.job or "JOB"]
-    if run.compared:
-        parts += ["--arms", ",".join(asked.arms or ()), "--seeds", str(len(asked.seeds or ()))]
+    job = asked.job or "JOB"
+    if isinstance(asked, CompareRequest):
+        parts = ["autotune", "compare", job, "--arms", ",".join(asked.arms), "--seeds", str(len(asked.seeds))]
     else:
-        parts += ["--method", str(asked.method)]
+        parts = ["autotune", "tune", job, "--method", asked.method]
     for key, option in _OPTIONS.items():
-        if getattr(asked, key) is not None:
+        if getattr(asked, key, None) is not None:
             parts += [option, str(getattr(asked, key))]
     if not asked.lean:
         parts.append("--full")

@@ -16,6 +16,7 @@ from autotune.cost_model.carbon import Intensity
 from autotune.errors import InputError
 from autotune.io.files import write_atomic
 from autotune.plan import Plan
+from autotune.records.run_documents import TuneConfig
 from autotune.report.campaign_run import CampaignRun, launched
 from autotune.report.costs import arm_costs
 from autotune.report.terminal_tables import judged_arms
@@ -165,10 +166,10 @@ def _trials(run: CampaignRun) -> Iterator[Row]:
 
 def _units(run: CampaignRun) -> Iterator[Row]:
     """Yield the choices of the plan that each arm is launched with."""
-    if run.compared:
-        plans = [(arm["name"], launched(arm)) for arm in run.document["arms"]]
+    if isinstance(run.config, TuneConfig):
+        plans = [(run.config.method, Plan.from_json(run.document["plan"]))]
     else:
-        plans = [(str(run.config.asked.method), Plan.from_json(run.document["plan"]))]
+        plans = [(arm["name"], launched(arm)) for arm in run.document["arms"]]
     for name, plan in plans:
         for unit in dict.fromkeys([*plan.precision, *plan.storage]):
             yield {

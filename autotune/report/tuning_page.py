@@ -9,6 +9,7 @@ from autotune.budget import format_bytes
 from autotune.cost_model.carbon import Intensity, parse_time
 from autotune.measurement import Measurement
 from autotune.plan import Plan
+from autotune.records.run_documents import TuneConfig
 from autotune.report.attached_run import count
 from autotune.report.campaign_run import CampaignRun
 from autotune.report.campaign_sections import (
@@ -80,7 +81,8 @@ class TuningPage:
 
     @property
     def _method(self) -> str:
-        return str(self.run.config.asked.method)
+        assert isinstance(self.run.config, TuneConfig)
+        return self.run.config.method
 
     @property
     def _plan(self) -> Plan:

@@ -64,7 +64,7 @@ def record(runs: Path) -> dict[str, Path]:
         "tune": commands.tune(job, "optuna", trials=4, **settings),
         "tune-exact": commands.tune(job, "exact", lean=True, **settings),
         "compare": commands.compare(job, ["paper", "random", "planner"], seeds=2, trials=3, lean=True, **settings),
-        "jobs": commands.compare_jobs([reference, "tests/fuzz/several.py:narrow"], ["paper"], seeds=2, **settings),
+        "jobs": _compared_jobs([reference, "tests/fuzz/several.py:narrow"], runs),
     }
     recipe = runs / "recipe.toml"
     recipe.write_text(_RECIPE)
@@ -78,6 +78,17 @@ def record(runs: Path) -> dict[str, Path]:
     folders["attach"] = _attached(runs)
     assert autotune.__version__
     return folders
+
+
+def _compared_jobs(jobs: list[str], runs: Path) -> dict[str, Any]:
+    """Compare an arm on several jobs."""
+    from autotune import commands
+    from autotune.campaign.trusted_inputs import TrustedInputs
+    from autotune.io.progress import Silent
+    from autotune.records.requests import CompareOptions
+
+    options = CompareOptions(seeds=2, memory_budget="90%", steps=48)
+    return commands.compare_jobs(jobs, ["paper"], options, TrustedInputs(jobs=jobs), runs, Silent())
 
 
 def _reproduced(runs: Path) -> dict[str, Any]:
