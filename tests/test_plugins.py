@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from test_env import SPACE
 
-from autotune import AttachError, InputError, Plan, PlanSpace
+from autotune import AttachError, InputError, Plan, PlanSpace, RunDirectoryError
 from autotune.agents.methods import METHODS, find_method
 from autotune.agents.registry import Registry
 from autotune.agents.rules import RULES, Rule, rule_plan
+from autotune.campaign.trusted_inputs import TrustedInputs
 from autotune.cli.main import run
 from autotune.live.deciding import find_policy
 
@@ -211,6 +212,13 @@ def test_a_live_run_finds_a_foreign_policy_by_name() -> None:
     assert find_policy("restless").name == "restless"
     with pytest.raises(AttachError, match="restless"):
         find_policy("magic")
+
+
+def test_a_run_folder_cannot_load_a_foreign_entry_by_its_own_files(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="'lean-first' is code of another package"):
+        TrustedInputs(run=tmp_path).require_arms(["lean-first"])
+    TrustedInputs(run=tmp_path, arms=["lean-first"]).require_arms(["lean-first", "optuna"])
+    assert "toy_tuning" not in sys.modules
 
 
 def test_two_packages_that_use_one_name_are_named(tmp_path: Path) -> None:

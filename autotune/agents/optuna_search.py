@@ -424,7 +424,9 @@ def _reading(where: str) -> Iterator[None]:
 
 
 def _no_study(error: Exception, where: str) -> RunDirectoryError:
-    return RunDirectoryError(f"is no Optuna study ({type(error).__name__})", where=where, allowed=_WITHOUT_IT)
+    return RunDirectoryError(
+        f"the file is not an Optuna study ({type(error).__name__})", where=where, allowed=_WITHOUT_IT
+    )
 
 
 @contextlib.contextmanager

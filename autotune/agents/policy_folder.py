@@ -174,7 +174,7 @@ def load_policy(folder: Path) -> Policy:
     fill(network, weights, str(folder / WEIGHTS))
     answer = _lever_probe(network) if isinstance(network, LeverNetwork) else _probe(network)
     if answer != manifest.probe_action:
-        raise PolicyFileError("the network does not answer the stored probe as it did", where=str(folder))
+        raise PolicyFileError("the network does not give the stored answer to the probe", where=str(folder))
     if isinstance(manifest, _LeverManifest) and isinstance(network, LeverNetwork):
         ranges = Ranges(np.array(manifest.lowest), np.array(manifest.highest))
         return PlannerPolicy("ppo", PlannerSettings(**manifest.planner.model_dump()), network, ranges)
@@ -191,7 +191,9 @@ def shipped_policy() -> PlannerPolicy:
     folder = content_folder("policies") / "ppo"
     policy = load_policy(folder)
     if not isinstance(policy, PlannerPolicy):
-        raise PolicyFileError("does not lean on a planner", where=str(folder), allowed="a policy of kind levers")
+        raise PolicyFileError(
+            "the policy does not adjust a planner", where=str(folder), allowed="a policy of kind levers"
+        )
     return policy
 
 
@@ -239,7 +241,9 @@ def _read_manifest(path: Path) -> _PlanManifest | _LeverManifest:
     model: type[_PlanManifest | _LeverManifest] = _LeverManifest if kind == "levers" else _PlanManifest
     manifest = validated(model, document, where=str(path), error=PolicyFileError)
     if manifest.manifest_sha256 != manifest_sha256(document):
-        raise PolicyFileError("its SHA-256 is not the one it names", where=str(path), allowed="what was saved")
+        raise PolicyFileError(
+            "the manifest's SHA-256 is not the one it contains", where=str(path), allowed="what was saved"
+        )
     expected = _SCHEMAS[manifest.kind]
     found = (manifest.feature_version, manifest.global_features, manifest.unit_features)
     if found != expected:
@@ -247,7 +251,9 @@ def _read_manifest(path: Path) -> _PlanManifest | _LeverManifest:
             f"feature schema is {found}", where=str(path), allowed=f"{expected} (train the policy anew)"
         )
     if isinstance(manifest, _LeverManifest) and not len(manifest.lowest) == len(manifest.highest) == expected[1]:
-        raise PolicyFileError("ranges are not one per feature", where=str(path), allowed=f"{expected[1]} numbers")
+        raise PolicyFileError(
+            "the manifest does not have one range per feature", where=str(path), allowed=f"{expected[1]} numbers"
+        )
     return manifest
 
 
@@ -257,9 +263,13 @@ def _read_weights(path: Path, manifest: _Manifest) -> bytes:
     except InputError as error:
         raise PolicyFileError(error.problem, where=str(path), allowed=error.allowed) from error
     if len(weights) != manifest.weights_bytes:
-        raise PolicyFileError(f"holds {len(weights)} bytes", where=str(path), allowed=str(manifest.weights_bytes))
+        raise PolicyFileError(
+            f"the file has {len(weights)} bytes", where=str(path), allowed=str(manifest.weights_bytes)
+        )
     if hashlib.sha256(weights).hexdigest() != manifest.weights_sha256:
-        raise PolicyFileError("its SHA-256 is not the manifest's", where=str(path), allowed=manifest.weights_sha256)
+        raise PolicyFileError(
+            "the weights' SHA-256 is not the one in the manifest", where=str(path), allowed=manifest.weights_sha256
+        )
     return weights
 
 

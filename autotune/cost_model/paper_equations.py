@@ -67,7 +67,7 @@ class Constraints:
     gradient_norm: float | None = None
 
     def met(self, *, loss: float, memory: float, gradient_norm: float) -> bool:
-        """Tell whether all constraints hold; NaN meets none."""
+        """Return whether all constraints hold; NaN meets none."""
         pairs = (
             (loss, self.target_loss),
             (memory, self.memory_budget),

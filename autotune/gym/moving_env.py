@@ -81,7 +81,7 @@ class MovingEnv:
 
     @property
     def ended(self) -> bool:
-        """Tell whether the runs have ended."""
+        """Return whether the runs have ended."""
         return self.runs.window >= self.runs.windows
 
     def reset(self, course: Course | None = None) -> tuple[Features, Features]:

@@ -166,7 +166,7 @@ def draw_course(
         budget_bytes: shape (n,), each lane's budget outside of events.
         windows: number of windows.
     """
-    n, units, precisions = len(job), arrays.max_units, arrays.max_choices // 2
+    n, units, precisions = len(job), arrays.max_units, arrays.max_precisions
 
     def own(strength: float) -> Floats:
         """Return the strength of a movement in each lane, shape (n, 1)."""
