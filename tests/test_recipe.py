@@ -185,7 +185,7 @@ def test_a_recipe_and_a_training_to_take_up_are_one_too_many(
 ) -> None:
     arguments = ["train", "--recipe", str(SHIPPED), "--resume", str(tmp_path), "--runs-dir", str(tmp_path / "runs")]
     assert run(arguments) == 2
-    assert "both --recipe and --resume" in capsys.readouterr().err
+    assert "--recipe cannot be combined with --resume" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
