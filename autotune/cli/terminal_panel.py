@@ -15,7 +15,7 @@ from autotune.errors import printable
 from autotune.live.replaying import time_error
 from autotune.plan import Plan, Precision, Storage
 from autotune.report.standing import Snapshot, Watched
-from autotune.report.wording import progress
+from autotune.report.wording import count, progress
 
 # Most cells of the strip of a plan; in larger models neighbours share a cell.
 _CELLS = 40
@@ -173,7 +173,7 @@ def farewell(watched: Watched) -> str:
     """Return one line about a run that has ended."""
     snapshot = watched.snapshot
     assert snapshot is not None
-    trips, switches = snapshot.trips, snapshot.switches
-    counts = f"{switches:,} switch{'' if switches == 1 else 'es'}, {trips or 'no'} trip{'s' if trips > 1 else ''}"
+    trips = count(snapshot.trips, "trip") if snapshot.trips else "no trip"
+    counts = f"{count(snapshot.switches, 'switch')}, {trips}"
     told = f"{snapshot.ended} after {snapshot.steps:,} steps: {counts}, {_overhead(snapshot)}"
     return printable(f"autotune: {told}; autotune report {watched.folder}")
