@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import tiny_job
+from markupsafe import Markup
 from torch import nn
 
 import autotune
@@ -21,7 +22,6 @@ from autotune.io.documents import LEAST_RATIO
 from autotune.io.files import parse_json
 from autotune.mechanics.devices import device_name
 from autotune.records.journal import _sum as journal_sum
-from autotune.report.html import Html
 from autotune.report.svg import Figure
 from autotune.report.writing import write_figures
 from autotune.stats import ratio_of_log
@@ -236,7 +236,7 @@ def test_a_trial_that_leaves_out_what_may_be_absent_is_shown(tmp_path: Path) -> 
 
 def test_figures_of_one_name_and_of_long_names_are_kept(tmp_path: Path) -> None:
     drawn = [
-        Figure(title=title, described="", key=(), draw=lambda width: (Html(""), 10))
+        Figure(title=title, described="", key=(), draw=lambda width: (Markup(""), 10))
         for title in ("A b", "a B", "é" * 300)
     ]
     paths = write_figures(drawn, tmp_path)

@@ -15,7 +15,8 @@ from autotune.choices import REDUCED_PRECISIONS
 from autotune.errors import printable
 from autotune.live.replaying import time_error
 from autotune.plan import Plan, Precision
-from autotune.report.standing import Snapshot, Watched, told_steps
+from autotune.report.standing import Snapshot, Watched
+from autotune.report.wording import progress
 
 # Cells of a plan's strip at most: neighbours share one beyond it.
 _CELLS = 40
@@ -111,7 +112,7 @@ def told_silence(silent_s: float) -> str:
 
 
 def _progress(snapshot: Snapshot, silent_s: float | None) -> str:
-    steps = told_steps(snapshot.steps, snapshot.total_steps)
+    steps = progress(snapshot.steps, snapshot.total_steps)
     return steps if silent_s is None or snapshot.ended is not None else f"{steps}, {told_silence(silent_s)}"
 
 
