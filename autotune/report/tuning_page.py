@@ -93,8 +93,11 @@ def _named(run: CampaignRun, chosen: Plan) -> Named:
 
 
 def _is_baseline(plan: Plan) -> bool:
-    low = any(choice.is_reduced for choice in plan.precision.values())
-    return plan.accumulation_steps == 1 and not low and not plan.recomputed
+    return (
+        plan.accumulation_steps == 1
+        and not any(choice.is_reduced for choice in plan.precision.values())
+        and not plan.recomputed
+    )
 
 
 def _finalists(named: Named, budget: int | None) -> Table:
