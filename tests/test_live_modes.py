@@ -360,20 +360,24 @@ def test_an_adaptive_steps_seconds_are_those_of_all_its_batches_and_of_nothing_b
     monkeypatch.setattr(pilot, "after_step", lambda step: (steps.append(step), after_step(step)))
     monkeypatch.setattr(pilot._check, "note", noted.append)
     held: list[torch.Tensor] = []
+    began, between_s = time.perf_counter(), 0.0
     for number, batch in enumerate(batches):
         for micro in tuner.micro_batches(batch):
             tuner.backward(gpt_loss(model, micro))
         held.append(batch)
         if not tuner.step():
+            ended = time.perf_counter()
             # Only towards the end, where all is profiled.
-            time.sleep(0.2 if number > 40 else 0.0)
+            time.sleep(0.05 if number > 40 else 0.0)
+            between_s += time.perf_counter() - ended
             continue
+        assert steps[-1].seconds <= time.perf_counter() - began - between_s
+        began, between_s = time.perf_counter(), 0.0
         assert steps[-1].all_bytes == sum(one.nbytes for one in held)
         # A longer step than the baseline's is not a slower one.
         assert noted[-1] == steps[-1].seconds / steps[-1].all_bytes
         held = []
     assert steps[-1].samples == 4 * 8
-    assert min(step.seconds for step in steps[-5:]) < 0.2
 
 
 @pytest.mark.slow
@@ -475,12 +479,12 @@ class NoBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.is_16_bit = x.dtype is torch.bfloat16
+        ctx.is_reduced = x.dtype is torch.bfloat16
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        if ctx.is_16_bit:
+        if ctx.is_reduced:
             raise NotImplementedError("no kernel for 16 bits")
         return gradient
 

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from autotune.bench.attached_arms import LiveArm, endless
 from autotune.bench.attached_situations import SITUATIONS, budgets_of, profile_of
-from autotune.bench.bench_overhead import bootstrap_median
 from autotune.bench.followed_arm import FollowedArm, follow
 from autotune.bench.tuner_breakdown import breakdown, watch
 from autotune.bench.tuner_rooms import FORWARD, Rooms
@@ -27,12 +26,12 @@ from autotune.live.limits import Limits
 from autotune.live.placement import Placements
 from autotune.live.settings import Settings
 from autotune.mechanics import stepping
+from autotune.stats import median_interval, total_ratio_interval
 
 # A budget that binds nobody.
 _AMPLE = 2**45
 # Steps that what is paid once is spread over, as the tuner spreads it.
 _SPREAD_OVER = 1000
-_RESAMPLES = 2000
 
 Clock = Literal["wall", "cpu"]
 CLOCKS: tuple[Clock, ...] = ("wall", "cpu")
@@ -188,8 +187,8 @@ def _figures(pair: _Pair, clock: Clock) -> dict[str, Any]:
     arms = (pair.live, pair.followed)
     own, other = (_per_step(arm.seconds if clock == "wall" else arm.cpu_seconds, ends) for arm in arms)
     learning = np.array(_per_step(pair.live.learning, ends)) > 0
-    low, high = bootstrap_median((own / other).tolist())
-    first, last = _bootstrap_total(own, other)
+    low, high = median_interval((own / other).tolist())
+    first, last = total_ratio_interval(own, other)
     once = float((own - other)[learning].sum())
     ordinary_s, more = float(other[~learning].mean()), float((own - other)[~learning].mean())
     steps = max(len(own), _SPREAD_OVER)
@@ -200,7 +199,7 @@ def _figures(pair: _Pair, clock: Clock) -> dict[str, Any]:
         "ratio_total": float(own.sum() / other.sum()),
         "ratio_total_ci95": [first, last],
         "ratio_total_after_learning": 1 + more / ordinary_s,
-        "ratio_total_after_learning_ci95": list(_bootstrap_total(own[~learning], other[~learning])),
+        "ratio_total_after_learning_ci95": list(total_ratio_interval(own[~learning], other[~learning])),
         # Probing and profiling are paid once, however long the run.
         "ratio_total_1000_steps": 1 + (more + once / steps) / ordinary_s,
         "learning": {
@@ -221,13 +220,6 @@ def _per_step(values: Sequence[float], ends: Sequence[bool]) -> NDArray[np.float
             sums.append(float(sum(values[begun:number])))
             begun = number
     return np.array(sums)
-
-
-def _bootstrap_total(own: NDArray[np.float64], other: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the 95 % percentile-bootstrap interval of the ratio of two totals, by their pairs."""
-    rows = np.random.default_rng(0).integers(len(own), size=(_RESAMPLES, len(own)))
-    low, high = np.quantile(own[rows].sum(axis=1) / other[rows].sum(axis=1), (0.025, 0.975))
-    return float(low), float(high)
 
 
 def _breakdown(course: Course, *, steps: int, seed: int, reporter: Reporter) -> dict[str, Any]:

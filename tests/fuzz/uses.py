@@ -53,9 +53,9 @@ from autotune.measurement import Measurement
 from autotune.mechanics.devices import device_name
 from autotune.paper import experiments
 from autotune.plan import Plan
+from autotune.profiling.job_shape import profile_key
 from autotune.profiling.profile_cache import cache_path, read_profile
 from autotune.profiling.profile_index import indexed_profile, remember
-from autotune.profiling.profiler import profile_key
 from autotune.records import tracking
 from autotune.records.run_directory import read_plan
 from autotune.records.tracking_spool import artifact_of, read_cursor, read_rows
@@ -252,10 +252,10 @@ def reproduced(folder: Path, path: Path) -> None:
 
 def train_resumed(folder: Path, path: Path) -> None:
     # As far as the recipe and the run: processes that train are another story.
-    from autotune.commands.training import _taken_up
+    from autotune.commands.training import TrainRequest, _resumed
 
-    searched = folder.name == "search"
-    _, run, _ = _taken_up(None, folder, searched=searched)
+    request = TrainRequest(resume=folder, trials=1 if folder.name == "search" else None)
+    _, _, run = _resumed(request, folder)
     run.close()
 
 
