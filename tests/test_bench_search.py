@@ -15,9 +15,10 @@ import pytest
 import tiny_job
 
 from autotune import InputError, Measurement, Plan
+from autotune.agents.methods import METHODS, PlanningMethod
+from autotune.agents.rules import rule_plan
 from autotune.bench import bench_search as bench
 from autotune.bench import search_judging as judging
-from autotune.campaign import plan_search
 from autotune.cli.main import run
 from autotune.engines.tuning_windows import WINDOW_STEPS, make_engine
 from autotune.records.run_directory import benchmark_folder
@@ -93,11 +94,12 @@ def test_search_keeps_its_budget_and_pays_for_its_profile(document: dict) -> Non
         found = document["profiles"][number]
         # The references, which everybody pays for first: the baseline, and for a search the leanest plan, which fits.
         references = WINDOW_STEPS + 1
-        if bench.METHODS[name][0] not in plan_search.PLANNERS:
+        method = METHODS[bench.METHODS[name][0]]
+        if not isinstance(method, PlanningMethod):
             references += WINDOW_STEPS
             assert curve[0]["steps"] == references
             curve = curve[1:]
-        if bench.METHODS[name][0] not in plan_search.PROFILED:
+        if not method.needs_profile:
             assert curve[-1]["steps"] <= STEPS
             continue
         assert found["steps"] > 0
@@ -132,7 +134,7 @@ def test_a_warm_search_begins_with_the_hand_made_rules_and_a_cold_one_does_not(r
         (path,) = ran.runs.glob(f"*/{name}-0/trials.jsonl")
         firsts[name] = json.loads(path.read_text().splitlines()[0])["plan"]
     space = make_engine(tiny_job.job(), 0).space
-    rule = plan_search.RULES["uniform-bf16"].plan(space)
+    rule = rule_plan("uniform-bf16", space)
     assert Plan.from_json(firsts["optuna-warm"]) == rule
     assert Plan.from_json(firsts["optuna-cold"]) != rule
 

@@ -93,7 +93,7 @@ def _front_table(front: list[dict[str, Any]]) -> Table:
 
 
 def _explain(subject: str, job: str | None) -> tuple[Plan, Job, PlanSpace, list[Row]]:
-    from autotune.agents.rules import RULES
+    from autotune.agents.rules import RULES, rule_plan
     from autotune.errors import InputError
     from autotune.records.results import trials_of
     from autotune.records.run_directory import RunDirectory, read_plan
@@ -110,10 +110,10 @@ def _explain(subject: str, job: str | None) -> tuple[Plan, Job, PlanSpace, list[
         raise InputError("no job was given", where="--job", allowed="the job that the plan is for")
     found, space = _space(job)
     if subject in RULES:
-        plan = RULES[subject].plan(space)
+        plan = rule_plan(subject, space)
         return plan, found, space, explanation.explain_rule(plan, space, RULES[subject])
     if path.suffix != ".json":
-        raise InputError(f"{subject!r} is unknown", where="explain", allowed=["a run", "a .json plan", *RULES])
+        raise InputError(f"{subject!r} is unknown", where="explain", allowed=["a run", "a .json plan", *RULES.names])
     plan = space.check(read_plan(path), where=str(path))
     if (path.parent / "trials.jsonl").is_file():
         trials = trials_of(RunDirectory(path.parent))

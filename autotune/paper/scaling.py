@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import distributed
 
-from autotune.agents.rules import RULES
+from autotune.agents.rules import rule_plan
 from autotune.catalog import load_job
 from autotune.engines.deepspeed_engine import DeepSpeedEngine
 from autotune.engines.rank_processes import Report, be_rank, run_on_ranks
@@ -149,7 +149,7 @@ def _measured(asked: dict[str, Any], _: Report) -> dict[str, Any]:
 def _engine(asked: Mapping[str, Any], rule: str, zero_stage: int) -> DeepSpeedEngine:
     options = EngineOptions(discard_steps=0, statistics_every=None)
     engine = DeepSpeedEngine(load_job(asked["job"]), zero_stage=zero_stage, device=asked["place"], options=options)
-    engine.apply(RULES[rule].plan(engine.space))
+    engine.apply(rule_plan(rule, engine.space))
     engine.run(_WARM_UP)
     return engine
 
