@@ -424,7 +424,7 @@ def test_a_log_that_becomes_shorter_or_something_else_is_refused(tmp_path: Path)
     watched = Watched(written(tmp_path / "run", ATTACHED, DECISION))
     watched.look()
     written(tmp_path / "run", ATTACHED)
-    with pytest.raises(InputError, match="another file"):
+    with pytest.raises(InputError, match="not the same file"):
         watched.look()
     (tmp_path / "run" / LOG_NAME).unlink()
     os.mkfifo(tmp_path / "run" / LOG_NAME)

@@ -16,8 +16,8 @@ from autotune.campaign.arms import LIVE
 from autotune.campaign.comparison import GATE
 from autotune.campaign.plan_search import METHODS
 from autotune.catalog import is_catalog_reference
-from autotune.engines.isolated_engine import RankOptions
 from autotune.engines.ray_cluster import ClusterOptions
+from autotune.engines.registry import RankOptions
 from autotune.errors import RunDirectoryError
 from autotune.job import Job
 from autotune.launching import split
@@ -91,7 +91,7 @@ class TrustedInputs:
         config = self._supplied(recorded.config, self.ds_config, "--ds-config", "its DeepSpeed configuration")
         if digest_of(config) != recorded.config:
             raise self._refusal("--ds-config differs", "the configuration of the original command")
-        return RankOptions(count=recorded.count, zero_stage=recorded.zero_stage, config=config)
+        return RankOptions(count=recorded.count, zero_stage=recorded.zero_stage, config=config, engine=recorded.engine)
 
     def cluster_options(self, recorded: Cluster | None) -> ClusterOptions | None:
         """Return the cluster at the caller's address; ``None`` for this machine."""

@@ -12,8 +12,8 @@ from autotune.campaign import tuning_campaign
 from autotune.campaign.setup import prepare
 from autotune.campaign.trusted_inputs import TrustedInputs
 from autotune.engines.deepspeed_config import STAGES
-from autotune.engines.isolated_engine import RankOptions
 from autotune.engines.ray_cluster import ClusterOptions
+from autotune.engines.registry import RankOptions
 from autotune.errors import BudgetError
 from autotune.io.progress import Reporter, Silent
 from autotune.job import Job

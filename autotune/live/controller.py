@@ -97,7 +97,7 @@ class Pilot:
         self._switcher = controls.Switcher(attached.model, [unit.name for unit in attached.space.units])
         self._calls = UnitCalls(self._switcher)
         self._profiler = LiveProfiler(attached)
-        self._switcher.hooks = self._profiler.hooks
+        self._switcher.hooks = self._profiler.probes.hooks
         self._monitor = GradientMonitor(attached.model, attached.space.units)
         self._probe: GradientProbe | None = None
         # Of the steps since the last decision, and of those before it.
@@ -370,7 +370,7 @@ class Pilot:
         """Whether the next step's batch, which is cut, is tried beside it in smaller pieces."""
         space = self.phase.space
         # Where fp16 overflows, other steps are skipped, and nothing can be compared.
-        if not space.k_splits or plan.accumulation_steps == space.accumulation_choices[0] or plan.uses_fp16:
+        if not space.k_splits or plan.accumulation_steps == space.accumulation_choices[0] or plan.needs_loss_scaling:
             return False
         self._cut_steps += 1
         now = self._cut_steps
@@ -536,7 +536,7 @@ class Pilot:
         )
         self._peaks.correct(phase.peak_bytes)
         self._begin_to_count()
-        autocast = self._profiler.autocast
+        autocast = self._profiler.probes.autocast
         self.log.write(
             "profiled",
             self.step,
@@ -724,11 +724,11 @@ class Pilot:
 
     def overhead_frac(self) -> float:
         """Return the tuner's own share of the run's time."""
-        return self.time.frac(self.step, self._profiler.probe_s)
+        return self.time.frac(self.step, self._profiler.probes.seconds)
 
     def too_expensive(self) -> bool:
         """Whether the tuner takes more of the run's time than it may."""
-        return self.time.is_too_expensive(self.step, self._profiler.probe_s, self.attached.limits.overhead_frac)
+        return self.time.is_too_expensive(self.step, self._profiler.probes.seconds, self.attached.limits.overhead_frac)
 
 
 def reserve_of(policy: object) -> float:
