@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from autotune.bench import gpu_parts
-from autotune.bench.bench_gpu import GpuBenchSettings, bench_gpu, run_in_process, verdict
+from autotune.bench.bench_gpu import GpuBenchSettings, bench_gpu, lines, run_in_process
 from autotune.catalog import load_job
 from autotune.cli.main import run
 from autotune.engines.job_checks import classify
@@ -107,8 +107,8 @@ def test_the_document_is_kept_after_every_part_and_says_how_it_ended() -> None:
     arms = [sum(len(job["arms"]) for job in one["jobs"]) for one in kept]
     assert sorted(set(arms)) == [0, 1, 2, 3, 4]
     assert kept[-1] == json.loads(json.dumps(document))
-    assert "peaks predicted within 5 %: yes (1.0%)" in verdict(document)
-    assert "first (baseline 100 B): baseline 60% 1.50x; exact 60% 1.50x" in verdict(document)
+    assert "peaks predicted within 5 %: yes (1.0%)" in lines(document)[0]
+    assert "first (baseline 100 B): baseline 60% 1.50x; exact 60% 1.50x" in lines(document)[0]
 
 
 def test_an_arm_that_runs_out_of_memory_in_the_optimizer_is_named_and_keeps_what_was_found() -> None:
@@ -128,14 +128,14 @@ def test_what_takes_too_long_is_named_and_the_next_part_is_run() -> None:
     document = bench_gpu(GpuBenchSettings(), keep=lambda _: None, run_part=Fake(exact=late))
     assert document["ended"] == "out of time"
     assert "attached" in document["jobs"][0]
-    assert "first: exact left out (timeout: no answer within 9 s)" in verdict(document)
+    assert "first: exact left out (timeout: no answer within 9 s)" in lines(document)[0]
 
 
 def test_what_has_no_time_left_is_named_and_not_run() -> None:
     fake = Fake()
     document = bench_gpu(GpuBenchSettings(seconds=7.0), keep=lambda _: None, run_part=fake)
     assert (fake.asked, document["machine"], document["ended"]) == ([], None, "out of time")
-    assert "machine left out (no time was left)" in verdict(document)
+    assert "machine left out (no time was left)" in lines(document)[0]
 
 
 def test_an_interrupted_benchmark_says_so() -> None:

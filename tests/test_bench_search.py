@@ -160,12 +160,12 @@ def worth_of(seconds: float) -> judging.Worth:
     return judging.Worth(seconds_per_sample=seconds, halves=(seconds, seconds), window=window_of(1.0))
 
 
-def course_of(method: str, *points: tuple[int, int], limit: int = 240) -> judging.Course:
-    return judging.Course(
+def course_of(method: str, *points: tuple[int, int], limit: int = 240) -> judging.SearchRun:
+    return judging.SearchRun(
         method=method,
         seed=0,
         points=tuple(
-            judging.Point(steps=steps, seconds=steps / 2, plan=plan_of(k), window_s=1.0, chosen=False)
+            judging.Improvement(steps=steps, seconds=steps / 2, plan=plan_of(k), window_s=1.0, chosen=False)
             for steps, k in points
         ),
         limit_steps=limit,
@@ -188,7 +188,7 @@ def test_a_search_that_never_arrives_gives_a_bound_and_is_said_to() -> None:
         course_of("optuna-cold", (7, 3), (30, 4)),
         course_of("optuna-warm", (7, 3), (100, 4), (120, 1)),
     ]
-    document = judging.judge(courses, WORTHS)
+    document = judging.judge_searches(courses, WORTHS)
     methods = document["methods"]
     assert methods["planner"]["steps"]["median"] == 20
     # What does not fit the budget never counts, however fast its window was.
@@ -214,11 +214,11 @@ def test_a_search_that_never_arrives_gives_a_bound_and_is_said_to() -> None:
     ],
 )
 def test_a_bound_that_is_too_low_shows_nothing(planner: int | None, cold: int | None, claim: bool | None) -> None:
-    def course(name: str, steps: int | None) -> judging.Course:
+    def course(name: str, steps: int | None) -> judging.SearchRun:
         return course_of(name, (7, 3), *([] if steps is None else [(steps, 1)]))
 
     courses = [course("planner", planner), course("optuna-cold", cold), course("optuna-warm", 100)]
-    assert judging.judge(courses, WORTHS)["claim"]["tenth_of_cold"] is claim
+    assert judging.judge_searches(courses, WORTHS)["claim"]["tenth_of_cold"] is claim
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_bound_that_is_too_low_shows_nothing(planner: int | None, cold: int | 
 def test_a_median_is_known_as_long_as_most_arrive(
     values: list[float | None], median: float | None, more_than: float | None
 ) -> None:
-    found = judging.summary(values, [240] * len(values))
+    found = judging.spent_summary(values, [240] * len(values))
     assert (found["median"], found["more_than"]) == (median, more_than)
 
 

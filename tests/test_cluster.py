@@ -180,7 +180,7 @@ def test_a_cluster_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
         )
         said = [line for line in done.stderr.splitlines() if line.startswith("autotune: ")]
         assert (done.returncode, len(said)) == (2, 1), done.stderr
-        assert "no cluster answers" in said[0]
+        assert "the cluster does not answer" in said[0]
     assert not list(tmp_path.iterdir())
 
 
@@ -224,7 +224,7 @@ def test_seeds_that_train_on_a_cluster_become_what_they_become_here(
     nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recipe = recipe_file(tmp_path, LONG)
-    here = commands.train(recipe, runs_dir=tmp_path / "here")
+    here = commands.train(commands.TrainRequest(recipe=recipe), runs_dir=tmp_path / "here")
     second = nodes.list_all_nodes()[-1]
     found: dict[str, Any] = {}
 
@@ -238,7 +238,8 @@ def test_seeds_that_train_on_a_cluster_become_what_they_become_here(
 
     losing = threading.Thread(target=lose_a_node)
     losing.start()
-    there = commands.train(recipe, cluster=ClusterOptions(address=nodes.address), runs_dir=tmp_path / "there")
+    request = commands.TrainRequest(recipe=recipe, cluster=ClusterOptions(address=nodes.address))
+    there = commands.train(request, runs_dir=tmp_path / "there")
     losing.join()
     assert found["under_way"] == 2
     assert "goes on elsewhere" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from autotune import ClusterOptions, EngineOptions, IsolatedEngine, Plan, PlanEr
 from autotune.engines.budgeted_engine import BudgetedEngine
 from autotune.engines.cluster_pool import cluster_pool
 from autotune.engines.engine import Engine
+from autotune.engines.engine_calls import described, measured
 from autotune.engines.pool_engine import PoolEngine
-from autotune.errors import EngineError
+from autotune.engines.registry import ENGINES, EngineEntry
+from autotune.errors import EngineError, InputError
 from autotune.measurement import Failure, Measurement
 from autotune.plan import Precision
 from autotune.profiling.tracing_engine import WatchedEngine
@@ -54,6 +57,10 @@ class EngineContract:
         engine = self.make()
         yield engine
         engine.close()
+
+    @pytest.fixture
+    def engine_to_close(self) -> Any:
+        return self.make()
 
     def test_begins_under_baseline_without_budget(self, engine: Any) -> None:
         assert isinstance(engine, Engine)
@@ -125,13 +132,12 @@ class EngineContract:
         engine.restore(snapshot)
         assert engine.run(3).loss == first
 
-    def test_closed_engine_refuses_to_run_and_can_be_closed_again(self) -> None:
-        engine = self.make()
-        engine.close()
+    def test_closed_engine_refuses_to_run_and_can_be_closed_again(self, engine_to_close: Any) -> None:
+        engine_to_close.close()
         if self.closes:
             with pytest.raises(EngineError, match="closed"):
-                engine.run(1)
-        engine.close()
+                engine_to_close.run(1)
+        engine_to_close.close()
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +158,10 @@ class StartedEngineContract(EngineContract):
         yield engine
         engine.apply(engine.space.baseline())
         engine.memory_budget_bytes = None
+
+    @pytest.fixture
+    def engine_to_close(self, started: dict[type, Engine]) -> Any:
+        return started.pop(type(self), None) or self.make()
 
 
 class TestTorchEngine(EngineContract):
@@ -208,6 +218,19 @@ class TestJournaledEngine(EngineContract):
         return JournaledEngine(TorchEngine(tiny_job.job(), options=OPTIONS), Journal())
 
 
+def test_every_engine_name_can_be_loaded_and_takes_the_options_of_its_entry() -> None:
+    for entry in ENGINES.values():
+        parameters = inspect.signature(entry.load()).parameters
+        assert {"seed", "device", "options", *entry.options} <= set(parameters)
+
+
+def test_a_registered_engine_can_be_named_in_rank_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENGINES, "traced", EngineEntry("autotune.profiling.tracing_engine", "WatchedEngine"))
+    assert RankOptions(engine="traced").arguments() == {}
+    with pytest.raises(InputError, match="engine is 'unknown'"):
+        RankOptions(engine="unknown")
+
+
 class LocalWorker:
     """A worker of a pool that runs its windows on an engine in this process."""
 
@@ -215,12 +238,10 @@ class LocalWorker:
         self._engine = simulated_engine()
 
     def describe(self) -> dict[str, Any]:
-        return {"space": self._engine.space.to_json(), "locks": {}}
+        return described(self._engine)
 
     def run(self, plan: dict[str, Any], steps: int, memory_budget_bytes: int | None) -> dict[str, Any]:
-        self._engine.apply(Plan.from_json(plan))
-        self._engine.memory_budget_bytes = memory_budget_bytes
-        return self._engine.run(steps).to_json()
+        return measured(self._engine, plan, steps, memory_budget_bytes)
 
     def close(self) -> None:
         self._engine.close()

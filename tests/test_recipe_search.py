@@ -28,7 +28,6 @@ from autotune.agents.recipe_space import PPO_SPACE, Choice, Range, own_values, s
 from autotune.campaign.policy_training import train_seed
 from autotune.campaign.recipe_search import (
     Search,
-    SearchSettings,
     best_first,
     opened,
     run_search,
@@ -36,9 +35,11 @@ from autotune.campaign.recipe_search import (
 )
 from autotune.campaign.seed_files import VALIDATION_LANES, SeedFiles, SeedResult, write_result
 from autotune.cli.main import run
+from autotune.commands.training import TrainRequest
 from autotune.errors import AutotuneError, InputError, RunDirectoryError
 from autotune.gym.levers import RUN_FEATURES
 from autotune.records.run_directory import RunDirectory
+from autotune.records.run_documents import SearchSettings
 from autotune.records.tracking import Tracker, tracking_uri
 from autotune.report.terminal_tables import search_table, search_verdict
 from autotune.simulator.moving_conditions import Strengths
@@ -146,7 +147,9 @@ class Searched:
     def __init__(self, runs: Path) -> None:
         self.runs, self.told = runs, Told()
         self.recipe = read_recipe(recipe_file(runs, RECIPE))
-        self.first = autotune.commands.search_recipe(runs / "recipe.toml", trials=1, processes=1, runs_dir=runs)
+        self.first = autotune.commands.train(
+            TrainRequest(recipe=runs / "recipe.toml", trials=1, processes=1), runs_dir=runs
+        )
         self.run = Path(self.first["run"])
         tracker = Tracker(runs, self.run, "taken up")
         with opened(self.recipe, SearchSettings(trials=2, decisions=32), RunDirectory(self.run)) as search:
@@ -322,7 +325,7 @@ def test_a_search_whose_process_was_killed_is_taken_up(tmp_path: Path) -> None:
         process.wait()
     (folder,) = (tmp_path / "runs").glob("*-train-search-*")
     assert not list(folder.glob("trials/*/seed-4.json"))
-    document = autotune.commands.search_recipe(trials=2, resume=folder)
+    document = autotune.commands.train(TrainRequest(trials=2, resume=folder))
     assert sorted(row["number"] for row in document["trials"]) == [0, 1]
     rows = [row["decisions"] for row in RunDirectory(folder).lines("trials/0000/seed-4.jsonl")]
     # Taken up where it was saved, not begun again.
@@ -389,7 +392,7 @@ def test_what_holds_no_search_cannot_be_taken_up(what: str, tmp_path: Path, caps
     make(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises((InputError, RunDirectoryError), match=expected):
-        autotune.commands.search_recipe(trials=2, resume=tmp_path)
+        autotune.commands.train(TrainRequest(trials=2, resume=tmp_path))
     assert run(["train", "--search", "2", "--resume", str(tmp_path)]) == 2
     errors = capsys.readouterr().err.strip().splitlines()
     assert len([line for line in errors if line.startswith("autotune: ")]) == len(errors) == 1

@@ -29,6 +29,7 @@ from autotune.campaign.policy_training import (
 )
 from autotune.campaign.seed_files import SeedFiles
 from autotune.cli.main import run
+from autotune.commands.training import TrainRequest
 from autotune.errors import AutotuneError, InputError, RunDirectoryError
 from autotune.gym.levers import RUN_FEATURES
 from autotune.records.run_directory import RunDirectory
@@ -89,7 +90,9 @@ class Trained:
 
     def __init__(self, runs: Path) -> None:
         self.runs, self.told = runs, Told()
-        self.document = autotune.commands.train(recipe_file(runs), runs_dir=runs, reporter=self.told)
+        self.document = autotune.commands.train(
+            TrainRequest(recipe=recipe_file(runs)), runs_dir=runs, reporter=self.told
+        )
         self.run = Path(self.document["run"])
 
 
@@ -222,7 +225,7 @@ def test_seeds_train_the_same_in_processes_of_their_own_as_here(trained: Trained
 
 def test_a_training_that_is_done_is_taken_up_without_training_again(trained: Trained) -> None:
     before = {path: path.stat().st_mtime_ns for path in trained.run.glob("seed-*")}
-    again = autotune.commands.train(resume=trained.run, runs_dir=trained.runs / "not used")
+    again = autotune.commands.train(TrainRequest(resume=trained.run), runs_dir=trained.runs / "not used")
     assert {path: path.stat().st_mtime_ns for path in trained.run.glob("seed-*")} == before
     same = ("seed", "won_percent", "won_percent_ci95", "parameters", "policy", "decisions")
     assert {key: again[key] for key in same} == {key: trained.document[key] for key in same}
@@ -282,7 +285,7 @@ def test_a_training_whose_processes_were_all_killed_ends_as_one_that_was_not(tmp
     # A kill may tear the line that was being written.
     with SeedFiles(folder=folder, seed=4).progress.open("a") as file:
         file.write('{"decisions": 99')
-    document = autotune.commands.train(resume=folder)
+    document = autotune.commands.train(TrainRequest(resume=folder))
     assert document["run"] == str(folder)
     (tmp_path / "whole").mkdir()
     assert_same_seeds(folder, whole_seeds(tmp_path / "whole", LONG))
@@ -330,11 +333,11 @@ def test_a_seed_that_fails_says_how_to_take_it_up_and_can_be(tmp_path: Path, cap
     # Where the weights shall stand, something is in the way.
     files.weights.mkdir()
     with pytest.raises(AutotuneError, match=rf"seed 4 ended with exit code 1.*--resume {run_folder.path}"):
-        autotune.commands.train(resume=run_folder.path)
+        autotune.commands.train(TrainRequest(resume=run_folder.path))
     assert files.checkpoint.is_file()
     assert not (run_folder.path / "policy").exists()
     files.weights.rmdir()
-    assert autotune.commands.train(resume=run_folder.path)["seed"] == 4
+    assert autotune.commands.train(TrainRequest(resume=run_folder.path))["seed"] == 4
     capfd.readouterr()
 
 
@@ -365,7 +368,7 @@ def test_what_holds_no_training_cannot_be_taken_up(
     make(folder)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises((InputError, RunDirectoryError), match=expected):
-        autotune.commands.train(resume=folder)
+        autotune.commands.train(TrainRequest(resume=folder))
     assert run(["train", "--resume", str(folder)]) == 2
     errors = capsys.readouterr().err.strip()
     assert len(errors.splitlines()) == 1

@@ -18,11 +18,11 @@ from autotune.bench.harness import SILENT, alternating, document_of
 from autotune.bench.search_judging import (
     CLOSE_FRAC,
     COMPARED,
-    Course,
-    Point,
+    Improvement,
+    SearchRun,
     Worth,
     improvements,
-    judge,
+    judge_searches,
     steadied,
 )
 from autotune.budget import MemoryBudget, format_bytes
@@ -147,7 +147,7 @@ def bench_search(
         runs, "bench", job, {"memory_budget_bytes": size, "steps": settings.steps, "seeds": list(settings.seeds)}
     )
     gradient = references.baseline.gradient
-    profiles, courses = [], []
+    profiles, searches = [], []
     for number, seed in enumerate(settings.seeds):
         title = f"repetition {number + 1} of {settings.repetitions}"
         reporter.stage(f"{title}: profile", 1)
@@ -159,8 +159,8 @@ def bench_search(
         )
         for method in order_of(tuple(dict.fromkeys(settings.methods)), number, settings.repetitions):
             reporter.stage(f"{title}: {method}", settings.steps)
-            courses.append(_run(job, method, seed, settings, profiles[-1], ruler, run, reporter))
-    plans = list(dict.fromkeys(point.plan for course in courses for point in course.points))
+            searches.append(_run(job, method, seed, settings, profiles[-1], ruler, run, reporter))
+    plans = list(dict.fromkeys(point.plan for search in searches for point in search.points))
     worths = _measure_again(job, plans, settings, ruler, reporter)
     figures = {
         "job": job.name,
@@ -170,7 +170,7 @@ def bench_search(
         "seeds": list(settings.seeds),
         "rounds": settings.rounds,
         "profiles": [{"steps": found.steps, "seconds": found.seconds} for found in profiles],
-        **judge(courses, worths),
+        **judge_searches(searches, worths),
     }
     return document_of("search", figures)
 
@@ -190,7 +190,7 @@ def _run(
     ruler: _Ruler,
     run: RunDirectory,
     reporter: Reporter,
-) -> Course:
+) -> SearchRun:
     """Run one method from its references to its finals."""
     called, warm = METHODS[method]
     folder = RunDirectory(run.path / f"{method}-{seed}")
@@ -222,7 +222,7 @@ def _run(
         windows = [(trial.plan, trial.measurement, trial.tuning_steps, trial.tuning_s) for trial in result.trials]
         points = improvements([*_reference_windows(engine, references), *windows], ruler.seconds)
         points.append(
-            Point(
+            Improvement(
                 steps=steps,
                 seconds=seconds,
                 plan=result.plan,
@@ -232,7 +232,7 @@ def _run(
         )
     finally:
         engine.close()
-    return Course(
+    return SearchRun(
         method=method,
         seed=seed,
         points=tuple(points),

@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import InitVar, asdict, dataclass, field, replace
 from typing import Any
 
 from autotune.agents.policy import Policy, StaticPolicy
@@ -85,7 +85,9 @@ def pilot(job: Job, samples: int, *, seed: int = 0, on_step: Callable[[int], Non
     options = EngineOptions(total_samples=samples, meter_memory=False)
     engine = TorchEngine(job, seed=seed, options=options)
     policy = StaticPolicy("baseline", engine.space.baseline())
-    record = _Run(job, policy, engine, seed, samples, on_step=on_step).record(stop_at_target=True)
+    record = _Run(job=job, policy=policy, engine=engine, seed=seed, samples=samples, on_step=on_step).record(
+        stop_at_target=True
+    )
     engine.close()
     return record
 
@@ -153,12 +155,12 @@ def _run_arm(
             on_progress(arm.name, seed, min(samples / protocol.horizon_samples, 1.0))
 
     run = _Run(
-        job,
-        policy,
-        engine,
-        seed,
-        protocol.horizon_samples,
-        memory_budget_bytes=protocol.memory_budget_bytes,
+        job=job,
+        policy=policy,
+        engine=engine,
+        seed=seed,
+        samples=protocol.horizon_samples,
+        budget_bytes=protocol.memory_budget_bytes,
         dips=protocol.dips,
         on_step=on_step,
     )
@@ -167,35 +169,30 @@ def _run_arm(
     return record.to_json()
 
 
+@dataclass(slots=True, kw_only=True)
 class _Run:
     """Training of one job under one policy to a number of samples, with the job's evaluations."""
 
-    def __init__(
-        self,
-        job: Job,
-        policy: Policy,
-        engine: TorchEngine,
-        seed: int,
-        samples: int,
-        *,
-        memory_budget_bytes: int | None = None,
-        dips: Dips | None = None,
-        on_step: Callable[[int], None] | None = None,
-    ) -> None:
-        self._job = job
-        self._policy = policy
-        self._engine = engine
-        self._samples = samples
-        self._budget = memory_budget_bytes
-        self._dips = dips if memory_budget_bytes is not None else None
-        self._windows = 0
-        self._on_step = on_step
+    job: Job
+    policy: Policy
+    engine: TorchEngine
+    seed: InitVar[int]
+    samples: int
+    budget_bytes: int | None = None
+    dips: Dips | None = None
+    on_step: Callable[[int], None] | None = None
+    _record: RunRecord = field(init=False)
+    _windows: int = field(init=False, default=0)
+    # Whether the last metric was not finite.
+    _diverged: bool = field(init=False, default=False)
+    _trained_s: float = field(init=False, default=0.0)
+    _step_s: list[float] = field(init=False, default_factory=list)
+    _samples_per_step: list[float] = field(init=False, default_factory=list)
+
+    def __post_init__(self, seed: int) -> None:
         self._record = RunRecord(seed=seed)
-        # Whether the last metric was not finite.
-        self._diverged = False
-        self._trained_s = 0.0
-        self._step_s: list[float] = []
-        self._samples_per_step: list[float] = []
+        if self.budget_bytes is None:
+            self.dips = None
 
     def record(self, *, stop_at_target: bool) -> RunRecord:
         began = time.time()
@@ -205,15 +202,15 @@ class _Run:
             self._record.ran_s = (began, time.time())
 
     def _trained(self, *, stop_at_target: bool) -> RunRecord:
-        record, engine = self._record, self._engine
-        plan = getattr(self._policy, "plan", engine.space.baseline())
+        record, engine = self._record, self.engine
+        plan = getattr(self.policy, "plan", engine.space.baseline())
         self._apply(plan)
         reference: Measurement | None = None
         previous: Measurement | None = None
         self._evaluate()
         if stop_at_target and record.reached:
             return record
-        while engine.progress.samples < self._samples:
+        while engine.progress.samples < self.samples:
             window = self._run_window()
             reference = reference or window
             if window.failure is not None and not self._survived(window):
@@ -225,10 +222,10 @@ class _Run:
             observation = self._observe(window, reference, previous)
             previous = window
             began = time.perf_counter()
-            self._apply(self._policy.decide(observation, engine.plan))
+            self._apply(self.policy.decide(observation, engine.plan))
             # Time for the decision and for the switch counts.
             self._trained_s += time.perf_counter() - began
-        record.alone = dict(getattr(self._policy, "alone", {}))
+        record.alone = dict(getattr(self.policy, "alone", {}))
         record.steps, record.samples = engine.progress.steps, engine.progress.samples
         if self._step_s:
             record.throughput = statistics.fmean(self._samples_per_step) / statistics.median(self._step_s)
@@ -239,27 +236,27 @@ class _Run:
 
     def _run_window(self) -> Measurement:
         """Train to the next evaluation; after out-of-memory in a dip, repeat the window under the leanest plan."""
-        if self._dips is not None and self._budget is not None:
-            self._engine.memory_budget_bytes = self._dips.budget(self._windows, self._budget)
+        if self.dips is not None and self.budget_bytes is not None:
+            self.engine.memory_budget_bytes = self.dips.budget(self._windows, self.budget_bytes)
         self._windows += 1
-        began = self._engine.progress.samples
-        window = self._engine.run(self._window_steps(began))
+        began = self.engine.progress.samples
+        window = self.engine.run(self._window_steps(began))
         self._take(window)
         if not self._survived(window):
             return window
         self._record.out_of_memory += 1
-        plan = self._engine.plan
-        self._engine.apply(self._engine.space.leanest())
-        again = self._engine.run(self._window_steps(began))
+        plan = self.engine.plan
+        self.engine.apply(self.engine.space.leanest())
+        again = self.engine.run(self._window_steps(began))
         self._take(again)
-        self._engine.apply(plan)
+        self.engine.apply(plan)
         if again.failure is not None:
             return replace(again, failure=Failure.CRASHED, failure_detail=f"the leanest plan: {again.failure_detail}")
         return replace(window, total_s=window.total_s + again.total_s)
 
     def _survived(self, window: Measurement) -> bool:
         """Return whether a window ran out of memory in a comparison with dips, where the run continues."""
-        return self._dips is not None and window.failure in _OUT_OF_MEMORY
+        return self.dips is not None and window.failure in _OUT_OF_MEMORY
 
     def _window_steps(self, began: int) -> int:
         """Return the steps until the next evaluation, which is due by samples, independent of k.
@@ -267,17 +264,17 @@ class _Run:
         Args:
             began: number of samples at the start of the window.
         """
-        per_step = self._job.batch_size
-        if self._job.batching == "adaptive":
-            per_step *= self._engine.plan.accumulation_steps
-        stride = self._job.evaluate_every * self._job.batch_size
-        left = min(self._samples, began + stride) - self._engine.progress.samples
+        per_step = self.job.batch_size
+        if self.job.batching == "adaptive":
+            per_step *= self.engine.plan.accumulation_steps
+        stride = self.job.evaluate_every * self.job.batch_size
+        left = min(self.samples, began + stride) - self.engine.progress.samples
         return max(1, math.ceil(left / per_step))
 
     def _apply(self, plan: Plan) -> None:
-        if not self._record.plans or plan != self._engine.plan:
-            self._record.plans.append((self._engine.progress.steps, plan.to_json()))
-        self._engine.apply(plan)
+        if not self._record.plans or plan != self.engine.plan:
+            self._record.plans.append((self.engine.progress.steps, plan.to_json()))
+        self.engine.apply(plan)
 
     def _take(self, window: Measurement) -> None:
         record = self._record
@@ -290,47 +287,47 @@ class _Run:
             record.energy_source = window.energy_source
         peaks = [peak for peak in (record.peak_bytes, window.peak_bytes) if peak is not None]
         record.peak_bytes = max(peaks, default=None)
-        record.windows.append(_seen(window, self._engine.progress.steps))
-        if window.failure in _OUT_OF_MEMORY and self._dips is None:
+        record.windows.append(_seen(window, self.engine.progress.steps))
+        if window.failure in _OUT_OF_MEMORY and self.dips is None:
             record.within_budget = False
-        if self._budget is not None and window.peak_bytes is not None:
-            record.within_budget = record.within_budget and window.peak_bytes <= self._budget
+        if self.budget_bytes is not None and window.peak_bytes is not None:
+            record.within_budget = record.within_budget and window.peak_bytes <= self.budget_bytes
 
     def _evaluate(self) -> None:
-        record, samples = self._record, self._engine.progress.samples
-        metric = self._engine.evaluate()
+        record, samples = self._record, self.engine.progress.samples
+        metric = self.engine.evaluate()
         self._diverged = not math.isfinite(metric)
         if self._diverged:
             # A perplexity may be infinite before training; at the end this is a failure.
             return
         record.curve.append((self._trained_s, samples, metric))
-        if not record.reached and self._job.arrived(metric):
+        if not record.reached and self.job.arrived(metric):
             record.reached = True
             record.time_to_target_s = self._trained_s
-        if self._on_step is not None:
-            self._on_step(samples)
+        if self.on_step is not None:
+            self.on_step(samples)
 
     def _observe(self, window: Measurement, reference: Measurement, previous: Measurement | None) -> Observation:
         return Observation(
-            space=self._engine.space,
-            plan=self._engine.plan,
+            space=self.engine.space,
+            plan=self.engine.plan,
             window=window,
             reference=reference,
             previous_loss=None if previous is None else previous.loss,
-            memory_budget_bytes=self._announced()[0] if self._budget is not None else None,
+            memory_budget_bytes=self._announced()[0] if self.budget_bytes is not None else None,
             budget_ahead=self._announced(),
-            batch_size=self._job.batch_size,
-            adaptive=self._job.batching == "adaptive",
-            progress=min(self._engine.progress.samples / self._samples, 1.0),
+            batch_size=self.job.batch_size,
+            adaptive=self.job.batching == "adaptive",
+            progress=min(self.engine.progress.samples / self.samples, 1.0),
         )
 
     def _announced(self) -> tuple[int, ...]:
         """Return the budgets of the next windows that are announced to the policy."""
-        if self._budget is None:
+        if self.budget_bytes is None:
             return ()
-        if self._dips is None or not self._dips.told:
-            return (self._budget,)
-        return tuple(self._dips.budget(self._windows + ahead, self._budget) for ahead in range(LOOK_AHEAD))
+        if self.dips is None or not self.dips.told:
+            return (self.budget_bytes,)
+        return tuple(self.dips.budget(self._windows + ahead, self.budget_bytes) for ahead in range(LOOK_AHEAD))
 
 
 def _seen(window: Measurement, step: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from autotune.campaign.baselines import References
 from autotune.campaign.job_profile import keep_profile, profile_first, profile_for, refuse_small_budget
 from autotune.campaign.plan_search import METHODS
 from autotune.campaign.setup import Campaign
-from autotune.campaign.steps import SearchInputs, begin_run, open_engine, references_of
+from autotune.campaign.steps import SearchInputs, begin_run, open_engine, publish_run, references_of
 from autotune.engines.engine import Engine
 from autotune.engines.job_checks import build_model, build_optimizer
 from autotune.io.documents import Count
@@ -26,7 +26,6 @@ from autotune.records.requests import CompareRequest
 from autotune.records.run_directory import RunDirectory, require_writable
 from autotune.records.tracking import Tracker
 from autotune.report.figures import draw_comparison
-from autotune.report.writing import publish
 
 _FIGURE = "comparison.png"
 
@@ -139,10 +138,7 @@ def _publish(document: dict[str, Any], run: RunDirectory, tracker: Tracker) -> N
     for entry in document["against_baseline"]:
         tracker.metrics({f"time_ratio.{entry['arm']}": entry["time_ratio"]})
         tracker.tags({f"verdict.{entry['arm']}": entry["verdict"]})
-    if (run.path / "policy").is_dir():
-        tracker.artifact(run.path / "policy")
-    publish(run.path, tracker)
-    tracker.close()
+    publish_run(run, tracker)
 
 
 def _fastest_fitting_plan(document: dict[str, Any]) -> dict[str, Any] | None:

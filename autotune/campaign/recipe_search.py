@@ -26,6 +26,7 @@ from autotune.errors import AutotuneError, InputError
 from autotune.io.files import write_atomic
 from autotune.io.progress import Reporter
 from autotune.records.run_directory import RunDirectory
+from autotune.records.run_documents import SearchSettings
 from autotune.records.tracking import Tracker
 from autotune.stats import clustered_mean_interval
 
@@ -35,27 +36,6 @@ RECIPE_FILE, RESULT_FILE = "recipe.toml", "searched.json"
 TRIALS = "trials"
 _SHARE = 5
 _POLL_S = 0.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchSettings:
-    """Limits of a search.
-
-    Attributes:
-        trials: number of trials, including failed ones and those before an interruption.
-        decisions: number of decisions in each trial.
-
-    Raises:
-        InputError: if one of them is below 1.
-    """
-
-    trials: int
-    decisions: int
-
-    def __post_init__(self) -> None:
-        for option, value in (("--search", self.trials), ("--search-decisions", self.decisions)):
-            if value < 1:
-                raise InputError(f"is {value}", where=option, allowed="at least 1")
 
 
 # Starts the training of a trial.

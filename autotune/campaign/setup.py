@@ -12,8 +12,8 @@ from autotune.campaign.trusted_inputs import TrustedInputs
 from autotune.catalog import load_job
 from autotune.cost_model.carbon import Intensity
 from autotune.cost_model.paper_equations import Weights
-from autotune.engines.isolated_engine import RankOptions
 from autotune.engines.ray_cluster import ClusterOptions
+from autotune.engines.registry import RankOptions
 from autotune.errors import InputError, JobError
 from autotune.gym.reward import Objective
 from autotune.io.progress import Reporter

@@ -1,4 +1,4 @@
-"""Steps that a tuning and a comparison share: open an engine, measure the references, make the run, search a plan."""
+"""Steps that a tuning and a comparison share, from the engine to the report."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from autotune.engines.tuning_windows import make_engine
 from autotune.records.journal import JournaledEngine
 from autotune.records.run_directory import RunDirectory
 from autotune.records.tracking import Tracker, send_pending
+from autotune.report.writing import publish
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,3 +105,11 @@ def search_plan(campaign: Campaign, method: str, inputs: SearchInputs) -> plan_s
         clock=campaign.journal.clock,
     )
     return replace(result, plan=result.plan.changed(launch=campaign.launch))
+
+
+def publish_run(run: RunDirectory, tracker: Tracker) -> None:
+    """Write the report of a finished campaign, and log it and the policy that was trained."""
+    if (run.path / "policy").is_dir():
+        tracker.artifact(run.path / "policy")
+    publish(run.path, tracker)
+    tracker.close()

@@ -16,8 +16,8 @@ from autotune.campaign.arms import LIVE
 from autotune.campaign.comparison import GATE
 from autotune.campaign.plan_search import METHODS
 from autotune.catalog import is_catalog_reference
-from autotune.engines.isolated_engine import RankOptions
 from autotune.engines.ray_cluster import ClusterOptions
+from autotune.engines.registry import RankOptions
 from autotune.errors import RunDirectoryError
 from autotune.job import Job
 from autotune.launching import split
@@ -34,7 +34,7 @@ class TrustedInputs:
     :class:`autotune.errors.RunDirectoryError` if the two do not match.
 
     Attributes:
-        jobs: jobs or references to them; a run on one job takes a single one, whatever it is called.
+        jobs: jobs or references to them; a run on one job accepts a single job of any name.
         arms: arms that are plan files or policy folders; other arms are ignored.
         storage: address of the database that keeps Optuna's studies.
         cluster: address of a Ray cluster.
@@ -88,36 +88,36 @@ class TrustedInputs:
         """Return the ranks with the caller's DeepSpeed configuration; ``None`` for one process."""
         if recorded is None:
             return None
-        config = self._again(recorded.config, self.ds_config, "--ds-config", "its DeepSpeed configuration")
+        config = self._supplied(recorded.config, self.ds_config, "--ds-config", "its DeepSpeed configuration")
         if digest_of(config) != recorded.config:
             raise self._refusal("--ds-config differs", "the configuration of the original command")
-        return RankOptions(count=recorded.count, zero_stage=recorded.zero_stage, config=config)
+        return RankOptions(count=recorded.count, zero_stage=recorded.zero_stage, config=config, engine=recorded.engine)
 
     def cluster_options(self, recorded: Cluster | None) -> ClusterOptions | None:
         """Return the cluster at the caller's address; ``None`` for this machine."""
         kept = None if recorded is None else recorded.address
-        address = self._again(kept, self.cluster, "--cluster", "the address of its cluster")
+        address = self._supplied(kept, self.cluster, "--cluster", "the address of its cluster")
         if recorded is None or address is None:
             return None
         return ClusterOptions(address=address, cores=recorded.cores)
 
     def database(self, recorded: str | None) -> str | None:
         """Return the address of the database that keeps Optuna's studies; ``None`` for the run directory."""
-        return self._again(recorded, self.storage, "--storage", "the database of its studies")
+        return self._supplied(recorded, self.storage, "--storage", "the database of its studies")
 
     def data_folder(self, recorded: str | None) -> Path | None:
         """Return the folder of a reproduction's data; ``None`` for none."""
         given = None if self.data is None else Path(self.data)
-        return self._again(recorded, given, "--data", "the folder of its data")
+        return self._supplied(recorded, given, "--data", "the folder of its data")
 
     def carbon(self, recorded: str | None) -> str | None:
         """Return the carbon intensity, of which the run may decide a number but not a file; ``None`` for none."""
         if recorded is not None and self.carbon_intensity is None and _is_number(recorded):
             return recorded
         what = "its file of carbon intensities"
-        return self._again(recorded, self.carbon_intensity, "--carbon-intensity", what)
+        return self._supplied(recorded, self.carbon_intensity, "--carbon-intensity", what)
 
-    def _again(self, recorded: object, given: _Given | None, option: str, what: str) -> _Given | None:
+    def _supplied(self, recorded: object, given: _Given | None, option: str, what: str) -> _Given | None:
         if recorded is not None and given is None:
             raise self._refusal(
                 f"{what} is not taken from a run's own files", f"{option} with the value of the original command"

@@ -10,7 +10,7 @@ from autotune.campaign.baselines import References
 from autotune.campaign.job_profile import keep_profile, profile_first, profile_for, refuse_small_budget
 from autotune.campaign.plan_search import METHODS, PROFILED, SEARCHES, SPREADING, TuningResult
 from autotune.campaign.setup import Campaign
-from autotune.campaign.steps import SearchInputs, begin_run, open_engine, references_of, search_plan
+from autotune.campaign.steps import SearchInputs, begin_run, open_engine, publish_run, references_of, search_plan
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import Goal, solve, with_shadow_price
@@ -19,7 +19,6 @@ from autotune.errors import InputError
 from autotune.plan import Plan
 from autotune.records.run_directory import require_writable
 from autotune.records.tracking import Tracker
-from autotune.report.writing import publish
 
 
 def tune(campaign: Campaign, method: str) -> dict[str, Any]:
@@ -47,11 +46,8 @@ def tune(campaign: Campaign, method: str) -> dict[str, Any]:
             result = search_plan(campaign, method, inputs)
         document = {**_document(result, references, profile), "run": str(run.path)}
         tracker.artifact(run.write("plan.json", result.plan.to_json()))
-        if (run.path / "policy").is_dir():
-            tracker.artifact(run.path / "policy")
         tracker.artifact(run.write("tuned.json", document))
-        publish(run.path, tracker)
-        tracker.close()
+        publish_run(run, tracker)
     return document
 
 

@@ -400,7 +400,7 @@ def gpu(
 ) -> None:
     """Answer whether predictions hold, then measure plans within 100, 60, 40 and 30 % of the baseline's memory."""
     began = time.monotonic()
-    from autotune.bench.bench_gpu import GpuBenchSettings, bench_gpu, verdict
+    from autotune.bench.bench_gpu import GpuBenchSettings, bench_gpu, lines
     from autotune.errors import EngineError
     from autotune.io.files import write_json
     from autotune.records.run_directory import require_writable
@@ -427,6 +427,6 @@ def gpu(
         document = bench_gpu(settings, keep=keep, reporter=bars, began=began)
     if as_json:
         shared.print_json(document)
-    shared.console(as_json=as_json).print(f"{verdict(document)}; written to {path(document)}", soft_wrap=True)
+    shared.console(as_json=as_json).print(f"{lines(document)[0]}; written to {path(document)}", soft_wrap=True)
     if document["machine"] is None:
         raise EngineError("the device did not answer")

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
     from rich.table import Table
 
-    from autotune.engines.isolated_engine import RankOptions
     from autotune.engines.ray_cluster import ClusterOptions
+    from autotune.engines.registry import RankOptions
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, all else on stderr.")]
 RunsOption = Annotated[Path, typer.Option("--runs-dir", help="Folder in which run directories are made.")]
@@ -207,7 +207,7 @@ class Bars:
 
 
 def ranks(engine: str, count: int | None, zero_stage: str, config: Path | None) -> RankOptions | None:
-    """Return the options of DeepSpeed ranks; ``None`` for the engine ``torch``.
+    """Return the options of an engine of several ranks; ``None`` for the default engine.
 
     Args:
         engine: value of ``--engine``.
@@ -218,9 +218,12 @@ def ranks(engine: str, count: int | None, zero_stage: str, config: Path | None) 
     Raises:
         InputError: if an option is wrong, or cannot be combined with the engine.
     """
-    if engine not in ("torch", "deepspeed"):
-        raise InputError(f"engine is {engine!r}", where="--engine", allowed="torch, deepspeed")
-    if engine == "torch":
+    from autotune.engines.registry import DEFAULT_ENGINE, ENGINES, RankOptions
+    from autotune.io.files import read_json
+
+    if engine not in ENGINES:
+        raise InputError(f"engine is {engine!r}", where="--engine", allowed=list(ENGINES))
+    if engine == DEFAULT_ENGINE:
         options = {"--ranks": count, "--zero-stage": None if zero_stage == "0" else zero_stage, "--ds-config": config}
         given = [name for name, value in options.items() if value is not None]
         if given:
@@ -228,12 +231,10 @@ def ranks(engine: str, count: int | None, zero_stage: str, config: Path | None) 
         return None
     if zero_stage not in ("0", "1", "2", "3", "all"):
         raise InputError(f"ZeRO stage is {zero_stage!r}", where="--zero-stage", allowed="0, 1, 2, 3, all")
-    from autotune.engines.isolated_engine import RankOptions
-    from autotune.io.files import read_json
-
     stage = 0 if zero_stage == "all" else int(zero_stage)
     return RankOptions(
         count=DEFAULT_RANKS if count is None else count,
         zero_stage=stage,
         config=None if config is None else read_json(config),
+        engine=engine,
     )

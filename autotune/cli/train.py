@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,58 +59,34 @@ def command(
     The policy folder is written to the run directory. With --search, a recipe is searched for instead.
     """
     from autotune import commands
+    from autotune.commands.training import FineTuneRequest, TrainRequest
     from autotune.errors import InputError
 
     if engine != "torch":
         raise InputError(f"engine is {engine!r}", where="--engine", allowed="torch")
-    if search_decisions is not None and search is None:
-        raise InputError("--search-decisions requires --search")
-    workers = shared.cluster(cluster, worker_cores)
-    if workers is not None and (job is not None or search is not None):
-        raise InputError("--cluster cannot be combined with a job or --search: it trains seeds on simulated jobs")
-    output = shared.console(as_json=as_json)
-    if job is not None:
-        if recipe is not None or resume is not None or search is not None:
-            raise InputError("a job cannot be combined with --recipe, --search or --resume")
-        with shared.Bars(output) as bars:
-            document = commands.fine_tune(
-                job,
-                start,
-                memory_budget=memory_budget,
-                windows=windows,
-                seed=seed,
-                runs_dir=runs_dir,
-                reporter=bars,
-            )
-        _show(document, output, _print_fine_tuned, as_json=as_json)
-        return
-    if start is not None:
+    if start is not None and job is None:
         raise InputError("--from requires a job: autotune train JOB --from POLICY")
+    workers = shared.cluster(cluster, worker_cores)
+    request = TrainRequest(
+        recipe=recipe, resume=resume, processes=processes, cluster=workers, trials=search, decisions=search_decisions
+    )
+    output = shared.console(as_json=as_json)
     with shared.Bars(output) as bars:
-        if search is not None:
-            document = commands.search_recipe(
-                recipe,
-                trials=search,
-                decisions=search_decisions,
-                resume=resume,
-                processes=processes,
-                runs_dir=runs_dir,
-                reporter=bars,
-            )
+        if job is None:
+            document = commands.train(request, runs_dir=runs_dir, reporter=bars)
+        elif (recipe, resume, search, workers) != (None, None, None, None):
+            raise InputError("a job cannot be combined with --recipe, --search, --resume or --cluster")
         else:
-            document = commands.train(
-                recipe, resume=resume, processes=processes, cluster=workers, runs_dir=runs_dir, reporter=bars
-            )
-    _show(document, output, _print_trained if search is None else _print_searched, as_json=as_json)
-
-
-def _show(
-    document: dict[str, Any], output: Console, show: Callable[[dict[str, Any], Console], None], *, as_json: bool
-) -> None:
+            real = FineTuneRequest(job=job, policy=start, memory_budget=memory_budget, windows=windows, seed=seed)
+            document = commands.fine_tune(real, runs_dir=runs_dir, reporter=bars)
     if as_json:
         shared.print_json(document)
+    elif job is not None:
+        _print_fine_tuned(document, output)
+    elif search is not None:
+        _print_searched(document, output)
     else:
-        show(document, output)
+        _print_trained(document, output)
 
 
 def _print_fine_tuned(document: dict[str, Any], output: Console) -> None:

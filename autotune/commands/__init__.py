@@ -5,10 +5,12 @@ from __future__ import annotations
 from autotune.commands.comparing import compare, run_comparison
 from autotune.commands.reproducing import reproduce
 from autotune.commands.resuming import compare_jobs, resume
-from autotune.commands.training import fine_tune, search_recipe, train
+from autotune.commands.training import FineTuneRequest, TrainRequest, fine_tune, train
 from autotune.commands.tuning import run_tuning, tune, tune_stages
 
 __all__ = [
+    "FineTuneRequest",
+    "TrainRequest",
     "compare",
     "compare_jobs",
     "fine_tune",
@@ -16,7 +18,6 @@ __all__ = [
     "resume",
     "run_comparison",
     "run_tuning",
-    "search_recipe",
     "train",
     "tune",
     "tune_stages",

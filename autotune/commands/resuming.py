@@ -50,8 +50,9 @@ def resume(
 ) -> dict[str, Any]:
     """Resume a tuning, a comparison or a reproduction that was interrupted at any instant, and finish it.
 
-    Measurements that were made stay. The model begins anew, so that windows after the interruption see an earlier stage
-    of training than they would have. If the campaign was finished, its document is returned as it is.
+    Measurements before the interruption are kept. The model starts again from its initial weights, so that windows
+    after the interruption see an earlier stage of training than they would have. The document of a finished campaign is
+    returned as it is.
 
     Only jobs of the catalog are loaded on the run's own word. Any other job, a plan file or a policy folder among the
     arms, a database, a cluster, a DeepSpeed configuration, a folder of data or a series of carbon intensities must be

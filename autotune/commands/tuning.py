@@ -12,8 +12,8 @@ from autotune.campaign import tuning_campaign
 from autotune.campaign.setup import prepare
 from autotune.campaign.trusted_inputs import TrustedInputs
 from autotune.engines.deepspeed_config import STAGES
-from autotune.engines.isolated_engine import RankOptions
 from autotune.engines.ray_cluster import ClusterOptions
+from autotune.engines.registry import RankOptions
 from autotune.errors import BudgetError
 from autotune.io.progress import Reporter, Silent
 from autotune.job import Job
@@ -49,11 +49,11 @@ def tune(
         trials: number of plans that may be measured; ``None`` for as many as the steps allow.
         seed: random seed for the search and for the engine.
         lean: whether a profile, if there is none yet, may be measured in a tenth of the steps.
-        isolate: whether windows run in a process of their own, so that a job that kills or hangs it is a failed window.
-            The job is then given by its reference.
+        isolate: whether windows run in a separate process, so that a crash or a hang of the job is a failed window. The
+            job is then given by its reference.
         ranks: number of processes that train the job together through DeepSpeed, and their ZeRO stage; ``None`` for
             one process without DeepSpeed.
-        cluster: a Ray cluster whose workers measure plans in parallel, each in a process of its own; ``None`` to
+        cluster: a Ray cluster whose workers measure plans in parallel, each in a separate process; ``None`` to
             measure one plan after another on this machine. For ``random``, ``optuna`` and ``optuna-prices``.
         storage: a database for Optuna's studies, ``postgresql://user@host:port/database``; ``None`` keeps them in the
             run directory.

@@ -60,7 +60,7 @@ class BudgetedEngine(EngineProxy):
             return
         if self.affords(steps):
             self._prepared[plan] = steps
-            self.engine.prepare(plan, steps)
+            super().prepare(plan, steps)
 
     def run(self, steps: int) -> Measurement:
         """Return the plan's window, from memory if it was measured before.

@@ -116,51 +116,37 @@ class EngineBase:
             raise EngineError("the engine is closed; create another one")
 
 
-class EngineProxy:
-    """Base of engines that wrap another one: every call is forwarded, and the plan only when a window runs.
+class EngineProxy(EngineBase):
+    """Base of engines that wrap another one: they hand on the plan and the budget with each window.
 
     Args:
         engine: the wrapped engine.
 
     Attributes:
         engine: the wrapped engine.
-        space: its space.
-        plan: the plan of the next window.
         ahead: number of windows worth preparing before the first of them is run.
     """
 
     def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.space)
         self.engine = engine
-        self.space = engine.space
         self.plan = engine.plan
+        self.memory_budget_bytes = engine.memory_budget_bytes
         self.ahead = engine.ahead if isinstance(engine, PreparingEngine) else 1
-
-    @property
-    def memory_budget_bytes(self) -> int | None:
-        """Return the wrapped engine's memory budget."""
-        return self.engine.memory_budget_bytes
-
-    @memory_budget_bytes.setter
-    def memory_budget_bytes(self, budget: int | None) -> None:
-        self.engine.memory_budget_bytes = budget
-
-    def apply(self, plan: Plan) -> None:
-        """Choose the plan of the next window.
-
-        Raises:
-            PlanError: if the plan lies outside the space; the previous plan stays.
-        """
-        self.plan = self.space.check(plan)
 
     def prepare(self, plan: Plan, steps: int) -> None:
         """Let the wrapped engine begin a window, if it can run several at once."""
         if isinstance(self.engine, PreparingEngine):
+            self.engine.memory_budget_bytes = self.memory_budget_bytes
             self.engine.prepare(plan, steps)
 
     def run(self, steps: int) -> Measurement:
-        """Run a window on the wrapped engine."""
+        """Run a window on the wrapped engine, which may change the budget."""
+        self.engine.memory_budget_bytes = self.memory_budget_bytes
         self.engine.apply(self.plan)
-        return self.engine.run(steps)
+        measurement = self.engine.run(steps)
+        self.memory_budget_bytes = self.engine.memory_budget_bytes
+        return measurement
 
     def evaluate(self) -> float:
         """Return the metric of the wrapped engine's model."""
@@ -175,5 +161,6 @@ class EngineProxy:
         self.engine.restore(snapshot)
 
     def close(self) -> None:
-        """Close the wrapped engine."""
+        """Close the wrapped engine; it refuses further windows."""
+        super().close()
         self.engine.close()

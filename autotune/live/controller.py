@@ -370,7 +370,7 @@ class Pilot:
         """Whether the next step's batch, which is cut, is tried beside it in smaller pieces."""
         space = self.phase.space
         # Where fp16 overflows, other steps are skipped, and nothing can be compared.
-        if not space.k_splits or plan.accumulation_steps == space.accumulation_choices[0] or plan.uses_fp16:
+        if not space.k_splits or plan.accumulation_steps == space.accumulation_choices[0] or plan.needs_loss_scaling:
             return False
         self._cut_steps += 1
         now = self._cut_steps

@@ -9,19 +9,23 @@ the graphs. Whether a recomputation repeats the forward pass is found out on a s
 
 from __future__ import annotations
 
+import dis
 import functools
+import inspect
+import itertools
 import logging
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
+from types import CodeType, FunctionType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from autotune.mechanics import ambient
 from autotune.mechanics.buffers import (
@@ -95,8 +99,10 @@ class _Again(AbstractContextManager[None]):
                 # Copies stand for what it held: to keep that would keep other passes' graphs alive.
                 then = {**part.__dict__, **self.objects.attributes.get(place, {})}
                 self._own.append((place, part.__dict__, then))
-                if part._modules:
-                    self._then.append((part._modules, part._modules.copy()))
+                # Of buffers it says which there were; their values are put back as well.
+                self._then += [
+                    (held, held.copy()) for held in (part._modules, part._buffers) if type(held) is dict and held
+                ]
                 # torch.func.functional_call runs a module with other weights than it has. A dictionary of another
                 # class (DeepSpeed's ZeRO-3) gathers a weight when it is read.
                 if part._parameters and type(part._parameters) is dict:
@@ -211,6 +217,25 @@ class _Again(AbstractContextManager[None]):
         if lost is not None:
             self.recomputation.bar_late(f"its buffer {lost!r} was written to, of which it keeps no copy")
         return replaced_buffers(module, fresh_buffers(module, self.buffers, self.constants))
+
+
+def _catches_errors(parts: Sequence[nn.Module]) -> bool:
+    """Tell whether a method of the parts' classes may catch the exception by which checkpoint ends a recomputation."""
+    kinds = dict.fromkeys(
+        base
+        for part in parts
+        for base in type(part).__mro__
+        if base.__module__.partition(".")[0] not in ("torch", "builtins")
+    )
+    methods = (one for kind in kinds for one in vars(kind).values() if isinstance(one, FunctionType))
+    return any(_catches(inspect.unwrap(method).__code__) or _catches(method.__code__) for method in methods)
+
+
+@functools.cache
+def _catches(code: CodeType) -> bool:
+    steps = [step.opname for step in dis.get_instructions(code)]
+    bare = any(pair == ("PUSH_EXC_INFO", "POP_TOP") for pair in itertools.pairwise(steps))
+    return bare or "CHECK_EXC_MATCH" in steps or "suppress" in code.co_names
 
 
 def _tensors_of(parts: Sequence[nn.Module]) -> list[torch.Tensor]:
@@ -355,6 +380,8 @@ class Recomputation:
     around: Reachable | None = None
     hooks: int | None = None
     carriers: dict[int, set[str]] = field(default_factory=dict)
+    # Whether its code may catch the exception by which checkpoint ends a recomputation early; ``None`` if not known.
+    _catches: bool | None = None
     _calls: int = 0
     _last: _Call | None = None
     # The identities of what each part's attributes held at the call before.
@@ -372,9 +399,12 @@ class Recomputation:
             self.barred, call = f"{type(error).__name__}: {error}", None
         if call is None or call.first is None:
             return forward(*args, **kwargs)
-        result = checkpoint(
-            call.run, *call.first.inputs, use_reentrant=False, preserve_rng_state=True, context_fn=call.contexts
-        )
+        if self._catches is None:
+            self._catches = _catches_errors(list(self.module.modules()))
+        with set_checkpoint_early_stop(False) if self._catches else nullcontext():
+            result = checkpoint(
+                call.run, *call.first.inputs, use_reentrant=False, preserve_rng_state=True, context_fn=call.contexts
+            )
         try:
             call.has_run()
         except any_error() as error:  # whatever it is, the unit is left alone from now on

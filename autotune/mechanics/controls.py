@@ -7,8 +7,6 @@ gets its plain forward back. This file knows nothing of steps, batches or measur
 
 from __future__ import annotations
 
-import copy
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,11 +19,12 @@ from autotune.mechanics.activations import Recomputation
 from autotune.mechanics.ambient import interception, transformed
 from autotune.mechanics.buffers import forget_constants, forget_copies
 from autotune.mechanics.precision import canonical, computing_in
+from autotune.mechanics.stand_ins import StandIn
 from autotune.mechanics.trees import tensors
 from autotune.plan import Plan, Precision, Storage
 
 
-class ControlledForward:
+class ControlledForward(StandIn):
     """A unit's forward under a plan.
 
     Attributes:
@@ -33,14 +32,13 @@ class ControlledForward:
         precision: the precision that the next call runs in.
         storage: the storage that the next call uses.
         passes_16_bit: whether 16-bit outputs are handed on as they are.
-        original: the forward that is run: the module's own, or one that somebody else put on it.
         calls: how often it was called in training under the plan, as far as nobody has set it back.
         failures: takes in what a call under the plan raises, the unit then being run as the user has it; ``None`` lets
             exceptions through.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        super().__init__(module)
         self.precision = Precision.INHERIT
         self.storage = Storage.SAVE
         self.passes_16_bit = False
@@ -48,21 +46,18 @@ class ControlledForward:
         self.calls = 0
         self.failures: list[Exception] | None = None
         self.recomputation = Recomputation(module)
-        # A forward that somebody else put on the instance is called, and put back at the end.
-        self._shadowed: Callable[..., Any] | None = module.__dict__.get("forward")
-        self.original: Callable[..., Any] = module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unit's own forward in the plan's precision, keeping or recomputing its activations."""
-        if self.suspended or torch.compiler.is_compiling():
-            return self.original(*args, **kwargs)
-        if transformed():
+        if torch.compiler.is_compiling():
+            return self._own(*args, **kwargs)
+        if self.suspended or transformed():
             return self.original(*args, **kwargs)
         trains = torch.is_grad_enabled()
         self.calls += trains
         try:
             run = self._bind(self.precision)
-            if self.storage is Storage.RECOMPUTE and trains and interception(self.module) is None:
+            if self.storage.recomputes and trains and interception(self.module) is None:
                 return self.recomputation.run(run, args, kwargs)
             return run(*args, **kwargs)
         except Exception as error:
@@ -92,26 +87,7 @@ class ControlledForward:
         """Give the module its former forward back, if it still has this one; whoever holds this one runs the former."""
         forget_copies(self.module)
         self.precision, self.storage, self.failures = Precision.INHERIT, Storage.SAVE, None
-        if self.module.__dict__.get("forward") is not self:
-            # Somebody put another one on the instance, which may call this one.
-            return
-        if self._shadowed is None:
-            del self.module.__dict__["forward"]
-        else:
-            self.module.__dict__["forward"] = self._shadowed
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """Return the copied module's plain forward: a copy of a model is not under control."""
-        if self._shadowed is not None:
-            return copy.deepcopy(self._shadowed, memo)
-        copied = memo.get(id(self.module))
-        return self.original if copied is None else type(copied).forward.__get__(copied)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as the module's plain bound forward, so that no package of ours is needed to load it."""
-        if self._shadowed is not None:
-            return operator.getitem, ([self._shadowed], 0)
-        return getattr, (self.module, "forward")
+        self._restore()
 
 
 def apply(model: nn.Module, plan: Plan, *, fp32_borders: bool = False) -> None:
@@ -183,7 +159,7 @@ class Switcher:
         for name, module in self._modules.items():
             counted, storage = name == self._counted, plan.storage_of(name)
             _set(module, plan.precision_of(name), storage, passes_16_bit=False, stays=counted)
-            if storage is Storage.RECOMPUTE:
+            if storage.recomputes:
                 self._recomputed.append(name)
             forward = module.__dict__.get("forward")
             if isinstance(forward, ControlledForward):
@@ -355,7 +331,7 @@ def has_16_bit_parameters(module: nn.Module) -> bool:
 
 def _passing(model: nn.Module, plan: Plan, modules: dict[str, nn.Module]) -> frozenset[str]:
     """Return the units that hand on 16-bit tensors: all but the last, where one 16-bit precision covers the model."""
-    if plan.uniform_16_bit is None:
+    if plan.uniform_reduced is None:
         return frozenset()
     covered = {id(parameter) for name in plan.precision for parameter in modules[name].parameters()}
     if any(id(parameter) not in covered for parameter in model.parameters()):

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from autotune.choices import REDUCED_PRECISIONS
 from autotune.cost_model.device_table import DeviceSpec
 from autotune.cost_model.profile import Profile
 from autotune.engines.job_checks import accumulation_choices, ask, build_model, build_optimizer
@@ -25,6 +26,7 @@ from autotune.errors import InputError, JobError
 from autotune.job import Job
 from autotune.mechanics import controls, devices, stepping
 from autotune.mechanics.memory_meter import resident_tensors
+from autotune.mechanics.precision import DTYPES
 from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.step_trace import Phase
 from autotune.mechanics.trees import map_tensors, tensors
@@ -48,7 +50,7 @@ from autotune.profiling.step_record import StepRecord, TracedStep, recomputed_un
 from autotune.units import Unit, units_of
 
 _MAX_TABLES = 4
-_PRECISION_OF = {torch.bfloat16: Precision.BF16, torch.float16: Precision.FP16}
+_PRECISION_OF = {DTYPES[precision]: precision for precision in REDUCED_PRECISIONS}
 
 
 def estimate(job: Job, device: DeviceSpec, *, on_progress: Callable[[float], None] | None = None) -> Profile:

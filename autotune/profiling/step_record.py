@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from autotune.cost_model.profile import FIXED, choice_name
 from autotune.mechanics.step_trace import Phase
-from autotune.plan import Plan, Precision, Storage
+from autotune.plan import Plan, Precision
 from autotune.profiling.attribution import Attribution
 
 
@@ -111,7 +111,7 @@ def choice_at(plan: Plan, calls: Sequence[str], segment: int) -> str:
 
 def recomputed_units(plan: Plan) -> list[str]:
     """Return the names of the units that a plan recomputes."""
-    return [name for name, storage in plan.storage.items() if storage is Storage.RECOMPUTE]
+    return list(plan.recomputed)
 
 
 def common_precision(plan: Plan) -> Precision:

@@ -151,7 +151,12 @@ class JournaledEngine(EngineProxy):
             super().prepare(plan, steps)
 
     def run(self, steps: int) -> Measurement:
-        """Return the next window, replayed or measured."""
+        """Return a window, from the journal if it has it.
+
+        Raises:
+            EngineError: if the engine was closed.
+        """
+        self.require_open()
         self._prepared = max(self._prepared - 1, 0)
         asked = {"window": self.plan.to_json(), "steps": steps, "memory_budget_bytes": self.memory_budget_bytes}
         seen = self._journal.once(asked, lambda: _finite(super(JournaledEngine, self).run(steps).to_json()))

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 from annotated_types import Interval, Len
 
-from autotune.engines.isolated_engine import RankOptions
 from autotune.engines.ray_cluster import ClusterOptions
+from autotune.engines.registry import RankOptions
 from autotune.io.addresses import without_secrets
 from autotune.io.documents import Count, NotNegative, Seed, document
 from autotune.job import Job
@@ -36,18 +36,25 @@ class Ranks:
         count: number of processes.
         zero_stage: ZeRO stage.
         config: SHA-256 of the user's DeepSpeed configuration, which may hold secrets; ``None`` without one.
+        engine: name of the engine.
     """
 
     count: Annotated[int, Interval(ge=1, le=256)]
     zero_stage: Annotated[int, Interval(ge=0, le=3)]
     config: Text | None = None
+    engine: Text = "deepspeed"
 
     @classmethod
     def of(cls, options: RankOptions | None) -> Ranks | None:
         """Return what is recorded of an engine's options."""
         if options is None:
             return None
-        return cls(count=options.count, zero_stage=options.zero_stage, config=digest_of(options.config))
+        return cls(
+            count=options.count,
+            zero_stage=options.zero_stage,
+            config=digest_of(options.config),
+            engine=options.engine,
+        )
 
 
 @document

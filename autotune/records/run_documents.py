@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Interval, Len
 
-from autotune.errors import RunDirectoryError
+from autotune.errors import InputError, RunDirectoryError
 from autotune.io.documents import (
     STRICT,
     Bytes,
@@ -127,11 +127,24 @@ class ReproduceConfig:
 
 
 @document
-class SearchShare:
-    """Limits of a search for recipes."""
+class SearchSettings:
+    """Limits of a search for recipes.
+
+    Attributes:
+        trials: number of trials, including failed ones and those before an interruption.
+        decisions: number of decisions in each trial.
+
+    Raises:
+        InputError: if one of them is below 1.
+    """
 
     trials: Count
-    decisions: Annotated[int, Interval(ge=1, le=10**12)]
+    decisions: Annotated[int, Interval(le=10**12)]
+
+    def __post_init__(self) -> None:
+        for option, value in (("--search", self.trials), ("--search-decisions", self.decisions)):
+            if value < 1:
+                raise InputError(f"is {value}", where=option, allowed="at least 1")
 
 
 @document
@@ -141,7 +154,7 @@ class TrainConfig:
     verb: Literal["train"]
     job: Name
     recipe: dict[str, Any]
-    search: SearchShare | None = None
+    search: SearchSettings | None = None
 
 
 @document

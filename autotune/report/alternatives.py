@@ -9,7 +9,7 @@ from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import ProfileError
-from autotune.plan import Plan, Storage
+from autotune.plan import Plan
 from autotune.report.pareto import predicted
 from autotune.units import Unit
 
@@ -64,9 +64,9 @@ def other_steps(profile: Profile, plan: Plan, budget_bytes: int | None) -> str:
 def _others(profile: Profile, plan: Plan, unit: Unit) -> Iterator[tuple[str, Plan]]:
     """Yield the plans that differ from a plan in one choice for one unit, each with the name of that choice."""
     if unit.recomputable:
-        kept = plan.storage_of(unit.name) is Storage.SAVE
-        other = Storage.RECOMPUTE if kept else Storage.SAVE
-        yield "recomputed" if kept else "kept", plan.changed(storage={**plan.storage, unit.name: other})
+        for storage in profile.space.storages:
+            if storage is not plan.storage_of(unit.name):
+                yield storage.label, plan.changed(storage={**plan.storage, unit.name: storage})
     for precision in profile.precisions:
         if precision != plan.precision_of(unit.name):
             yield str(precision), plan.changed(precision={**plan.precision, unit.name: precision})

@@ -135,7 +135,7 @@ def _accumulation(course: _Course) -> Figure:
 
 def _choices(course: _Course) -> Figure:
     def in_16_bits(plan: Plan) -> float:
-        return 100 * sum(choice.is_16_bit for choice in plan.precision.values()) / max(len(plan.precision), 1)
+        return 100 * sum(choice.is_reduced for choice in plan.precision.values()) / max(len(plan.precision), 1)
 
     def again(plan: Plan) -> float:
         return 100 * len(recomputed(plan)) / max(len(plan.storage), 1)

@@ -183,8 +183,8 @@ def _choices(space: PlanSpace, plan: Plan) -> set[tuple[str, str]]:
     for unit in space.units:
         if plan.precision_of(unit.name) != baseline.precision_of(unit.name):
             found.add((f"precision {unit.name}", str(plan.precision_of(unit.name))))
-        if plan.storage_of(unit.name) is Storage.RECOMPUTE:
-            found.add((f"storage {unit.name}", str(Storage.RECOMPUTE)))
+        if plan.storage_of(unit.name) is not baseline.storage_of(unit.name):
+            found.add((f"storage {unit.name}", str(plan.storage_of(unit.name))))
     return found
 
 

@@ -13,7 +13,7 @@ from autotune.engines.job_checks import accumulation_choices, build_model
 from autotune.errors import PlanError
 from autotune.job import Job
 from autotune.mechanics import randomness
-from autotune.plan import Plan, PlanSpace, Precision, Storage
+from autotune.plan import Plan, PlanSpace, Precision
 from autotune.units import units_of
 
 _WHERE = "export"
@@ -69,7 +69,7 @@ class Launched:
 
         A single fp16 unit needs it too: the launcher scales losses only under its own fp16.
         """
-        return self.plan.uniform_16_bit or (Precision.FP16 if self.plan.uses_fp16 else None)
+        return self.plan.uniform_reduced or (Precision.FP16 if self.plan.needs_loss_scaling else None)
 
     @property
     def by_unit(self) -> Plan | None:
@@ -79,8 +79,8 @@ class Launched:
         from one graph to another (pytorch#141896) and a unit's own autocast does not.
         """
         plan = self.plan
-        differs = plan.uniform_16_bit is None and any(choice.is_16_bit for choice in plan.precision.values())
-        if not differs and Storage.RECOMPUTE not in plan.storage.values():
+        differs = plan.uniform_reduced is None and any(choice.is_reduced for choice in plan.precision.values())
+        if not differs and not plan.recomputed:
             return None
         if self.autocast is None or not differs:
             return plan
@@ -94,10 +94,10 @@ class Launched:
         ``None`` if it recomputes other layers or none, or if a plan file is needed for precisions.
         """
         plan = self.plan
-        recomputed = tuple(name for name in self.layers if plan.storage_of(name) is Storage.RECOMPUTE)
-        if len(recomputed) != list(plan.storage.values()).count(Storage.RECOMPUTE):
+        recomputed = tuple(name for name in self.layers if plan.storage_of(name).recomputes)
+        if len(recomputed) != len(plan.recomputed):
             return None
-        if plan.uniform_16_bit is None and any(choice.is_16_bit for choice in plan.precision.values()):
+        if plan.uniform_reduced is None and any(choice.is_reduced for choice in plan.precision.values()):
             return None
         return next((n for n in range(1, len(self.layers) + 1) if recomputed and self.layers[::n] == recomputed), None)
 

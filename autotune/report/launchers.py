@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from autotune.engines.deepspeed_config import STAGES
-from autotune.plan import Plan, Precision, Storage
+from autotune.plan import Plan, Precision
 from autotune.report.export_targets import Export, Launched
 
 PLAN_FILE = "plan.json"
@@ -17,7 +17,6 @@ APPLY = (
     "from autotune.mechanics import controls",
     f'controls.apply(model, read_plan(Path("{PLAN_FILE}")))',
 )
-_DTYPES = {Precision.BF16: "bfloat16", Precision.FP16: "float16"}
 
 
 def to_deepspeed(launched: Launched) -> Export:
@@ -34,10 +33,10 @@ def to_deepspeed(launched: Launched) -> Export:
         "zero_optimization": {"stage": stage},
     }
     notes, files = [], {}
-    uniform = plan.uniform_16_bit
+    uniform = plan.uniform_reduced
     if uniform is not None:
-        config["torch_autocast"] = {"enabled": True, "dtype": _DTYPES[uniform]}
-    elif any(precision.is_16_bit for precision in plan.precision.values()):
+        config["torch_autocast"] = {"enabled": True, "dtype": uniform.dtype}
+    elif any(precision.is_reduced for precision in plan.precision.values()):
         notes.append(
             "precision differs from unit to unit, which a configuration cannot hold: the units stay in fp32 unless "
             "autotune's own DeepSpeed engine trains them"
@@ -151,7 +150,7 @@ def _by_precision(plan: Plan) -> dict[Precision, list[str]]:
 
 
 def _recomputed(plan: Plan) -> list[str]:
-    return [name for name, storage in plan.storage.items() if storage is Storage.RECOMPUTE]
+    return list(plan.recomputed)
 
 
 def _listed(names: list[str]) -> str:

@@ -97,7 +97,7 @@ def to_python(plan: Plan, job: Job, reference: str) -> Export:
 def _prepared(plan: Plan, job: Job) -> list[str]:
     """Return the lines that make the optimizer and what else a step needs."""
     lines = ["optimizer = job.optimizer(parameters)"]
-    if plan.uses_fp16:
+    if plan.needs_loss_scaling:
         lines.append("scaler = torch.amp.GradScaler(parameters[0].device.type)")
     if _factors(plan, job):
         lines.append('rates = [group["lr"] for group in optimizer.param_groups]')
@@ -123,7 +123,7 @@ def _updated(plan: Plan, job: Job) -> list[str]:
     norm = clip_norm(job)
     clip = [f"torch.nn.utils.clip_grad_norm_(parameters, {norm!r})"] if norm else []
     loss = "    loss = job.loss(model, piece) * weight"
-    if not plan.uses_fp16:
+    if not plan.needs_loss_scaling:
         return [loss, "    loss.backward()", *clip, "optimizer.step()"]
     unscale = ["scaler.unscale_(optimizer)"] if clip else []
     return [loss, "    scaler.scale(loss).backward()", *unscale, *clip, "scaler.step(optimizer)", "scaler.update()"]

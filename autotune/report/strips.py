@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from autotune.plan import Plan, Storage
+from autotune.plan import Plan
 from autotune.report.plot import ticks
 from autotune.report.rendering import element, join
 from autotune.report.svg import RIGHT, Figure, Key, labels_below, text
@@ -21,14 +21,14 @@ _SIDE = 64
 
 def recomputed(plan: Plan) -> frozenset[str]:
     """Return the names of the units that a plan recomputes."""
-    return frozenset(name for name, choice in plan.storage.items() if choice is Storage.RECOMPUTE)
+    return frozenset(plan.recomputed)
 
 
 def storage_kind(plan: Plan, unit: str) -> str:
     """Return how a plan stores a unit: ``kept``, ``again`` or ``fixed``."""
     if unit not in plan.storage:
         return "fixed"
-    return "again" if plan.storage_of(unit) is Storage.RECOMPUTE else "kept"
+    return "again" if plan.storage_of(unit).recomputes else "kept"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from itertools import pairwise
 from autotune.budget import format_bytes
 from autotune.cost_model.carbon import Intensity, parse_time
 from autotune.measurement import Measurement
-from autotune.plan import Plan, Storage
+from autotune.plan import Plan
 from autotune.records.run_documents import TuneConfig
 from autotune.report.campaign_page import NO_ENERGY, CampaignPage, budget_of, prediction_of, shared_values
 from autotune.report.campaign_plots import cost_plot, search_plot
@@ -93,8 +93,11 @@ def _named(run: CampaignRun, chosen: Plan) -> Named:
 
 
 def _is_baseline(plan: Plan) -> bool:
-    low = any(choice.is_16_bit for choice in plan.precision.values())
-    return plan.accumulation_steps == 1 and not low and Storage.RECOMPUTE not in plan.storage.values()
+    return (
+        plan.accumulation_steps == 1
+        and not any(choice.is_reduced for choice in plan.precision.values())
+        and not plan.recomputed
+    )
 
 
 def _finalists(named: Named, budget: int | None) -> Table:

@@ -68,9 +68,10 @@ def record(runs: Path) -> dict[str, Path]:
     }
     recipe = runs / "recipe.toml"
     recipe.write_text(_RECIPE)
-    found["train"] = commands.train(recipe, processes=1, runs_dir=runs)
-    found["search"] = commands.search_recipe(recipe, trials=1, decisions=32, processes=1, runs_dir=runs)
-    found["fine-tune"] = commands.fine_tune(job, windows=8, runs_dir=runs)
+    found["train"] = commands.train(commands.TrainRequest(recipe=recipe, processes=1), runs_dir=runs)
+    search = commands.TrainRequest(recipe=recipe, trials=1, decisions=32, processes=1)
+    found["search"] = commands.train(search, runs_dir=runs)
+    found["fine-tune"] = commands.fine_tune(commands.FineTuneRequest(job=job, windows=8), runs_dir=runs)
     found["reproduce"] = _reproduced(runs)
     folders = {name: Path(document["run"]) for name, document in found.items()}
     for entry in found["jobs"]["jobs"]:
