@@ -47,7 +47,7 @@ _FUNCTIONS = (FunctionType, classmethod, staticmethod, property)
 _OF_CLASSES = (*_FUNCTIONS, type, MethodType, BuiltinFunctionType)
 _PLAIN = (bool, int, float, complex, str, bytes)
 _LEFT_OUT = (*_PLAIN, type(None))
-_WEAK = (weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType)
+_WEAK: tuple[type, ...] = (weakref.ReferenceType, *weakref.ProxyTypes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
