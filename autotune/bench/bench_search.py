@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.agents.planner import PLANNERS
+from autotune.agents.methods import METHODS as TUNING_METHODS
+from autotune.agents.methods import PlanningMethod
 from autotune.bench.harness import SILENT, alternating, document_of
 from autotune.bench.search_judging import (
     CLOSE_FRAC,
@@ -27,7 +28,7 @@ from autotune.bench.search_judging import (
 )
 from autotune.budget import MemoryBudget, format_bytes
 from autotune.campaign.baselines import References, measure_references
-from autotune.campaign.plan_search import PROFILED, SEARCHES, TuningSettings, tune
+from autotune.campaign.plan_search import TuningSettings, tune
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import samples_of_progress
 from autotune.engines.engine import Engine
@@ -193,12 +194,14 @@ def _run(
 ) -> SearchRun:
     """Run one method from its references to its finals."""
     called, warm = METHODS[method]
+    tuned_by = TUNING_METHODS[called]
+    plans_only = isinstance(tuned_by, PlanningMethod)
     folder = RunDirectory(run.path / f"{method}-{seed}")
     folder.path.mkdir()
     engine = make_engine(job, seed)
     budget = MemoryBudget(size_bytes=ruler.budget_bytes)
-    references = measure_references(engine, budget, with_leanest=called not in PLANNERS)
-    paid = (found.steps, found.seconds) if called in PROFILED else (0, 0.0)
+    references = measure_references(engine, budget, with_leanest=not plans_only)
+    paid = (found.steps, found.seconds) if tuned_by.needs_profile else (0, 0.0)
     failure = None
     try:
         result = tune(
@@ -236,7 +239,7 @@ def _run(
         method=method,
         seed=seed,
         points=tuple(points),
-        limit_steps=settings.steps + paid[0] if called in SEARCHES else steps,
+        limit_steps=steps if plans_only else settings.steps + paid[0],
         seconds=seconds,
         failure=failure,
     )

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from autotune.agents.planner import planned
-from autotune.agents.rules import RULES
+from autotune.agents.methods import METHODS, PlanningMethod
+from autotune.agents.rules import RULES, rule_plan
 from autotune.bench.bench_attach import bench_overhead_attached
 from autotune.bench.gpu_jobs import gpu_jobs
 from autotune.bench.gpu_windows import PlanWindows
@@ -243,9 +243,11 @@ def _plans(name: str, seen: Profile, budget: int) -> list[Plan]:
     if name in ("baseline", TF32_ARM):
         return [seen.space.baseline()]
     if name in RULES:
-        return [RULES[name].plan(seen.space)]
+        return [rule_plan(name, seen.space)]
+    method = METHODS[name]
+    assert isinstance(method, PlanningMethod)
     try:
-        return planned(name, seen, budget, Goal())[:_FINALISTS]
+        return method.plans(seen, budget, Goal())[:_FINALISTS]
     except BudgetError:
         return []
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from autotune.mechanics import ambient
@@ -37,8 +37,8 @@ from autotune.mechanics.buffers import (
     replaced_buffers,
     version_of,
 )
-from autotune.mechanics.copies import CopyError, TensorCopy, copied, is_unchanged
-from autotune.mechanics.kept import Kept, Objects, Reads, is_carrier, objects_of, without_graph
+from autotune.mechanics.copies import CopyError, TensorCopy, copied, has_scalar_attributes, is_unchanged
+from autotune.mechanics.kept import Kept, Objects, Reads, flattened, is_carrier, objects_of, without_graph
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.repeats import Repeats, is_due
 
@@ -52,7 +52,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 def uncopyable_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     """Return the type of an object, handed to a unit, that no copy can be made of; ``None`` for none."""
     try:
-        copied([leaf for leaf in tree_flatten((args, dict(kwargs)))[0] if not isinstance(leaf, torch.Tensor)])
+        copied([leaf for leaf in flattened(args, kwargs)[0] if not isinstance(leaf, torch.Tensor)])
     except CopyError as error:
         return str(error)
     return None
@@ -113,7 +113,9 @@ class _Again(AbstractContextManager[None]):
             values = held.items()
             then = {name: without_graph(one) if isinstance(one, torch.Tensor) else one for name, one in values}
             self._then.append((held, then))
-        self._versions = [(one, version_of(one)) for one in _tensors_of(parts)]
+        tensors = _tensors_of(parts)
+        self._versions = [(one, version_of(one)) for one in tensors]
+        self._then += [(vars(one), vars(one).copy()) for one in tensors if has_scalar_attributes(one)]
         self.buffers, self.constants = {}, {}
         if any(part._buffers for part in parts):
             self.buffers, self.constants = copy_buffers(module), constants_of(module)
@@ -297,6 +299,7 @@ class _Call:
         forward: the unit's forward.
         shape: of its arguments.
         tensors: those it was handed that nothing has computed, by place: code may ask for the very one.
+        attributes: those that its other tensors have, by place.
         kept: what it was handed, where that is kept besides.
         held: the tensors that objects hold, otherwise.
         again: puts the unit back to what it was.
@@ -306,6 +309,7 @@ class _Call:
     forward: Callable[..., Any]
     shape: TreeSpec
     tensors: Mapping[int, torch.Tensor]
+    attributes: Mapping[int, Mapping[str, Any]]
     kept: Kept | None
     held: Kept | None
     again: _Again
@@ -318,6 +322,8 @@ class _Call:
         found = list(leaves[: self.shape.num_leaves]) if self.kept is None else self.kept.leaves()
         for place, value in (*self.tensors.items(), *self.again.handed.items()):
             found[place] = value
+        for place, attributes in self.attributes.items():
+            vars(found[place]).update(attributes)
         if self.held is not None and self.held.written:
             self.again.recomputation.bar_late(WRITTEN)
         args, kwargs = tree_unflatten(found, self.shape)
@@ -420,13 +426,16 @@ class Recomputation:
         Tensors anywhere in the arguments are handed over one by one: checkpoint finds the device whose generator it
         must keep by looking at its positional arguments.
         """
-        leaves, shape = tree_flatten((args, dict(kwargs)))
+        leaves, shape = flattened(args, kwargs)
         parts, reads = list(self.module.modules()), Reads()
         if self._is_barred(parts):
             return None
         self._look_for_carriers(parts)
         objects = self._copied(leaves, parts, reads)
-        if objects is None:
+        computed = [one for one in leaves if type(one) is torch.Tensor and one.grad_fn is not None and vars(one)]
+        if not all(map(has_scalar_attributes, computed)):
+            self.barred = "it is handed a tensor with attributes that a recomputation may change"
+        if objects is None or self.barred is not None:
             return None
         if shape != self._shape:
             # A tuple's own class may not let itself be made again: that is better known now than in backward.
@@ -444,7 +453,9 @@ class Recomputation:
         inputs = [without_graph(given[place]) if place in given else None for place in range(len(leaves))]
         first = _First(args, kwargs, leaves, [*inputs, *_elsewhere(inputs, leaves, parts)], reads)
         tensors = {place: leaf for place, leaf in given.items() if leaf.grad_fn is None}
-        call = _Call(forward, shape, tensors, kept, held, again, first)
+        others = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        attributes = {place: vars(leaf).copy() for place, leaf in others.items() if has_scalar_attributes(leaf)}
+        call = _Call(forward, shape, tensors, attributes, kept, held, again, first)
         self._last = call if self.keeps else None
         return call
 
