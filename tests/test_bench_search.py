@@ -76,7 +76,7 @@ def test_the_document_has_the_documented_keys(document: dict) -> None:
 
 
 @pytest.mark.slow
-def test_curves_rise_in_what_was_spent_and_fall_in_what_was_measured(document: dict) -> None:
+def test_curves_rise_in_cost_and_fall_in_measured_time(document: dict) -> None:
     for name, _, curve in courses_of(document):
         for before, after in itertools.pairwise(curve):
             assert before["steps"] <= after["steps"], name
@@ -89,7 +89,7 @@ def test_curves_rise_in_what_was_spent_and_fall_in_what_was_measured(document: d
 
 
 @pytest.mark.slow
-def test_a_search_keeps_its_budget_and_whoever_plans_from_a_profile_pays_for_it(document: dict) -> None:
+def test_search_keeps_its_budget_and_pays_for_its_profile(document: dict) -> None:
     for name, number, curve in courses_of(document):
         found = document["profiles"][number]
         # The references, which everybody pays for first: the baseline, and for a search the leanest plan, which fits.
@@ -112,7 +112,7 @@ def test_a_search_keeps_its_budget_and_whoever_plans_from_a_profile_pays_for_it(
 
 
 @pytest.mark.slow
-def test_nothing_over_the_budget_arrives_and_the_best_plan_is_the_minimum(document: dict) -> None:
+def test_plan_over_budget_never_counts_and_best_plan_is_the_minimum(document: dict) -> None:
     plans = document["plans"]
     fitting = [plan["seconds_per_sample"] for plan in plans if plan["fits"]]
     assert document["best_seconds_per_sample"] == min(fitting) == plans[document["best_plan"]]["seconds_per_sample"]
@@ -184,7 +184,7 @@ WORTHS = {
 }
 
 
-def test_a_search_that_never_arrives_gives_a_bound_and_is_said_to() -> None:
+def test_search_that_never_arrives_gives_a_lower_bound() -> None:
     courses = [
         course_of("planner", (7, 3), (20, 2)),
         course_of("optuna-cold", (7, 3), (30, 4)),
@@ -215,7 +215,7 @@ def test_a_search_that_never_arrives_gives_a_bound_and_is_said_to() -> None:
         (None, None, False),
     ],
 )
-def test_a_bound_that_is_too_low_shows_nothing(planner: int | None, cold: int | None, claim: bool | None) -> None:
+def test_claim_is_unknown_where_the_bound_is_too_low(planner: int | None, cold: int | None, claim: bool | None) -> None:
     def course(name: str, steps: int | None) -> judging.SearchRun:
         return course_of(name, (7, 3), *([] if steps is None else [(steps, 1)]))
 
@@ -232,20 +232,20 @@ def test_a_bound_that_is_too_low_shows_nothing(planner: int | None, cold: int | 
         ([10, None], None, 125),
     ],
 )
-def test_a_median_is_known_as_long_as_most_arrive(
+def test_median_is_known_if_most_repetitions_arrive(
     values: list[float | None], median: float | None, more_than: float | None
 ) -> None:
     found = judging.spent_summary(values, [240] * len(values))
     assert (found["median"], found["more_than"]) == (median, more_than)
 
 
-def test_a_plan_is_known_by_its_first_window() -> None:
+def test_first_window_of_a_plan_counts() -> None:
     windows = [(plan_of(k), window_of(s), steps, 1.0) for k, s, steps in ((1, 3.0, 3), (2, 2.0, 6), (1, 1.0, 9))]
     points = judging.improvements(windows, lambda _plan, window: window.seconds_per_step or math.inf)
     assert [(point.plan, point.steps) for point in points] == [(plan_of(1), 3), (plan_of(2), 6)]
 
 
-def test_a_machine_that_drifts_does_not_change_which_plan_is_faster() -> None:
+def test_drift_of_the_machine_does_not_change_which_plan_is_faster() -> None:
     """Rounds at a half and at twice the speed; the slower plan misses the slow ones, the last does not fit."""
     fast, slow, large = (Plan(accumulation_steps=k) for k in (1, 2, 4))
     speeds = [1.0, 2.0, 0.5, 1.0, 2.0]
@@ -258,13 +258,13 @@ def test_a_machine_that_drifts_does_not_change_which_plan_is_faster() -> None:
     assert all(math.isinf(seconds) for seconds in steady[large])
 
 
-def test_no_method_keeps_its_place_in_the_order() -> None:
+def test_order_of_methods_changes_between_repetitions() -> None:
     orders = [bench.order_of("abcdef", number, 3) for number in range(3)]
     assert all(sorted(order) == list("abcdef") for order in orders)
     assert len({order[0] for order in orders}) == 3
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     with pytest.raises(InputError, match="at least 41"):
         bench.SearchBenchSettings(steps=40)
     with pytest.raises(InputError, match="--rounds"):

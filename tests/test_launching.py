@@ -29,7 +29,6 @@ from autotune.profiling.profiler import ProfilerOptions, profile
 from autotune.records.requests import CompareOptions
 from autotune.records.run_directory import read_plan
 from autotune.report.campaign_run import read_campaign
-from autotune.report.tuning_page import TuningPage
 from autotune.report.writing import page_for
 
 JOB = Path(tiny_job.__file__)
@@ -243,8 +242,7 @@ def test_a_plan_that_is_found_says_what_it_is_launched_with_and_is_an_arm_that_t
     assert json.loads((Path(found["run"]) / "config.json").read_text())["job"] == "tiny+lion=0.001"
     path = Path(found["run"]) / "plan.json"
     page = page_for(read_campaign(Path(found["run"])))
-    assert isinstance(page, TuningPage)
-    assert "tuned" in [name for name, _, _ in page._named()]
+    assert '<th scope="row">tuned</th>' in page.text
     assert read_plan(path).launch == Launch(optimizer="lion", learning_rate=1e-3)
     document = autotune.compare(str(JOB), [str(path), "baseline+lion=1e-3"], seeds=2, runs_dir=tmp_path)
     by_name = {arm["name"]: arm["runs"] for arm in document["arms"]}

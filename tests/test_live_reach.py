@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import inspect
 import itertools
@@ -10,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -431,6 +433,78 @@ class CatchesErrors(Part):
             return torch.sin(x)
 
 
+class TakesLater(Part):
+    """Takes something, in later steps, that has attributes."""
+
+    def forward(self, x: torch.Tensor, found: Any = None) -> torch.Tensor:
+        found_so_far = super().forward(x)
+        return found_so_far if found is None else found_so_far + 0.1 * found.extra * torch.sin(found[0])
+
+
+class Pair(collections.namedtuple("Both", "one two")):
+    """A named tuple that may have attributes of its own."""
+
+
+class HandsLater(Chained):
+    def given(self, x: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+    def call(self, block: Any, x: torch.Tensor) -> torch.Tensor:
+        if self.calls <= 6:
+            return super().call(block, x)
+        given = self.given(x)
+        given.extra = 3.0
+        found: torch.Tensor = block(x, given)
+        return found
+
+
+class HandsTuples(HandsLater):
+    def given(self, x: torch.Tensor) -> Any:
+        return Pair(x, [])
+
+
+class HandsTensors(HandsLater):
+    def given(self, x: torch.Tensor) -> Any:
+        return x * 2
+
+
+class HandsListsOnTensors(HandsLater):
+    def given(self, x: torch.Tensor) -> Any:
+        found: Any = x * 2
+        found.log = []
+        return found
+
+
+class KeepsInANamespace(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = list(range(300))
+        self.scale: Any = torch.ones(8)
+        self.scale.factor = 0.9
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.numbers.append(len(self.numbers))
+        self.found = SimpleNamespace(hidden=self.linear(x))
+        return super().forward(torch.sin(self.found.hidden)) * self.scale * self.scale.factor
+
+
+def proxied() -> nn.Module:
+    """Return a model whose blocks read from their owner, by weak proxies."""
+
+    class Reads(Part):
+        owner: Any
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * self.owner.scale)
+
+    model = with_blocks(Reads)
+    model.scale = 0.9
+    for block in model.blocks:
+        # As an attribute it would be taken for a module of the block.
+        block.__dict__["owner"] = weakref.proxy(model)
+    return model
+
+
 class AnswersToAnyName:
     def __getattr__(self, name: str) -> AnswersToAnyName:
         return AnswersToAnyName()
@@ -467,12 +541,17 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
             MetersEveryFifthCall,
             HidesInAnObjectLate,
             CatchesErrors,
+            KeepsInANamespace,
         )
     },
     "signatures": functools.partial(InspectsSignatures, TakesAScale),
     "swapped classes": functools.partial(SwapsClasses, Part),
     "dropped buffers": functools.partial(DropsBuffers, HasABuffer),
     "hooked": hooked,
+    "proxied": proxied,
+    "tuples with attributes": functools.partial(HandsTuples, TakesLater),
+    "tensors with attributes": functools.partial(HandsTensors, TakesLater),
+    "lists on tensors": functools.partial(HandsListsOnTensors, TakesLater),
     "decorated": decorated,
     "owned": owned,
     "patched": patched,
@@ -521,6 +600,10 @@ def test_what_units_reach_stays_the_users(name: str, *, lean: bool) -> None:
         "swapped classes",
         "dropped buffers",
         "hooked",
+        "proxied",
+        "KeepsInANamespace",
+        "tuples with attributes",
+        "tensors with attributes",
     ],
 )
 def test_what_can_be_repeated_is_not_locked(name: str) -> None:

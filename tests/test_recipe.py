@@ -180,9 +180,7 @@ def test_what_is_no_recipe_is_one_line_exit_2_and_nothing_written(
     assert list(work.iterdir()) == []
 
 
-def test_a_recipe_and_a_training_to_take_up_are_one_too_many(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recipe_and_resume_cannot_be_combined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["train", "--recipe", str(SHIPPED), "--resume", str(tmp_path), "--runs-dir", str(tmp_path / "runs")]
     assert run(arguments) == 2
     assert "--recipe cannot be combined with --resume" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Recognise a loss that a ``GradScaler`` of the user's has scaled: nobody would scale its gradient back."""
+"""Recognise a loss that the user's own ``GradScaler`` has scaled: its gradient would not be unscaled."""
 
 from __future__ import annotations
 

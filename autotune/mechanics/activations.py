@@ -4,7 +4,7 @@ A recomputation runs as the forward pass did: with the generators' states, the a
 that the unit had when it was called, under the flags of torch that were set then, and with copies of what it was handed
 besides tensors (a cache of keys and values, say) and of the lists and dictionaries among its attributes, as they were
 then. What it changes of all that is forgotten. Of tensors that other passes have computed the values are kept, and not
-the graphs. Whether a recomputation repeats the forward pass is found out on a sample of calls.
+the graphs. A sample of calls shows whether a recomputation repeats the forward pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from autotune.mechanics import ambient
@@ -37,8 +37,8 @@ from autotune.mechanics.buffers import (
     replaced_buffers,
     version_of,
 )
-from autotune.mechanics.copies import CopyError, TensorCopy, copied, is_unchanged
-from autotune.mechanics.kept import Kept, Objects, Reads, is_carrier, objects_of, without_graph
+from autotune.mechanics.copies import CopyError, TensorCopy, copied, has_scalar_attributes, is_unchanged
+from autotune.mechanics.kept import Kept, Objects, Reads, flattened, is_carrier, objects_of, without_graph
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.repeats import Repeats, is_due
 
@@ -50,9 +50,9 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def uncopyable_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Return the type of an object, handed to a unit, that no copy can be made of; ``None`` for none."""
+    """Return the type of an argument of a unit that cannot be copied; ``None`` if all can."""
     try:
-        copied([leaf for leaf in tree_flatten((args, dict(kwargs)))[0] if not isinstance(leaf, torch.Tensor)])
+        copied([leaf for leaf in flattened(args, kwargs)[0] if not isinstance(leaf, torch.Tensor)])
     except CopyError as error:
         return str(error)
     return None
@@ -65,7 +65,7 @@ class _Again(AbstractContextManager[None]):
         runs: whether a body runs.
 
     Args:
-        recomputation: of the module.
+        recomputation: the recomputation of the module.
         parts: the module's parts.
         objects: copies of what it is handed and holds now; ``None`` for nothing.
         repeats: compares what the bodies save; ``None`` for nothing.
@@ -82,12 +82,12 @@ class _Again(AbstractContextManager[None]):
         self.repeats = repeats
         self.recomputation = recomputation
         self.objects = objects or Objects({}, {})
-        # What stands for what it was handed, while a body runs.
+        # While a body runs: what replaces the objects that the module was handed.
         self.handed: Mapping[int, Any] = {}
-        # What is handed over itself, if it is alive and unchanged, or whatever it is.
+        # Objects that are handed over themselves: if they are alive and unchanged, or, with ``insists``, in any case.
         self.originals: dict[int, Callable[[], Any]] = {}
         self.insists = False
-        # What it was handed, where that is kept besides.
+        # Copies of what the module was handed, if copies are kept.
         self.kept: Kept | None = None
         # Each dictionary of the module's parts, and what it held; the parts' own ones come first, by place.
         self._own: list[tuple[int, dict[str, Any], dict[str, Any]]] = []
@@ -113,7 +113,9 @@ class _Again(AbstractContextManager[None]):
             values = held.items()
             then = {name: without_graph(one) if isinstance(one, torch.Tensor) else one for name, one in values}
             self._then.append((held, then))
-        self._versions = [(one, version_of(one)) for one in _tensors_of(parts)]
+        tensors = _tensors_of(parts)
+        self._versions = [(one, version_of(one)) for one in tensors]
+        self._then += [(vars(one), vars(one).copy()) for one in tensors if has_scalar_attributes(one)]
         self.buffers, self.constants = {}, {}
         if any(part._buffers for part in parts):
             self.buffers, self.constants = copy_buffers(module), constants_of(module)
@@ -277,9 +279,9 @@ class _First:
     Attributes:
         args: what the unit is called with.
         kwargs: the same, by keyword.
-        leaves: of both.
+        leaves: the leaves of both.
         inputs: what checkpoint is handed.
-        reads: sees which tensors of objects are used.
+        reads: records which tensors of objects are used.
     """
 
     args: tuple[Any, ...]
@@ -295,10 +297,11 @@ class _Call:
 
     Attributes:
         forward: the unit's forward.
-        shape: of its arguments.
+        shape: how its arguments are nested.
         tensors: those it was handed that nothing has computed, by place: code may ask for the very one.
-        kept: what it was handed, where that is kept besides.
-        held: the tensors that objects hold, otherwise.
+        attributes: those that its other tensors have, by place.
+        kept: copies of what it was handed; ``None`` if none are kept.
+        held: the tensors that objects hold, if no copies are kept.
         again: puts the unit back to what it was.
         first: what its first run needs; ``None`` once it has run.
     """
@@ -306,6 +309,7 @@ class _Call:
     forward: Callable[..., Any]
     shape: TreeSpec
     tensors: Mapping[int, torch.Tensor]
+    attributes: Mapping[int, Mapping[str, Any]]
     kept: Kept | None
     held: Kept | None
     again: _Again
@@ -318,6 +322,8 @@ class _Call:
         found = list(leaves[: self.shape.num_leaves]) if self.kept is None else self.kept.leaves()
         for place, value in (*self.tensors.items(), *self.again.handed.items()):
             found[place] = value
+        for place, attributes in self.attributes.items():
+            vars(found[place]).update(attributes)
         if self.held is not None and self.held.written:
             self.again.recomputation.bar_late(WRITTEN)
         args, kwargs = tree_unflatten(found, self.shape)
@@ -362,11 +368,11 @@ class Recomputation:
         module: the module whose forward it is.
         checks: whether a sample of the recomputations is compared with the forward passes.
         count: how many backward passes recomputed it.
-        keeps: whether what it is handed is kept besides, while nobody knows whether it is written to before backward.
+        keeps: whether copies of its arguments are kept until it is known whether they are written to before backward.
         hooks: how many hooks its parts had when it was probed; ``None`` for as many as at its first call.
         barred: why it is not recomputed any more; ``None`` while it is.
         kept: what it was handed since backward began last.
-        around: puts back what its code can reach besides, round a recomputation; ``None`` for nothing.
+        around: puts back, during a recomputation, what else its code can reach; ``None`` for nothing.
         carriers: the attributes that a pass may put something into, or that hold what one has computed, by the place of
             the part that has them.
     """
@@ -420,13 +426,16 @@ class Recomputation:
         Tensors anywhere in the arguments are handed over one by one: checkpoint finds the device whose generator it
         must keep by looking at its positional arguments.
         """
-        leaves, shape = tree_flatten((args, dict(kwargs)))
+        leaves, shape = flattened(args, kwargs)
         parts, reads = list(self.module.modules()), Reads()
         if self._is_barred(parts):
             return None
         self._look_for_carriers(parts)
         objects = self._copied(leaves, parts, reads)
-        if objects is None:
+        computed = [one for one in leaves if type(one) is torch.Tensor and one.grad_fn is not None and vars(one)]
+        if not all(map(has_scalar_attributes, computed)):
+            self.barred = "it is handed a tensor with attributes that a recomputation may change"
+        if objects is None or self.barred is not None:
             return None
         if shape != self._shape:
             # A tuple's own class may not let itself be made again: that is better known now than in backward.
@@ -444,7 +453,9 @@ class Recomputation:
         inputs = [without_graph(given[place]) if place in given else None for place in range(len(leaves))]
         first = _First(args, kwargs, leaves, [*inputs, *_elsewhere(inputs, leaves, parts)], reads)
         tensors = {place: leaf for place, leaf in given.items() if leaf.grad_fn is None}
-        call = _Call(forward, shape, tensors, kept, held, again, first)
+        others = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        attributes = {place: vars(leaf).copy() for place, leaf in others.items() if has_scalar_attributes(leaf)}
+        call = _Call(forward, shape, tensors, attributes, kept, held, again, first)
         self._last = call if self.keeps else None
         return call
 
@@ -456,7 +467,7 @@ class Recomputation:
             self.bar_late(_DIFFERS)
 
     def bar_late(self, reason: str) -> None:
-        """Recompute the module no more, and say that it was found out too late for what is recomputed now."""
+        """Stop recomputing the module, and warn that the reason was found too late for the present step."""
         if self.barred is None:
             logger.warning(
                 "a unit (%s) is recomputed no more: %s; the gradient of this step, and of those before in which that "

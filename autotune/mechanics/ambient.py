@@ -1,4 +1,4 @@
-"""What code runs under besides its arguments: flags of torch that choose kernels and numerics, and interceptors.
+"""The global state that code runs under: flags of torch that choose kernels and numerics, and interceptors.
 
 ``torch.utils.checkpoint`` puts back autocast, the default device and the generators, and nothing else: whatever a
 caller sets round a forward pass only (``sdpa_kernel``, a precision of matrix products) has to be put back round a
@@ -67,7 +67,7 @@ def flags() -> list[Any]:
     try:
         return [read() for read in _READS]
     except RuntimeError:
-        # Some refuse to be read once the user has set them in the two ways that torch has for them.
+        # Some cannot be read once the user has set them by both of the interfaces that torch has for them.
         return [_read(read) for read in _READS]
 
 
@@ -79,11 +79,11 @@ def _read(read: Callable[[], Any]) -> Any:
 
 
 def put(wanted: list[Any], present: list[Any]) -> None:
-    """Set the flags that are to be others.
+    """Set the flags that differ from the present ones.
 
     Args:
-        wanted: the flags as they shall be.
-        present: as they are.
+        wanted: the flags to set.
+        present: the flags as they are now.
     """
     for (_, write), value, other in zip(_FLAGS, wanted, present, strict=True):
         if value != other and value is not None:
@@ -130,7 +130,7 @@ def _global_hooks() -> bool:
 def saving_hook() -> Callable[[torch.Tensor], Any] | None:
     """Return the hook that takes in what is saved for backward here and now; ``None`` for none.
 
-    Where this torch does not tell, there is none.
+    A version of torch that cannot tell counts as having none.
     """
     top = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)
     hooks = None if top is None else top(False)

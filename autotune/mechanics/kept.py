@@ -1,7 +1,7 @@
 """Keep, of what a recomputed unit is handed, what its recomputation needs, and nothing that keeps others alive.
 
-A cache that all blocks share holds what each of them has computed: whoever kept a copy of it as it is would keep all
-their activations. What is kept of such tensors is their values, and only of those that the unit used.
+A cache that all blocks share holds what each of them has computed: a plain copy of it would keep all their activations
+alive. Only the values of such tensors are kept, and only of those that the unit used.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from autotune.mechanics.buffers import version_of
-from autotune.mechanics.copies import Copier, CopyError, TensorCopy, copied, own_dict
+from autotune.mechanics.copies import Copier, CopyError, TensorCopy, copied, has_scalars_only, own_dict
 
 _HARMLESS = {"__get__", "size", "numel", "nelement", "element_size", "untyped_storage", "data_ptr"}
 # What a call may put something into, and how many items of it are copied at each call.
 _MUTABLE = (list, dict, set, deque)
-_MOST_ITEMS = 256
+_MOST_ITEMS, _MOST_SCALARS = 256, 4096
 _COMMON = frozenset({type(None), bool, int, float, str, list, tuple, dict, set, OrderedDict, torch.Tensor})
 _LIBRARIES = ("builtins", "torch", "numpy", "autotune", "collections", "functools", "weakref", "_thread", "threading")
 
 
 class Kept:
-    """What a unit was handed, with copies, until it is known whether anybody writes to it before backward.
+    """A call's arguments, with copies, until it is known whether anything writes to them before backward.
 
     Args:
-        leaves: its arguments' leaves; tensors within objects count as well.
-        copies: whether copies are kept as well.
+        leaves: the leaves of the arguments; tensors within objects count as well.
+        copies: whether copies of the tensors are kept.
 
     Raises:
-        CopyError: for an object that nobody can look into.
+        CopyError: for an object whose contents cannot be read.
     """
 
     def __init__(self, leaves: Sequence[Any], *, copies: bool = True) -> None:
@@ -48,16 +48,20 @@ class Kept:
 
     @property
     def written(self) -> bool:
-        """Tell whether somebody has written to the tensors since."""
+        """Tell whether the tensors have been written to since."""
         return self._versions != [version_of(tensor) for tensor in self._tensors]
 
     def settle(self) -> None:
-        """Forget the copies where nobody has."""
+        """Forget the copies if the tensors have not been written to."""
         if not self.written:
             self._copies = {}
 
     def drop(self, unused: TensorCopy) -> None:
-        """Forget tensors for which another one stands from now on."""
+        """Replace the tensors, and forget those whose replacement holds nothing.
+
+        Args:
+            unused: returns the replacement of a tensor.
+        """
         self._leaves = ()
         kept = ((tensor, unused(tensor)) for tensor in self._tensors)
         self._tensors = [left for _, left in kept if not isinstance(left, Absent)]
@@ -71,6 +75,11 @@ class Kept:
         """Return a tensor as it was."""
         made = self._copies.get(id(tensor))
         return tensor if made is None or not self.written else _back(made, tensor)
+
+
+def flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], TreeSpec]:
+    """Return the leaves of a call's arguments, and how they are nested; a tuple with attributes is a leaf."""
+    return tree_flatten((tuple(args), dict(kwargs)), is_leaf=lambda one: isinstance(one, tuple) and bool(own_dict(one)))
 
 
 def _tensors_within(leaves: Sequence[Any]) -> list[torch.Tensor]:
@@ -91,7 +100,7 @@ def _back(copy: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class Reads(TorchFunctionMode):
-    """Finds out which tensors with a gradient, of those that objects hold, are used while this is active.
+    """A mode that records which of the tensors with a gradient that objects hold are used while it is active.
 
     Attributes:
         met_all: all tensors that objects hold, but for parameters.
@@ -114,7 +123,7 @@ class Reads(TorchFunctionMode):
         return tensor
 
     def left(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what is kept of a tensor: its values, if it was used."""
+        """Return what is kept of a tensor: its values if it was used, else an :class:`Absent` one."""
         if id(tensor) not in self.tensors:
             return tensor
         return without_graph(tensor) if id(tensor) in self.used else torch.Tensor._make_subclass(Absent, torch.empty(0))
@@ -126,9 +135,9 @@ class Reads(TorchFunctionMode):
 
 
 class Absent(torch.Tensor):
-    """Stands for a tensor that a unit did not use: to keep it would keep other units' activations alive.
+    """Placeholder for a tensor that a unit did not use: to keep that would keep other units' activations alive.
 
-    Whoever looks through all tensors of a process may ask for its attributes and its size.
+    Its attributes and its size may be read: some code looks through all tensors of a process.
     """
 
     @classmethod
@@ -146,7 +155,7 @@ def without_graph(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """What a unit was handed besides tensors, and what it held that a pass may put something into.
+    """The arguments of a unit that are no tensors, and its attributes that a pass may add to.
 
     Attributes:
         handed: by its place among the arguments' leaves.
@@ -161,7 +170,7 @@ class Objects:
 
         Args:
             tensor: returns the copy of a tensor.
-            known: what stands for some of what was handed instead of a copy, by place.
+            known: objects to use instead of copies of what was handed, by place.
 
         Raises:
             CopyError: naming a type that cannot be copied, or an attribute too large for a copy at each call.
@@ -184,14 +193,16 @@ class Objects:
 def _few(value: Any) -> Any:
     """Return an attribute, or raise if it is too large for a copy at each call."""
     if isinstance(value, _MUTABLE) and len(value) > _MOST_ITEMS:
-        raise CopyError(f"{type(value).__name__} of over {_MOST_ITEMS} items")
+        most = _MOST_SCALARS if has_scalars_only(value) else _MOST_ITEMS
+        if len(value) > most:
+            raise CopyError(f"{type(value).__name__} of over {most} items")
     return value
 
 
 def is_carrier(value: Any) -> bool:
-    """Tell whether a value can take up something, or leads to a tensor with a graph behind it.
+    """Tell whether a value is a mutable container, or leads to a tensor that has a graph.
 
-    What leads to a module does not count: it leads to all that the module has.
+    A value that leads to a module does not count, since it leads to all that the module has.
     """
     carries, waiting = isinstance(value, _MUTABLE), [value]
     met: set[int] = set()

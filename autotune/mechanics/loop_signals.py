@@ -10,11 +10,11 @@ from typing import Any
 
 
 def any_error() -> tuple[type[Exception], ...]:
-    """Return the classes that an ``except`` clause catches where a run goes on whatever happens in the tuner.
+    """Return the classes that an ``except`` clause catches where an error of the tuner must not end the run.
 
     Returns:
-        Every exception's; none, if the one that is being handled came out of a handler of a signal's (of a notice that
-        the machine will be taken away, say), which may arrive at any line.
+        ``Exception`` alone; nothing, if a signal handler raised the exception that is being handled (on a notice of
+        preemption, say), since a signal may arrive at any line.
     """
     error = sys.exception()
     if error is None or error.__traceback__ is None:

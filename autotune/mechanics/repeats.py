@@ -1,7 +1,7 @@
 """Find out, on a sample of its calls, whether a unit that is recomputed in backward repeats its forward pass.
 
 What a recomputation saves for backward is compared, by one number for each tensor, with what the forward pass saved. On
-a host the numbers are compared at once; on an accelerator later, so that nobody waits for it.
+a host the numbers are compared at once; on an accelerator later, so that the run does not wait for it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Numbers:
         self.count = 0
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Take in a tensor; none whose values nothing tells from others, or that nothing computed."""
+        """Note a tensor's number; parameters, subclasses, sparse and integer tensors are skipped."""
         place, self.count = self.count, self.count + 1
         if isinstance(tensor, nn.Parameter) or type(tensor) is not torch.Tensor:
             return
@@ -80,7 +80,11 @@ class Repeats:
 
     @contextmanager
     def first(self, watch: AbstractContextManager[Any]) -> Iterator[None]:
-        """Run the forward pass, within what else watches it."""
+        """Run the forward pass within another context.
+
+        Args:
+            watch: the other context.
+        """
         with _noting(self._then), watch:
             yield
 
@@ -110,7 +114,7 @@ class Repeats:
 
 @contextmanager
 def _noting(numbers: _Numbers) -> Iterator[None]:
-    """Run the body, and note a number for each tensor that the hooks which are active take in."""
+    """Run the body, and note a number for each tensor that the active hooks save."""
     top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
     if top is None:
         yield

@@ -106,17 +106,15 @@ def homogeneous_plans(space: PlanSpace, ks: Sequence[int]) -> dict[PlanName, Pla
         space: the plans that are allowed.
         ks: the k to use.
     """
-    storages = [Storage.SAVE, *([Storage.RECOMPUTE] if space.recomputable else [])]
+    storages = space.storages if space.recomputable else space.storages[:1]
     return {
         PlanName(k, choice_name(precision, storage), passes): space.plan(
-            accumulation_steps=k,
-            precision=precision,
-            recomputed=space.recomputable if storage is Storage.RECOMPUTE else (),
+            accumulation_steps=k, precision=precision, storage=storage
         )
         for k in ks
         for storage in storages
         for precision in space.precisions
-        for passes in ((False, True) if precision in (Precision.BF16, Precision.FP16) else (False,))
+        for passes in ((False, True) if precision.is_reduced else (False,))
     }
 
 

@@ -1,4 +1,4 @@
-"""Run a unit's forward and backward passes on copies, saving and recomputing, and compare what they come to."""
+"""Run a unit's forward and backward passes on copies, once saving and once recomputing, and compare the results."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from autotune.mechanics import randomness
 from autotune.mechanics.activations import WRITTEN, Recomputation, undone
 from autotune.mechanics.copies import CopyError, Loans, TensorCopy, Weights, copied, dissolve, state_of, twin_of
+from autotune.mechanics.kept import flattened
 from autotune.mechanics.memory_meter import strided
 from autotune.profiling.surroundings import Surroundings, own_attributes
 
@@ -51,7 +51,7 @@ class Unit:
     outputs: list[torch.Tensor]
 
     def passes(self, *, recomputes: bool) -> _Outcome:
-        """Return what the unit's passes come to; of itself nothing is changed."""
+        """Return the results of the unit's passes; the unit itself is not changed."""
         randomness.restore_torch(self.before)
         loans = Loans()
         try:
@@ -81,7 +81,7 @@ def _like(context: Context, lend: TensorCopy) -> Context:
 
 
 def compared(unit: Unit) -> str | None:
-    """Return what speaks against a unit's recomputation, by passes over copies."""
+    """Return why a unit may not be recomputed, as passes over copies show; ``None`` if it may."""
     weights = Weights(unit.module)
     try:
         reason = _compared(unit)
@@ -99,7 +99,7 @@ def _compared(unit: Unit) -> str | None:
     if saved.writes:
         return WRITTEN
     # What is only made once, such as a table that is kept, is there by now.
-    handed = tree_leaves((unit.args, dict(unit.kwargs)))
+    handed = flattened(unit.args, unit.kwargs)[0]
     around = Surroundings(unit.module, own=() if unit.forward is None else own_attributes(unit.module), handed=handed)
     recomputed = unit.passes(recomputes=True)
     if recomputed.barred is not None:
@@ -113,7 +113,7 @@ def _compared(unit: Unit) -> str | None:
 
 
 def _judged(saved: _Outcome, recomputed: _Outcome, repeated: Sequence[_Outcome]) -> str | None:
-    """Return what speaks against a recomputed pass that differs from a saved one; ``None`` if saved ones do as well."""
+    """Return why a recomputed pass may not differ from a saved one; ``None`` if saved passes differ as much."""
     if all(saved.same(other) for other in repeated):
         return "recomputed, its gradients, buffers or generators differ"
     apart = max(saved.apart(other) for other in repeated)
@@ -126,13 +126,13 @@ def _judged(saved: _Outcome, recomputed: _Outcome, repeated: Sequence[_Outcome])
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Outcome:
-    """What a forward and backward pass came to.
+    """The results of a forward and backward pass.
 
     Attributes:
         tensors: gradients and outputs.
-        outputs: the latter alone.
-        state: all that the unit and what it was handed hold afterwards, by path.
-        generators: their states.
+        outputs: the outputs alone.
+        state: all that the unit and its arguments hold afterwards, by path.
+        generators: the states of the random generators.
         writes: whether it wrote to tensors that it was handed.
         barred: why it could not be recomputed at all; ``None`` if it could.
     """

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves
 
 from autotune.mechanics import randomness
 from autotune.mechanics.activations import WRITTEN, hooks_within
@@ -27,7 +26,7 @@ from autotune.mechanics.ambient import interception, saving_hook
 from autotune.mechanics.controls import ControlledForward
 from autotune.mechanics.copies import CopyError
 from autotune.mechanics.devices import is_out_of_memory
-from autotune.mechanics.kept import Kept, is_carrier
+from autotune.mechanics.kept import Kept, flattened, is_carrier
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.stand_ins import StandIn
 from autotune.profiling.passes import DRAWS, Unit, compared, distance, tensors_in
@@ -86,9 +85,9 @@ class UnitProbe(StandIn):
         found = self.original(*args, **kwargs)
         try:
             if self._copied is not None:
-                self._compare(found, tree_leaves((args, kwargs)))
+                self._compare(found, flattened(args, kwargs)[0])
             if trains and self._around is None:
-                self._look_round(tree_leaves((args, kwargs)))
+                self._look_round(flattened(args, kwargs)[0])
         except any_error() as error:  # whatever it is, the unit is left alone
             self.reason = _told(error)
         return found
@@ -143,7 +142,7 @@ class UnitProbe(StandIn):
         if self._controlled is not None:
             self._controlled.recomputation.keeps = True
         else:
-            self._kept.append(Kept(tree_flatten((args, kwargs))[0], copies=False))
+            self._kept.append(Kept(flattened(args, kwargs)[0], copies=False))
 
     def _look_round(self, handed: Sequence[Any]) -> None:
         """Note what the unit's code can reach, and what it reads there.
@@ -237,7 +236,7 @@ def storage_lock(
     own = forward.original if isinstance(forward, ControlledForward) else forward
     itself = getattr(own, "__self__", None) is not module
     try:
-        handed = tree_leaves((args, dict(kwargs)))
+        handed = flattened(args, kwargs)[0]
         around = Surroundings(module, own=own_attributes(module) if itself else (), handed=handed)
         if around.refusal is not None:
             return around.refusal
@@ -295,5 +294,5 @@ def _casts_left_alone(device_type: str) -> Iterator[None]:
 
 def _device_type(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """Return where a unit computes."""
-    leaves = [*module.parameters(), *tree_flatten((args, dict(kwargs)))[0]]
+    leaves = [*module.parameters(), *flattened(args, kwargs)[0]]
     return next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")

@@ -1,6 +1,6 @@
 """Follow, by names, what a unit's forward pass may call: whether it can draw from what no recomputation puts back.
 
-What draws only after a warm-up no probe sees; but code that draws names the generator somewhere.
+A probe cannot see draws that begin after a warm-up, but code that draws must name its generator.
 """
 
 from __future__ import annotations

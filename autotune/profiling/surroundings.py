@@ -1,8 +1,8 @@
 """Watch what a unit's code can reach besides the unit itself: globals, closures, attributes of its classes.
 
 A list that all blocks of a model append to, a counter in a module, a generator that a hook's closure holds: a copy of
-the unit shares them, so that passes over the copy show whether the unit changes them, and they are put back. What can
-be looked at in no way is left out; a tensor too large to be copied is named, so that nobody runs what may write to it.
+the unit shares them, so that passes over the copy show whether the unit changes them, and they are put back. Objects
+that cannot be read are left out. A tensor too large to be copied is a refusal: code that may write to it is not run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -46,18 +46,19 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 _FUNCTIONS = (FunctionType, classmethod, staticmethod, property)
 _OF_CLASSES = (*_FUNCTIONS, type, MethodType, BuiltinFunctionType)
 _PLAIN = (bool, int, float, complex, str, bytes)
-_LEFT_OUT: tuple[type, ...] = (*_PLAIN, type(None), weakref.ProxyType, weakref.CallableProxyType)
+_LEFT_OUT = (*_PLAIN, type(None))
+_WEAK: tuple[type, ...] = (weakref.ReferenceType, *weakref.ProxyTypes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Seen:
-    """One object as it was.
+    """One object and its recorded state.
 
     Attributes:
-        name: how the code calls it, or leads to it.
-        now: returns what it holds.
-        then: what it held.
-        put: puts that back; what it returns is of no use.
+        name: the name or path by which the code reaches it.
+        now: returns its present state.
+        then: its recorded state.
+        put: sets it to a state; the return value is ignored.
         same: tells whether two such values are the same.
     """
 
@@ -68,7 +69,11 @@ class _Seen:
     same: Callable[[Any, Any], bool]
 
     def is_same(self, *, grown: bool = False) -> bool:
-        """Tell whether the object is what it was, or, where that will do, has only got more items."""
+        """Tell whether the object is in its recorded state.
+
+        Args:
+            grown: whether more items at its end are allowed.
+        """
         now = self.now()
         if grown and self.same in (_same_items, _same_pairs):
             now = now[: len(self.then)]
@@ -85,10 +90,10 @@ class _Values:
 
 
 class Surroundings:
-    """What a unit's code can reach.
+    """The objects that a unit's code can reach, and their recorded states.
 
     Attributes:
-        refusal: what speaks against running its code, since something could not be put back; ``None`` if all could.
+        refusal: why its code must not be run: something that it may change could not be restored; ``None`` otherwise.
 
     Args:
         module: the unit.
@@ -120,13 +125,11 @@ class Surroundings:
             self._take_class(kind)
         for name, function in _functions(module):
             self._look_into(name, function, _DEPTH)
-        # Whatever else the unit's code may call by names: of what the unit holds, and of what it is handed.
+        # Functions that the unit's code may call by name, of its attributes and of its arguments.
         names = _names_in(module)
         for name, value in (*own_attributes(module), *(("what it is handed", one) for one in handed)):
-            if isinstance(value, weakref.ReferenceType):
-                self._take(name, value())
-            elif type(value) in weakref.ProxyTypes:
-                self.refusal = f"its code can reach {name}, a weak proxy: what that stands for cannot be set back"
+            if issubclass(type(value), _WEAK):
+                self._take(name, _referent(value))
             for function in functions_of(value, names):
                 self._look_into(name, function, _DEPTH)
 
@@ -139,7 +142,7 @@ class Surroundings:
         return next((one.name for one in self._seen if not one.is_same(grown=grown)), None)
 
     def restore(self) -> None:
-        """Put back what is not what it was; a cache that was empty is empty again."""
+        """Restore all objects that have changed; a cache that was empty is emptied."""
         for cache, results in self._caches:
             if not results and cache.cache_info().currsize:
                 cache.cache_clear()
@@ -147,12 +150,12 @@ class Surroundings:
             try:
                 if not one.is_same():
                     one.put(one.then)
-            except Exception as error:  # noqa: BLE001 - the others are put back, and the run goes on
+            except Exception as error:  # noqa: BLE001 - the others are restored, and the run continues
                 logger.warning("a unit changed %s, which could not be put back: %s", one.name, error)
 
     @contextmanager
     def as_they_were(self) -> Iterator[None]:
-        """Run the body with all as it was; what the body changes of that is forgotten."""
+        """Run the body with all objects in their recorded states; changes by the body are undone."""
         changed = [one for one in self._seen if not one.is_same(grown=True)]
         now = [one.now() for one in changed]
         for place, one in enumerate(changed):
@@ -220,11 +223,11 @@ class Surroundings:
 
     def _take(self, name: str, value: Any, depth: int = 0) -> None:
         # A proxy says that it is what it stands for, which may be gone: its class proper is asked.
+        if issubclass(type(value), _WEAK):
+            value = _referent(value)
         if issubclass(type(value), _LEFT_OUT) or id(value) in self._met or len(self._seen) > _MOST_OBJECTS:
             return
-        if isinstance(value, weakref.ReferenceType):
-            self._take(name, value(), depth)
-        elif isinstance(value, FunctionType | MethodType):
+        if isinstance(value, FunctionType | MethodType):
             self._look_into(name, value, depth)
         elif isinstance(value, functools._lru_cache_wrapper):
             self._met.add(id(value))
@@ -250,6 +253,17 @@ class Surroundings:
             self._seen.append(found)
         for key, item in _items(value):
             self._take(f"{name}{key}", item, depth)
+
+
+def _referent(value: Any) -> Any:
+    """Return what a weak reference or a weak proxy stands for; ``None`` if that is gone."""
+    if issubclass(type(value), weakref.ReferenceType):
+        return value()
+    found = None
+    with suppress(ReferenceError):
+        # A proxy hands out the methods of what it stands for.
+        found = value.__dir__.__self__
+    return found
 
 
 def own_attributes(module: nn.Module) -> list[tuple[str, Any]]:

@@ -73,7 +73,7 @@ def no_free_recomputation(costs: Mapping[str, Cost]) -> dict[str, Cost]:
     for name, cost in costs.items():
         precision, _, storage = name.partition("/")
         saving = costs.get(f"{precision}/{Storage.SAVE}")
-        if storage == Storage.RECOMPUTE and saving is not None and cost.seconds < saving.seconds:
+        if Storage(storage).recomputes and saving is not None and cost.seconds < saving.seconds:
             raised[name] = replace(cost, backward_s=cost.backward_s + saving.seconds - cost.seconds)
     return raised
 

@@ -59,7 +59,7 @@ from autotune.profiling.profile_index import indexed_profile, remember
 from autotune.records import tracking
 from autotune.records.run_directory import read_plan
 from autotune.records.tracking_spool import artifact_of, read_cursor, read_rows
-from autotune.report.alternatives import other_steps, otherwise
+from autotune.report.alternatives import other_steps, other_units
 from autotune.report.explanation import unit_costs
 from autotune.report.plan_export import TARGETS, export
 from autotune.simulator.convergence import Convergence
@@ -200,7 +200,7 @@ def profile_shown(folder: Path, path: Path) -> None:
     plan = found.space.leanest()
     with contextlib.suppress(InputError):
         unit_costs(found, plan)
-        otherwise(found, plan, 450_000)
+        other_units(found, plan, 450_000)
         other_steps(found, plan, 450_000)
     with contextlib.suppress(InputError):
         pareto_front(found, points=4)

@@ -1,4 +1,4 @@
-"""What the frameworks' callbacks have in common: how they attach."""
+"""The common base of the frameworks' callbacks: it attaches a tuner to a training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Attaches:
     """Attach to the run of a framework's trainer, which fixes k when training begins, or the precision as well.
 
     Attributes:
-        tuner: of the training that runs, or of the last one; ``None`` before the first.
+        tuner: the tuner of the present or last training; ``None`` before the first.
 
     Args:
         policy: as :func:`autotune.attach` takes it.
