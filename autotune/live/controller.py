@@ -45,6 +45,7 @@ from autotune.profiling.unit_calls import UnitCalls
 
 logger = logging.getLogger(__name__)
 
+_PASSES: tuple[Phase, ...] = ("forward", "backward", "update")
 # A policy plans from a new profile once batches have grown by this factor; the rules always do.
 _BEGIN_AGAIN = 1.5
 # One of so many first cut steps is tried again in smaller pieces; after it ever fewer are.
@@ -66,6 +67,7 @@ class Pilot:
         over_budget: Steps that ran though no plan was known to fit, or that were seen to need more.
         switches: Decided switches.
         placed: Changes of storage between them, for a batch or a budget.
+        heard: The passes of the running step whose beginnings have to be told to :meth:`tell_phase`.
 
     Args:
         attached: The run.
@@ -100,6 +102,7 @@ class Pilot:
         self._switcher.hooks = self._profiler.hooks
         self._monitor = GradientMonitor(attached.model, attached.space.units)
         self._probe: GradientProbe | None = None
+        self.heard: tuple[Phase, ...] = ()
         # Of the steps since the last decision, and of those before it.
         self._window, self._past = Window(), Window()
         self._reference: Measurement | None = None
@@ -210,6 +213,13 @@ class Pilot:
             alone = max(self.plan.accumulation_steps, self.attached.accumulation_steps) == 1
             self._probe = GradientProbe(trained, whole=alone)
             self._probe.__enter__()
+        watched = self._profiler.watching or sampled
+        self.heard = _PASSES if watched else _PASSES[:1] if self._calls.counting else ()
+
+    @property
+    def sampling(self) -> bool:
+        """Whether the running step's gradient is read before its update."""
+        return self._probe is not None
 
     @property
     def shadows(self) -> tuple[Plan, ...]:

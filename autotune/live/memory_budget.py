@@ -86,4 +86,6 @@ class BudgetReader:
 
 
 def _smaller(one: int | None, other: int | None) -> int | None:
-    return min((size for size in (one, other) if size is not None), default=None)
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)

@@ -100,7 +100,6 @@ class Profiled:
         self.baseline = self.space.baseline()
         self.placements = Placements(profile, budget_bytes, square_share)
         self._batch_bytes = profile.tables[0].batch_bytes
-        self._told: dict[Plan, float] = {}
         # Units that were never called are none of the profile's.
         precision = {name: former.decided.precision_of(name) for name in self.baseline.precision}
         storage = {name: former.decided.storage_of(name) for name in self.baseline.storage}
@@ -127,9 +126,7 @@ class Profiled:
 
     def seconds_of(self, plan: Plan) -> float | None:
         """Return a plan's predicted seconds per step at the profiled size."""
-        if plan not in self._told:
-            self._told[plan] = self.placements.seconds_of(plan)
-        return self._told[plan]
+        return self.placements.seconds_of(plan)
 
     def fits(self, plan: Plan, size: float, room: float) -> bool:
         """Whether a plan is predicted to need at most ``room`` bytes with a batch of a size."""

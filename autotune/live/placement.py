@@ -66,6 +66,7 @@ class Placements:
         for key in dict.fromkeys(keys):
             self._groups[key] = np.array([number for number, other in enumerate(keys) if other == key])
         self._known: dict[Plan, NDArray[np.float64]] = {}
+        self._seconds: dict[Plan, float] = {}
         # What was asked last, and the answer: batches of one size ask the same at each step.
         self._asked: tuple[float, float, NDArray[np.int64] | None] = (0.0, 0.0, None)
         self._answer: Plan | None = None
@@ -123,10 +124,12 @@ class Placements:
 
     def seconds_of(self, plan: Plan) -> float:
         """Return a plan's predicted seconds per step at the profiled size; infinite for one that has none."""
-        try:
-            return seconds_per_step(self.profile, plan)
-        except ProfileError:
-            return float("inf")
+        if plan not in self._seconds:
+            try:
+                self._seconds[plan] = seconds_per_step(self.profile, plan)
+            except ProfileError:
+                self._seconds[plan] = float("inf")
+        return self._seconds[plan]
 
     def leanest(self) -> Plan:
         """Return the plan with the smallest predicted peak; of several about as good, the one that keeps least."""

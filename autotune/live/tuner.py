@@ -31,7 +31,7 @@ from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.step_trace import Phase
 from autotune.mechanics.stepping import Count, Update, WholeTensors
 from autotune.plan import Plan
-from autotune.profiling.step_signature import Trained, bytes_of, signature_of
+from autotune.profiling.step_signature import Contents, Trained, contents_of, signature_of
 from autotune.profiling.trial_passes import Attempt, undone
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ class _Running:
         wanted: batches that it is to consume; more than one under adaptive batching.
         batches: batches so far.
         samples: samples so far.
+        first: what its first batch holds; ``None`` if nobody can tell.
         items: their loss-bearing items, where several batches are weighed by them.
         size: bytes of the largest batch.
         all_bytes: bytes of all batches.
@@ -74,6 +75,7 @@ class _Running:
     wanted: int = 1
     batches: int = 0
     samples: int = 0
+    first: Contents | None = None
     items: list[int] = field(default_factory=list)
     size: int = 0
     all_bytes: int = 0
@@ -87,12 +89,15 @@ class _Running:
 
     def add(self, batch: Any) -> None:
         """Take in a batch: for memory the largest counts."""
-        size, samples = _measured(batch)
+        contents = _contents_of(batch)
+        size, samples = (1, 1) if contents is None else (contents.num_bytes, contents.samples)
         self.samples += samples
         self.size = max(self.size, size)
         self.all_bytes += size
         if self.batches:
             self.later = max(self.later, size)
+        else:
+            self.first = contents
         self.batches += 1
 
     def come_back(self) -> None:
@@ -151,7 +156,7 @@ class LiveTuner:
         self._model = model
         self._update = update
         self._pilot = pilot
-        self._stop_file = stop_file
+        self._stop_file = None if stop_file is None else str(stop_file)
         self._on_detach = on_detach
         self.folder = folder
         self.attached = pilot is not None
@@ -194,7 +199,7 @@ class LiveTuner:
             running = self._running
             if running is None:
                 return
-            whole = self._whole_tensors
+            whole, alone = self._whole_tensors, running.batches == 1
             pieces = self._whole(batch, count, running) if self._facts.adaptive else _cut(batch, k, count, whole)
             if not self._facts.adaptive:
                 # A loop that accumulates by itself weighs as it likes: only one call's micro-batches can be compared.
@@ -204,7 +209,7 @@ class LiveTuner:
             for number, (piece, weight) in enumerate(pieces, 1):
                 self._weight = weight
                 running.weights.append(weight)
-                running.micro_samples.append(_num_samples(piece))
+                running.micro_samples.append(running.samples if piece is batch and alone else _num_samples(piece))
                 with self._synchronised(last=number == len(pieces) and self._is_full(running)):
                     self._tell_phase("forward")
                     yield piece
@@ -284,8 +289,9 @@ class LiveTuner:
         self._num_unstepped = 0
         if norm == 0.0:
             self._look_at_gradients()
-        scales = [weight * self._update.loss_scale for weight in running.weights]
-        self._safely(lambda pilot: pilot.before_update(norm, running.micro_samples, scales))
+        if self._pilot is not None and self._pilot.sampling:
+            scales = [weight * self._update.loss_scale for weight in running.weights]
+            self._safely(lambda pilot: pilot.before_update(norm, running.micro_samples, scales))
         self._update.clip(norm)
         with self._update.learning_rate_times(self._rate_factor(running)):
             stepped = self._update.finish(norm)
@@ -543,7 +549,7 @@ class LiveTuner:
         # Path.exists() raises where a folder may not be looked into, or its disk is gone.
         stop = self._stop_file
         if stop is not None and self._pilot is not None and os.path.exists(stop):  # noqa: PTH110
-            self.detach(f"{self._stop_file} exists")
+            self.detach(f"{stop} exists")
         self._look_at_modules()
         # Storage may be switched beside gradients, which only k and precisions add to.
         free = bounded or (ended and self._facts.mode is Mode.EXACT)
@@ -556,7 +562,8 @@ class LiveTuner:
         largest = max(running.size, self._largest_bytes) if several else running.size
 
         def prepare(pilot: Pilot) -> None:
-            signature = signature_of(batch, self._trained, self._facts.optimizer, pilot.calls)
+            contents = running.first or contents_of(batch)
+            signature = signature_of(contents.shapes, self._trained, self._facts.optimizer, pilot.calls)
             pilot.before_step(
                 StepAhead(batch_bytes=running.size, largest_bytes=largest, samples=running.samples, signature=signature)
             )
@@ -627,17 +634,14 @@ class LiveTuner:
         return batch_factor(self._facts.lr_rule, running.growth, 1.0) if self._facts.adaptive else 1.0
 
     def _tell_phase(self, name: Any) -> None:
-        if self._pilot is not None:
+        if self._pilot is not None and name in self._pilot.heard:
             self._safely(lambda pilot: pilot.tell_phase(name))
 
-    @contextlib.contextmanager
-    def _synchronised(self, *, last: bool) -> Iterator[None]:
+    def _synchronised(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Delay the gradients' reduction over ranks until the last micro-batch."""
         if self._parallel and not last:
-            with self._model.no_sync():  # type: ignore[operator]
-                yield
-        else:
-            yield
+            return self._model.no_sync()  # type: ignore[operator, no-any-return]
+        return contextlib.nullcontext()
 
     def _safely(self, call: Callable[[Pilot], object], *, since: float | None = None) -> None:
         """Let the pilot do something; if it fails, detach and go on with the user's baseline.
@@ -698,12 +702,12 @@ def _pieces(batch: Any, k: int, whole: WholeTensors) -> list[Any]:
         return [batch]
 
 
-def _measured(batch: Any) -> tuple[int, int]:
-    """Return a batch's bytes and samples; of what nothing here can walk over, one of each."""
+def _contents_of(batch: Any) -> Contents | None:
+    """Return what a batch holds; ``None`` where nothing here can walk over it."""
     try:
-        return bytes_of(batch), _num_samples(batch)
+        return contents_of(batch)
     except Exception:  # noqa: BLE001 - the loop may know what to do with it
-        return 1, 1
+        return None
 
 
 def _joins(model: nn.Module) -> bool:

@@ -143,6 +143,8 @@ def strided(value: torch.Tensor) -> list[torch.Tensor]:
 
     Of one without a storage that can be looked at there are none.
     """
+    if type(value) is torch.Tensor and value.layout is torch.strided:
+        return [value] if _is_stored(value) else []
     if hasattr(value, "device_mesh"):
         # Of a DTensor, this rank holds a part.
         local: Any = value

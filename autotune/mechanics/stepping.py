@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -250,9 +250,12 @@ class Update:
             for alike in _by_mesh(owners, gradients):
                 nn.utils.clip_grads_with_norm_(alike, self.clip_norm, torch.tensor(norm, dtype=dtype, device="cpu"))
 
-    @contextmanager
-    def learning_rate_times(self, factor: float) -> Iterator[None]:
+    def learning_rate_times(self, factor: float) -> AbstractContextManager[None]:
         """Run the body with every learning rate multiplied, and put back what a schedule set."""
+        return nullcontext() if factor == 1.0 else self._learning_rate_times(factor)
+
+    @contextmanager
+    def _learning_rate_times(self, factor: float) -> Iterator[None]:
         rates = [group["lr"] for group in self.optimizer.param_groups]
         try:
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):

@@ -22,6 +22,9 @@ from autotune.mechanics.trees import tensors
 
 # Steps after which a model's parameters are listed anew.
 _WALK_EVERY = 16
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+
+Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class Signature:
         calls: how many times as often as when it was profiled a forward pass may call a unit.
     """
 
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: Shapes
     trained: tuple[int, int]
     calls: int = 1
 
@@ -81,35 +84,50 @@ class Trained:
             held = (one for module in self._model.modules() for one in module._parameters.values())
             self._parameters = [parameter for parameter in held if parameter is not None]
         self._owned, self._steps = owned, self._steps + 1
-        return [parameter.requires_grad for parameter in self._parameters].count(True)
+        return sum(map(_REQUIRES_GRAD, self._parameters))
 
 
-def signature_of(batch: Any, trained: Trained, optimizer: torch.optim.Optimizer, calls: int) -> Signature:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What a batch holds, found in one walk over it.
+
+    Attributes:
+        shapes: shapes of its tensors; of a batch without tensors, of its arrays and texts.
+        num_bytes: bytes of the same, at least 1.
+        samples: number of samples; 1 where the batch holds no tensor that tells.
+    """
+
+    shapes: Shapes
+    num_bytes: int
+    samples: int
+
+
+def contents_of(batch: Any) -> Contents:
+    """Return what a batch holds."""
+    found = tensors(batch)
+    if not found:
+        shapes = _shapes_of_others(batch)
+        return Contents(shapes=shapes, num_bytes=max(sum(map(math.prod, shapes)), 1), samples=1)
+    shapes = tuple([tuple(leaf.shape) for leaf in found])
+    samples = next((shape[0] for shape in shapes if shape), 1)
+    return Contents(shapes=shapes, num_bytes=max(content_bytes(found), 1), samples=max(samples, 1))
+
+
+def signature_of(shapes: Shapes, trained: Trained, optimizer: torch.optim.Optimizer, calls: int) -> Signature:
     """Return the signature of a step.
 
     Args:
-        batch: its batch, or the first that the caller accumulates.
+        shapes: shapes of the tensors of its batch, or of the first batch that the caller accumulates.
         trained: counts the model's parameters.
         optimizer: its optimizer.
         calls: as :attr:`Signature.calls`.
     """
     owned = sum(len(group["params"]) for group in optimizer.param_groups)
-    return Signature(_shapes(batch), (trained.count(owned), len(optimizer.state)), calls)
+    return Signature(shapes, (trained.count(owned), len(optimizer.state)), calls)
 
 
-def bytes_of(batch: Any) -> int:
-    """Return the bytes of a batch's tensors, or, of one without any, what is most like them; at least 1."""
-    found = tensors(batch)
-    if found:
-        return max(content_bytes(found), 1)
-    return max(sum(math.prod(shape) for shape in _shapes(batch)), 1)
-
-
-def _shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of a batch's tensors, or, of one without any, of its arrays and texts."""
-    found = tensors(batch)
-    if found:
-        return tuple(tuple(leaf.shape) for leaf in found)
+def _shapes_of_others(batch: Any) -> Shapes:
+    """Return the shapes of a batch's arrays and texts."""
     leaves = [
         getattr(leaf, "shape", (len(leaf),) if isinstance(leaf, str | bytes) else ()) for leaf in tree_leaves(batch)
     ]
