@@ -1,8 +1,8 @@
-"""Tell what a step's memory depends on before it runs: its batch's shapes, what is trained, how often it is called.
+"""What the memory of a step depends on, known before it runs: shapes, trained parameters, and calls of units.
 
-Bytes alone do not tell: 8 sequences of 256 tokens take as many as 64 of 32, and their attention weights eight times
-the room. A batch that is in every dimension as large as one that was measured, or smaller, or larger, needs what its
-bytes tell; one that is larger in one dimension and smaller in another has to be measured itself.
+Bytes do not suffice: 8 sequences of 256 tokens have as many as 64 of 32, but their attention weights take eight times
+the memory. The bytes of a batch predict its memory if another batch was measured that is larger, or smaller, in every
+dimension. A batch that is larger in one dimension and smaller in another has to be measured itself.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a step's memory depends on besides the bytes of its batch.
+    """What the memory of a step depends on besides the bytes of its batch.
 
     Attributes:
-        shapes: of the batch's tensors.
-        trained: number of parameters that require a gradient, and of those that the optimizer keeps a state for.
-        calls: how many times as often as when it was profiled a forward pass may call a unit.
+        shapes: shapes of the batch's tensors.
+        trained: number of parameters that require a gradient, and of those with a state in the optimizer.
+        calls: calls of a unit in a forward pass, divided by those when it was profiled.
     """
 
     shapes: Shapes
@@ -42,17 +42,17 @@ class Signature:
     calls: int = 1
 
     def is_kin_to(self, other: Signature) -> bool:
-        """Tell whether steps with the two differ by their batches alone."""
+        """Tell whether steps with the two signatures differ only in their batches."""
         return (self.trained, self.calls) == (other.trained, other.calls)
 
     def tells_of(self, other: Signature) -> bool:
-        """Tell whether, once a step with this signature was measured, bytes tell what one with the other needs."""
+        """Tell whether a measured step with this signature predicts, by bytes, one with the other."""
         if self == other:
             return True
         return self.covers(other) or other.covers(self)
 
     def covers(self, other: Signature) -> bool:
-        """Tell whether a step with this signature needs at least as much as one with the other, being no smaller."""
+        """Tell whether a step with this signature is at least as large as one with the other in every dimension."""
         if not self.is_kin_to(other) or [len(s) for s in self.shapes] != [len(s) for s in other.shapes]:
             return False
         own, its = ([size for shape in one.shapes for size in shape] for one in (self, other))
@@ -60,10 +60,10 @@ class Signature:
 
 
 class Trained:
-    """Count the parameters of a model that require a gradient, without walking over its modules at each step.
+    """Counter of the parameters that require a gradient, which rarely walks over the model's modules.
 
-    Parameters that were added, replaced or taken away are noticed at once where the optimizer got others, and at the
-    latest after so many steps as ``_WALK_EVERY`` says.
+    Parameters that were added, replaced or removed are noticed at once if the optimizer's number of parameters has
+    changed, and otherwise within ``_WALK_EVERY`` steps.
 
     Args:
         model: the model.
@@ -75,10 +75,10 @@ class Trained:
         self._owned = self._steps = 0
 
     def count(self, owned: int) -> int:
-        """Return how many there are; one that several modules share counts for each.
+        """Return the number; a parameter that several modules share counts for each.
 
         Args:
-            owned: how many parameters the optimizer has.
+            owned: number of the optimizer's parameters.
         """
         if self._steps % _WALK_EVERY == 0 or owned != self._owned:
             held = (one for module in self._model.modules() for one in module._parameters.values())
@@ -119,8 +119,8 @@ def signature_of(shapes: Shapes, trained: Trained, optimizer: torch.optim.Optimi
     Args:
         shapes: shapes of the tensors of its batch, or of the first batch that the caller accumulates.
         trained: counts the model's parameters.
-        optimizer: its optimizer.
-        calls: as :attr:`Signature.calls`.
+        optimizer: the model's optimizer.
+        calls: value of :attr:`Signature.calls`.
     """
     owned = sum(len(group["params"]) for group in optimizer.param_groups)
     return Signature(shapes, (trained.count(owned), len(optimizer.state)), calls)
