@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from autotune.catalog import load_job
     from autotune.commands import compare, reproduce, resume, tune
     from autotune.engines.deepspeed_engine import DeepSpeedEngine
-    from autotune.engines.isolated_engine import IsolatedEngine, RankOptions
+    from autotune.engines.isolated_engine import IsolatedEngine
     from autotune.engines.ray_cluster import ClusterOptions
+    from autotune.engines.registry import RankOptions
     from autotune.engines.torch_engine import EngineOptions, TorchEngine
     from autotune.errors import (
         AttachError,
@@ -94,7 +95,8 @@ _LAZY = {
         "autotune.catalog": ("load_job",),
         "autotune.engines.ray_cluster": ("ClusterOptions",),
         "autotune.engines.deepspeed_engine": ("DeepSpeedEngine",),
-        "autotune.engines.isolated_engine": ("IsolatedEngine", "RankOptions"),
+        "autotune.engines.isolated_engine": ("IsolatedEngine",),
+        "autotune.engines.registry": ("RankOptions",),
         "autotune.engines.torch_engine": ("EngineOptions", "TorchEngine"),
         "autotune.errors": (
             "AttachError",

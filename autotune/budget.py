@@ -1,4 +1,4 @@
-"""Read a memory budget: a size, or a share of the baseline's peak; of what is allocated, or of what is reserved."""
+"""Memory budgets: a size or a share of the baseline's peak, of allocated or of reserved memory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _UNITS = {
     "GB": 10**9,
     "TB": 10**12,
 }
-# An accelerator's allocator reserves whole segments (torch on NVIDIA's GPUs: 2 MiB for small blocks, 20 MiB for those
-# of 1 to 10 MiB, multiples of 2 MiB beyond), and parts of them stay unused. How much depends on the order of a step's
-# blocks, so it is measured while a job is profiled; other plans leave other gaps than those that were seen.
+# An accelerator's allocator reserves whole segments (torch on NVIDIA GPUs: 2 MiB for small blocks, 20 MiB for those of
+# 1 to 10 MiB, multiples of 2 MiB beyond), and parts of them stay unused. How much depends on the order of a step's
+# blocks, so it is measured while a job is profiled. The reserve covers plans with other gaps than the profiled ones.
 _FRAGMENTS_RESERVE = 1.5
-# Beyond this share, the allocator gives its cache back and begins anew.
+# Beyond this share, the allocator frees its cache and starts again.
 _FRAGMENTS_SHARE = 0.3
 
-# No device has more, and sums of such sizes stay exact in JSON.
+# No device has more memory, and sums of such sizes are exact in JSON.
 _LARGEST_TIB, _LARGEST_PERCENT = 1024, 10_000
 _ALLOWED = (
     "a size such as 20GiB or 900MiB, or a share of the baseline's peak such as 75%, up to "
@@ -42,7 +42,8 @@ class MemoryBudget:
     Attributes:
         size_bytes: the size, at most 1024 TiB; ``None`` if the budget is a share.
         share: the share, above 0 and at most 100; ``None`` if the budget is a size.
-        reserved: whether the size bounds what an accelerator's allocator reserves, and not what tensors take of it.
+        reserved: whether the size limits the memory that an accelerator's allocator reserves, instead of the memory of
+            tensors.
     """
 
     size_bytes: int | None = None
@@ -58,7 +59,7 @@ class MemoryBudget:
 
     @classmethod
     def parse(cls, text: str) -> MemoryBudget:
-        """Read a budget as a user writes it.
+        """Parse a budget as users write it.
 
         Raises:
             BudgetError: if the text is neither a size nor a share.
@@ -75,11 +76,11 @@ class MemoryBudget:
         return cls(size_bytes=int(size), reserved=bool(match[3]))
 
     def resolve(self, baseline_peak_bytes: int, fragments_bytes: int = 0) -> int:
-        """Return the budget in bytes of what is allocated.
+        """Return the budget in bytes of allocated memory.
 
         Args:
-            baseline_peak_bytes: of which a share is meant.
-            fragments_bytes: what the job was seen to reserve beyond what it allocates.
+            baseline_peak_bytes: the baseline's peak, to which a share refers.
+            fragments_bytes: measured memory that the job reserves beyond what it allocates.
         """
         if self.size_bytes is not None:
             return allocated_within(self.size_bytes, fragments_bytes) if self.reserved else self.size_bytes
@@ -87,17 +88,17 @@ class MemoryBudget:
 
 
 def allocated_within(reserved_bytes: int, fragments_bytes: int) -> int:
-    """Return how many bytes of tensors fit into what an accelerator's allocator may reserve.
+    """Return how many bytes of tensors fit into the memory that an accelerator's allocator may reserve.
 
     Args:
-        reserved_bytes: what it may reserve.
-        fragments_bytes: the most that a step was seen to reserve beyond what it allocated, each at its peak.
+        reserved_bytes: memory that it may reserve.
+        fragments_bytes: the largest measured difference between the reserved and the allocated peak of a step.
     """
     return reserved_bytes - int(min(_FRAGMENTS_RESERVE * fragments_bytes, _FRAGMENTS_SHARE * reserved_bytes))
 
 
 def format_bytes(size: float) -> str:
-    """Return a size for people, in binary units."""
+    """Format a size in binary units."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,7 +1,7 @@
 """Find a job by its name: in the catalog, in an importable module, or in a file.
 
-A reference is code by nature, so it may come from the command line or from the user's own call, never from a
-data file; :func:`is_catalog_reference` tells the names that a data file may have.
+Loading a reference runs code. A reference may therefore come from the command line or the user's own call, but not
+from a data file, except for the names that :func:`is_catalog_reference` accepts.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from autotune.job import Job
 from autotune.launching import launched, plain, split
 
 _PACKAGE = Path(__file__).resolve().parent
-# What modules that are loaded from a job's file are called.
+# Prefix of the names of modules that are loaded from a job's file.
 _FILE_MODULE = "autotune_job_"
-# Characters of a reference: no path is longer.
+# Longest reference: no path is longer.
 _LONGEST = 4096
 _SHOWN, _SAID = 200, 300
 
 
 def content_folder(name: str) -> Path:
-    """Return the folder ``envs`` or ``policies``: inside an installed wheel, else beside the package."""
+    """Return the folder ``envs`` or ``policies``: inside an installed wheel, or else next to the package."""
     installed = _PACKAGE / f"_{name}"
     return installed if installed.is_dir() else _PACKAGE.parent / name
 
@@ -42,11 +42,11 @@ def catalog() -> dict[str, Path]:
 
 
 def is_catalog_reference(reference: object) -> bool:
-    """Tell whether a reference names a job of the catalog and can name nothing else.
+    """Tell whether a reference can only name a job of the catalog.
 
-    Such a reference may come from a run's own documents: it loads a file of this package, and of that file a job or a
-    function that is declared to return one. It may carry what the job is launched with (``charlm+lion``), which
-    :func:`load_job` checks. Nothing is imported or looked for outside of the package.
+    Such a reference may come from a run's own documents: it loads a file of this package, and from it a job or a
+    function that is declared to return one. It may include launch choices (``charlm+lion``), which :func:`load_job`
+    checks. Nothing outside the package is imported or searched.
     """
     if not isinstance(reference, str):
         return False
@@ -57,18 +57,18 @@ def is_catalog_reference(reference: object) -> bool:
 def load_job(reference: str | Job) -> Job:
     """Return the job that a reference names.
 
-    What lies beside a job is found by the job's own modules alone, at whatever time they import it: in the working
-    directory, and beside the job's file. It comes after all that is installed, and libraries never see it.
+    Modules next to the job's file and in the working directory can be imported only by the job's own modules, at any
+    time. Installed modules take precedence, and libraries never see those modules.
 
     Args:
         reference: a catalog name (``charlm``), alone or with another job of that file (``charlm:adaptive``),
             ``package.module:attribute``, ``path/to/file.py:attribute`` (the attribute is ``job`` if left out), or a
             job, which is returned as it is. The attribute is a :class:`Job` or a function without arguments that
-            returns one. Behind a name may stand what the job is launched with (``charlm+lion+compile``).
+            returns one. Launch choices may follow the name (``charlm+lion+compile``).
 
     Raises:
-        JobError: if nothing has that name, or what has it is no job, or ends the program instead of returning one.
-        InputError: if it cannot be launched so.
+        JobError: if nothing has that name, it is not a job, or its function raises or ends the program.
+        InputError: if the launch choices are wrong.
     """
     if isinstance(reference, Job):
         return reference
@@ -106,8 +106,8 @@ def _take(module: ModuleType, attribute: str, reference: str, *, declared: bool 
 
     Args:
         module: the module.
-        attribute: a job in it, or a function that returns one.
-        reference: what named both.
+        attribute: name of a job in it, or of a function that returns one.
+        reference: the reference to both, for errors.
         declared: whether only functions that are declared to return a job are called.
     """
     try:
@@ -120,7 +120,7 @@ def _take(module: ModuleType, attribute: str, reference: str, *, declared: bool 
         raise JobError(f"{_shown(attribute)}() raised {_said(error)}", where=_shown(reference)) from error
     if not isinstance(found, Job):
         raise JobError(
-            f"{_shown(attribute)!r} is no autotune.Job",
+            f"{_shown(attribute)!r} is not an autotune.Job",
             where=_shown(reference),
             allowed="a Job, or a function that returns one",
         )
@@ -132,12 +132,12 @@ def _returns_a_job(function: object) -> bool:
 
 
 def _load_file(path: Path, reference: str, *, neighbours: bool = False) -> ModuleType:
-    """Return the module that a file is, run once.
+    """Load a file as a module, once.
 
     Args:
         path: the file.
-        reference: what named it.
-        neighbours: whether it finds what lies beside it and in the working directory.
+        reference: the reference to it, for errors.
+        neighbours: whether it can import modules next to it and in the working directory.
     """
     where = _shown(reference)
     try:
@@ -146,7 +146,7 @@ def _load_file(path: Path, reference: str, *, neighbours: bool = False) -> Modul
     except (OSError, ValueError) as error:
         raise JobError(f"no file {_shown(str(path))}", where=where, allowed="an existing .py file") from error
     if not stat.S_ISREG(mode):
-        raise JobError(f"{_shown(str(path))} is no regular file", where=where, allowed="an existing .py file")
+        raise JobError(f"{_shown(str(path))} is not a regular file", where=where, allowed="an existing .py file")
     name = f"{_FILE_MODULE}{resolved.stem}_{hashlib.sha256(os.fsencode(resolved)).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -159,9 +159,9 @@ def _load_file(path: Path, reference: str, *, neighbours: bool = False) -> Modul
         folders = [*_working_directory(), str(resolved.parent)]
         if other := _neighbours.namesake(folders):
             raise JobError(
-                f"beside it lies {_shown(other)!r}, and another job has its own neighbour of that name",
+                f"the module {_shown(other)!r} is next to it, and another job has its own module of that name",
                 where=where,
-                allowed="jobs that name their neighbours apart, or that are run one by one",
+                allowed="jobs whose modules have different names, or one job at a time",
             )
         _neighbours.serve(name, folders)
     try:
@@ -175,7 +175,7 @@ def _load_file(path: Path, reference: str, *, neighbours: bool = False) -> Modul
 
 
 def _import(name: str, reference: str) -> ModuleType:
-    # The first to ask is this module.
+    # The first module to import it is this one.
     _neighbours.serve(__name__, _working_directory())
     try:
         return importlib.import_module(name)
@@ -186,10 +186,10 @@ def _import(name: str, reference: str) -> ModuleType:
 
 
 class _Neighbours:
-    """Find what lies beside jobs, for their own modules alone; Python asks this finder after all others.
+    """Import finder for modules next to jobs that serves only the jobs' own modules, after all other finders.
 
-    A folder on ``sys.path`` would be searched for every library as well: those that are not installed, and that
-    somebody asks for to see whether they are, would be whatever file of that name lies in the working directory.
+    A folder on ``sys.path`` would be searched for every import: code that checks whether a library is installed would
+    get any file of that name in the working directory.
     """
 
     def __init__(self) -> None:
@@ -197,15 +197,15 @@ class _Neighbours:
         self._found: dict[str, tuple[str | None, tuple[str, ...]]] = {}
 
     def serve(self, module: str, folders: Sequence[str]) -> None:
-        """Let a module, and what it finds so, search folders."""
+        """Let a module, and the modules that it finds there, search folders."""
         self._folders[module] = folders
         if self not in sys.meta_path:
             sys.meta_path.append(self)
 
     def namesake(self, folders: Sequence[str]) -> str | None:
-        """Return the name of what lies in folders where another job has found something else by that name.
+        """Return the name of a module in some folders of which another job has found a different one.
 
-        Python keeps one module of each name: the second job would get the first one's, and nobody would notice.
+        Python keeps one module per name: the second job would silently get that of the first.
         """
         for name in self._found:
             spec = PathFinder.find_spec(name, folders)
@@ -216,7 +216,7 @@ class _Neighbours:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return what lies beside the job whose module asks; parts of packages are found by the package."""
+        """Return a module next to the job whose module imports it; submodules are found by their package."""
         if path is not None:
             return None
         asking = _asking_module()
@@ -229,7 +229,7 @@ class _Neighbours:
 
 
 def _place(spec: ModuleSpec) -> tuple[str | None, tuple[str, ...]]:
-    """Return the file that a module comes from, and the folders of a package."""
+    """Return the file of a module and the folders of a package."""
     return spec.origin, tuple(spec.submodule_search_locations or ())
 
 
@@ -237,7 +237,7 @@ _neighbours = _Neighbours()
 
 
 def _asking_module() -> str:
-    """Return the name of the module whose code asks a finder for another one."""
+    """Return the name of the module whose code imports another one."""
     frame = sys._getframe(2)
     while frame.f_back is not None and _module_of(frame).partition(".")[0] == "importlib":
         frame = frame.f_back
@@ -250,20 +250,20 @@ def _module_of(frame: FrameType) -> str:
 
 def _working_directory() -> list[str]:
     try:
-        return [os.getcwd()]  # noqa: PTH109 - a string is what finders take
+        return [os.getcwd()]  # noqa: PTH109 - finders take strings
     except OSError:
-        # It was deleted: nothing lies there.
+        # It was deleted.
         return []
 
 
 def _said(error: BaseException) -> str:
     try:
         return _shown(one_line(error), _SAID)
-    except Exception:  # noqa: BLE001 - what an exception of a job's says is code of the job's
+    except Exception:  # noqa: BLE001 - the text of a job's exception is made by the job's code
         return type(error).__name__
 
 
 def _shown(text: str, longest: int = _SHOWN) -> str:
-    """Return text as one short line that a terminal shows as it is."""
+    """Return text as one short printable line."""
     shown = text if text.isprintable() else ascii(text)[1:-1]
     return shown if len(shown) <= longest else f"{shown[:longest]}..."

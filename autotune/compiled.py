@@ -1,4 +1,4 @@
-"""Compile a module's forward in place, so that copies of the module are whole and can be pickled."""
+"""Compile a module's forward in place, so that the module can still be copied and pickled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class CompiledForward:
-    """Stand in a module's ``forward`` and run it compiled.
+    """A module's compiled ``forward``.
 
     Args:
         module: the module.
@@ -21,14 +21,14 @@ class CompiledForward:
         self._run: Callable[..., Any] = torch.compile(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, compiled for what it is handed."""
+        """Run the module's forward, compiled for the given arguments."""
         return self._run(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return the copied module's own forward, compiled anew."""
+        """Return the compiled forward of the copied module."""
         copied = memo.get(id(self._module))
         return self if copied is None else CompiledForward(copied)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as the module's plain forward, so that no package of ours is needed to load it."""
+        """Pickle as the module's plain forward, so that loading does not need this package."""
         return getattr, (self._module, "forward")

@@ -1,7 +1,7 @@
-"""Find a public data set in the folder that the user points at, in whichever of its formats it lies there.
+"""Find a public data set, in any of its formats, in a folder that the user names.
 
-Nothing is ever downloaded. Only regular files are opened, and no more is read of one than a published one may hold;
-what it says is the business of whoever reads it.
+Nothing is downloaded. Only regular files are opened, and only up to the size of the published files; the jobs check
+their content.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from autotune.io.environment_variables import variable
 from autotune.io.files import read_bytes
 from autotune.job import DataSource
 
-# The folder crosses process borders in the environment, as jobs do by name.
+# Environment variable with the folder, so that worker processes find it too.
 DATA_VARIABLE = "AUTOTUNE_DATA"
 _NAMED_AT_MOST = 8
 _SHOWN = 200
-# The largest published file of those that are looked for has 31 MB.
+# The largest of the published files has 31 MB.
 _LIMIT_BYTES = 2**26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a data set is laid out in a folder.
+    """One format of a data set.
 
     Attributes:
-        name: what the format is called.
-        folder: the folder that its archive unpacks to.
-        files: the files in it, all of which are needed.
+        name: name of the format.
+        folder: folder to which its archive unpacks.
+        files: files in that folder, all of which are needed.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located:
-    """Where a data set was found.
+    """A data set that was found.
 
     Attributes:
-        layout: how it lies there.
-        folder: the folder that holds its files.
+        layout: its format.
+        folder: the folder with its files.
     """
 
     layout: Layout
@@ -65,49 +65,49 @@ class Located:
 
 
 def data_folder() -> Path:
-    """Return the folder that public data sets lie in.
+    """Return the folder with public data sets.
 
     Raises:
-        JobError: if nobody named one, or it is none.
+        JobError: if no folder is named, or it does not exist.
     """
     named = os.environ.get(DATA_VARIABLE, "")
     allowed = "a folder, by --data or in the environment"
     if not named:
         raise JobError("no folder of data sets is named", where=DATA_VARIABLE, allowed=allowed)
     if not _is(stat.S_ISDIR, Path(named)):
-        raise JobError(f"{named!r:.{_SHOWN}} is no folder", where=DATA_VARIABLE, allowed=allowed)
+        raise JobError(f"{named!r:.{_SHOWN}} is not a folder", where=DATA_VARIABLE, allowed=allowed)
     return Path(named)
 
 
 @contextmanager
 def pointed_at(folder: str | Path | None) -> Iterator[None]:
-    """Let jobs find public data sets in a folder while the body runs, in processes that it starts as well.
+    """Let jobs, also in worker processes, find public data sets in a folder while the body runs.
 
     Args:
-        folder: the folder; ``None`` leaves it at what the environment says.
+        folder: the folder; ``None`` for the one in the environment.
 
     Raises:
-        JobError: if it is no folder.
+        JobError: if it is not a folder.
     """
     if folder is None:
         yield
         return
     if not _is(stat.S_ISDIR, Path(folder)):
         allowed = "a folder with CIFAR-10 or WikiText-2"
-        raise JobError(f"{str(folder)!r:.{_SHOWN}} is no folder", where="--data", allowed=allowed)
+        raise JobError(f"{str(folder)!r:.{_SHOWN}} is not a folder", where="--data", allowed=allowed)
     with variable(DATA_VARIABLE, str(Path(folder).absolute())):
         yield
 
 
 def locate(folder: Path, layouts: Sequence[Layout]) -> Located:
-    """Return the first layout that a folder, or the archive's own folder in it, holds completely.
+    """Return the first layout that is complete in a folder, or in the archive's own folder in it.
 
     Args:
-        folder: what the user points at.
-        layouts: the formats in which the data set is published, the preferred one first.
+        folder: the folder that the user names.
+        layouts: formats in which the data set is published, the preferred one first.
 
     Raises:
-        JobError: naming what was expected and what was found.
+        JobError: naming the expected files and what was found.
     """
     for layout in layouts:
         for place in (folder / layout.folder, folder):
@@ -126,7 +126,7 @@ def read_file(path: Path, *, limit_bytes: int = _LIMIT_BYTES) -> bytes:
     """Return a data file's bytes.
 
     Raises:
-        JobError: if it cannot be read, is no regular file, or holds more.
+        JobError: if it cannot be read, is not a regular file, or is larger than the limit.
     """
     try:
         return read_bytes(path, limit_bytes=limit_bytes)
@@ -160,7 +160,7 @@ def _missing(folder: Path, layouts: Sequence[Layout]) -> str:
 
 
 def _is(kind: Callable[[int], bool], path: Path) -> bool:
-    """Tell whether what a path leads to is of a kind; what cannot be reached is of none."""
+    """Tell whether a path leads to something of a kind; ``False`` if it cannot be read."""
     try:
         return kind(path.stat().st_mode)
     except (OSError, ValueError):

@@ -1,19 +1,19 @@
-"""Every way in which the project refuses or fails, as one tree of exceptions.
+"""The tree of this package's exceptions.
 
     AutotuneError
-    ├── InputError              what a user handed over is wrong; the command line exits with 2
+    ├── InputError              wrong input from the user; the command line exits with 2
     │   ├── PlanError           a plan: unknown key, unit or value, a k that cannot be
     │   ├── JobError            a job: unknown name, loss not a scalar, no batches, ...
     │   ├── BudgetError         a memory budget: not a size or share, or below what any plan needs
     │   ├── ProfileError        a profile: damaged, outdated, of another job or device
     │   ├── PolicyFileError     a policy folder: missing, foreign schema, wrong hash or shapes
-    │   ├── AttachError         what was attached to, or a call out of its order
+    │   ├── AttachError         a model or option that cannot be attached to, or a call in the wrong order
     │   └── RunDirectoryError   a run directory: cannot be written, or holds no such document
     │       └── RunLockedError  a run directory that another process writes in
     ├── EngineError             an engine was used in a way its protocol forbids
-    └── WorkerLostError         a worker on another machine is gone
+    └── WorkerLostError         a worker on another machine was lost
 
-What a window *meets* (out of memory, a loss that is not finite, a crash) is not an exception: it is a value,
+Failures of a window (out of memory, a loss that is not finite, a crash) are not exceptions but values:
 ``Measurement.failure``.
 """
 
@@ -22,10 +22,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-# Characters of a line that people read.
+# Characters of a line for people.
 _LONGEST = 4000
-# What stands between the user and the host of a URL, whose slashes a path may have joined; bounded, since the search
-# for the end begins anew at every colon.
+# The password between the user and the host of a URL, whose slashes a path may have joined; bounded, since the search
+# for its end restarts at every colon.
 _OF_USER = re.compile(r"(:/+[^\s/@:]{0,200}:)\S{0,1000}@")
 _OF_QUERY = re.compile(r"((?:password|passwd|token|secret)=)[^\s&;,)]+", re.IGNORECASE)
 
@@ -35,12 +35,12 @@ class AutotuneError(Exception):
 
 
 class InputError(AutotuneError, ValueError):
-    """Report wrong input in one line: what is wrong, where it stands, and what is allowed.
+    """Wrong input, reported in one line: where it is, what is wrong, and what is allowed.
 
     Args:
         problem: what was found, as a short clause.
-        where: the file, option or object in which it stands.
-        allowed: what would have been accepted, as a sentence or as the accepted values.
+        where: the file, option or object with the problem.
+        allowed: what would have been accepted, as a phrase or as the accepted values.
     """
 
     def __init__(self, problem: str, *, where: str = "", allowed: str | Iterable[object] = "") -> None:
@@ -52,7 +52,7 @@ class InputError(AutotuneError, ValueError):
         super().__init__(printable(f"{prefix}{problem}{suffix}"))
 
     def to_json(self) -> dict[str, str]:
-        """Return the error as a JSON object, to be raised anew in another process."""
+        """Return the error as a JSON object, to be raised again in another process."""
         return {"kind": type(self).__name__, "problem": self.problem, "where": self.where, "allowed": self.allowed}
 
     @staticmethod
@@ -84,15 +84,15 @@ class PolicyFileError(InputError):
 
 
 class AttachError(InputError):
-    """A model, an optimizer or an option that cannot be attached to, or a call of a live tuner out of its order."""
+    """A model, an optimizer or an option that cannot be attached to, or a live tuner's call in the wrong order."""
 
 
 class RunDirectoryError(InputError):
-    """A run directory that cannot be written, or that does not hold what was asked for."""
+    """A run directory that cannot be written, or that lacks a requested document."""
 
 
 class RunLockedError(RunDirectoryError):
-    """A run directory that another process, or another call in this one, writes in."""
+    """A run directory that another process, or another call in this one, is writing."""
 
 
 class EngineError(AutotuneError, RuntimeError):
@@ -100,14 +100,14 @@ class EngineError(AutotuneError, RuntimeError):
 
 
 class WorkerLostError(AutotuneError):
-    """A worker on another machine is gone, and what it was doing with it."""
+    """A worker on another machine was lost, together with its current window."""
 
 
 def printable(text: str) -> str:
-    """Return text as one line that a terminal shows and does not act on.
+    """Return text as one line without control sequences.
 
-    Whatever is not printable, such as an escape sequence, a mark that turns the direction of writing or half of a
-    surrogate pair, is written as a Python escape. Passwords in it are left out, and very long text loses its middle.
+    Unprintable characters, such as escape sequences, marks that change the direction of writing or halves of surrogate
+    pairs, become Python escapes. Passwords are removed, and very long text loses its middle.
     """
     line = _OF_QUERY.sub(r"\1***", _OF_USER.sub(r"\1***@", " ".join(text.split())))
     if len(line) > _LONGEST:
@@ -116,7 +116,7 @@ def printable(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return text with Python escapes in place of what is neither printable nor the end of a line."""
+    """Replace characters that are neither printable nor the end of a line by Python escapes."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
@@ -128,5 +128,5 @@ def one_line(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an exception says; the name of its class where it says nothing."""
+    """Return the first line of an exception's message; the name of its class if it has none."""
     return str(error).partition("\n")[0] or type(error).__name__

@@ -1,7 +1,7 @@
-"""What a user provides: a complete training job.
+"""The training job that a user provides.
 
-A job is written in a dozen lines of ordinary PyTorch; ``envs/`` holds the reference jobs. Only its name (``charlm``,
-``pkg.module:attr`` or ``path/to/file.py:attr``) ever crosses a process border.
+A job takes a dozen lines of ordinary PyTorch; ``envs/`` contains the reference jobs. Other processes receive only its
+name (``charlm``, ``pkg.module:attr`` or ``path/to/file.py:attr``).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _LONGEST_NAME = 1_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    """Where data came from.
+    """Origin of a job's data.
 
     Attributes:
-        name: what the data is called.
-        size_bytes: how many bytes were read.
+        name: name of the data.
+        size_bytes: number of bytes that were read.
         sha256: hexadecimal SHA-256 of those bytes.
     """
 
@@ -46,11 +46,11 @@ class DataSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupCosine:
-    """Scale a learning rate: linear warm-up, then a half cosine down to a floor.
+    """Learning-rate schedule: linear warm-up, then a half cosine down to a minimum.
 
     Attributes:
-        warmup_frac: share of the run that warms up.
-        minimum_frac: the floor as a share of the base learning rate.
+        warmup_frac: share of the run with warm-up.
+        minimum_frac: minimum as a share of the base learning rate.
 
     Source: eq. 10 of the paper, whose typical values are the defaults (5 %, 0.1).
     """
@@ -67,7 +67,7 @@ class WarmupCosine:
         """Return the factor on the base learning rate.
 
         Args:
-            progress: share of the run that will be done when this update is; clipped to 0..1.
+            progress: share of the run that is done after this update; clipped to 0..1.
         """
         progress = min(max(progress, 0.0), 1.0)
         if progress <= self.warmup_frac:
@@ -78,32 +78,32 @@ class WarmupCosine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Describe a training job completely.
+    """A complete training job.
 
     Attributes:
-        name: what the job is called in reports.
+        name: name of the job in reports.
         model: ``() -> nn.Module`` with fresh weights drawn from torch's global generator.
         batches: ``(seed) -> iterator of batches``; a batch is any tree of tensors with samples in dimension 0.
-            An iterator that ends is begun anew with another seed derived from the first.
+            When the iterator ends, a new one is made with another seed derived from the first.
         loss: ``(model, batch) -> scalar tensor``, the mean over the batch's loss-bearing items.
-        count: ``(batch) -> int``, how many items bear loss; ``None`` counts samples.
+        count: ``(batch) -> int``, number of loss-bearing items; ``None`` counts samples.
         optimizer: ``(parameters) -> torch.optim.Optimizer``.
-        evaluate: ``(model) -> float``, the metric that the target is stated in.
-        target: the metric's value at which the job has arrived.
-        goal: whether the metric shall be small (``min``) or large (``max``).
+        evaluate: ``(model) -> float``, the metric of the target.
+        target: value of the metric at which the job has reached its target.
+        goal: whether the metric is minimised (``min``) or maximised (``max``).
         batch_size: samples in one batch of ``batches``.
         batching: ``fixed``: a step consumes one batch and k splits it (the same gradient in less memory);
             ``adaptive``: a step consumes k batches, and the learning rate follows ``lr_rule``.
-        accumulation_choices: allowed k, ascending, beginning with 1.
+        accumulation_choices: allowed k, in ascending order from 1.
         lr_rule: how the learning rate follows the effective batch under adaptive batching.
         schedule: the learning-rate schedule over the run; ``None`` keeps the optimizer's own rate.
         clip_norm: the largest 2-norm of a gradient; ``None`` never clips.
-        units: names of the modules that are units; ``None`` finds them.
-        max_steps: steps (of one batch each) after which a run that has not arrived ends.
+        units: names of the modules that are units; ``None`` finds them automatically.
+        max_steps: steps (of one batch each) after which a run ends even if it has not reached the target.
         evaluate_every: steps between evaluations.
         data_sources: ``() -> sequence of DataSource``; written into every run.
-        launch: what was put in place of the job's own; ``autotune.launching`` writes it, and engines compute fp32 as it
-            says.
+        launch: launch choices that replace the job's own; set by ``autotune.launching``. Engines compute fp32
+            accordingly.
     """
 
     name: str

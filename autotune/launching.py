@@ -1,7 +1,7 @@
-"""Change what a run is launched with: another optimizer, units that are compiled, how fp32 is computed.
+"""Launch choices of a run: another optimizer, compiled units, how fp32 is computed.
 
-None can change while a run trains, so none is part of what a policy decides. They are written behind the name of
-a job or of an arm, and are kept in ``launch`` of every plan that is found so::
+They cannot change while a run trains, so no policy decides them. They follow the name of a job or of an arm, and every
+plan that is found with them keeps them in ``launch``::
 
     charlm+lion            the job with another optimizer, its learning rate by rule of thumb
     charlm+lion=3e-4       with a learning rate of your own
@@ -35,21 +35,21 @@ _CHOICE = re.compile(r"[A-Za-z]\w*(=[^+/\\]*)?")
 
 
 def plain(name: str) -> str:
-    """Return a name without the choices that stand behind it, whatever they are; nothing is looked up."""
+    """Return a name without the choices that follow it; the choices are not checked."""
     parts = name.split("+")
     behind = sum(1 for _ in takewhile(_CHOICE.fullmatch, reversed(parts[1:])))
     return "+".join(parts[: len(parts) - behind]) or name
 
 
 def split(name: str, *, where: str) -> tuple[str, Launch]:
-    """Return a name without what stands behind it, and the choices that it names.
+    """Split a name from the launch choices that follow it.
 
     Args:
         name: a job's reference or an arm's name.
-        where: what it was given as.
+        where: the option or argument that it comes from, for errors.
 
     Raises:
-        InputError: if one of the choices is unknown or stands twice, or a learning rate is none.
+        InputError: if a choice is unknown or repeated, or a learning rate is not a number above 0.
     """
     found = plain(name)
     if found == name or _is_there(name):
@@ -61,14 +61,14 @@ def split(name: str, *, where: str) -> tuple[str, Launch]:
 
 
 def suffix(launch: Launch) -> str:
-    """Return what stands behind a name for choices; the inverse of :func:`split`."""
+    """Format choices as the suffix of a name; the inverse of :func:`split`."""
     rate = "" if launch.learning_rate is None else f"={launch.learning_rate}"
     optimizer = "" if launch.optimizer is None else f"+{launch.optimizer}{rate}"
     return optimizer + (f"+{COMPILE}" if launch.compile else "") + (f"+{launch.fp32}" if launch.fp32 else "")
 
 
 def canonical(name: str, *, where: str) -> str:
-    """Return a name whose choices are written as :func:`suffix` does.
+    """Return a name whose choices are written as by :func:`suffix`.
 
     Raises:
         InputError: as :func:`split` does.
@@ -78,10 +78,10 @@ def canonical(name: str, *, where: str) -> str:
 
 
 def launched(job: Job, launch: Launch) -> Job:
-    """Return a job with choices in place of its own; its name says so.
+    """Return a job with launch choices instead of its own, and with their suffix in its name.
 
     Raises:
-        InputError: if an optimizer is unknown or its library missing.
+        InputError: if the optimizer is unknown or its library is missing.
     """
     if not (launch.optimizer or launch.compile or launch.fp32):
         return job
@@ -102,25 +102,25 @@ def launched(job: Job, launch: Launch) -> Job:
 def compiled(model: nn.Module, job: Job) -> nn.Module:
     """Compile the forward pass of each unit of a model, in place, and return the model.
 
-    What surrounds a unit stays as it was, so that its precision and its storage can still be switched.
+    The code around a unit is not compiled, so that the unit's precision and storage can still be switched.
     """
     import torch
 
     from autotune.compiled import CompiledForward
     from autotune.units import units_of
 
-    # What another model's units were compiled to would serve this one's: a run would not pay for its own.
+    # Otherwise compiled code of another model would be reused, and this run would not include its own compile time.
     torch._dynamo.reset()
     for unit in units_of(model, job.units):
         module = model.get_submodule(unit.name)
         module.forward = CompiledForward(module)
-    # Units of one class share their compiled versions: one for each shape, dtype and k that is met.
+    # Units of one class share their compiled versions, one for each shape, dtype and k.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VERSIONS)
     return model
 
 
 def _is_there(name: str) -> bool:
-    """Tell whether a name is the path of a file or a folder as it stands, such as a policy's."""
+    """Tell whether a name as a whole is the path of a file or folder, such as a policy's."""
     try:
         return os.sep in name and Path(name).exists()
     except (OSError, ValueError):
@@ -136,7 +136,7 @@ def _chosen(launch: Launch, choice: str, where: str) -> Launch:
     known = {**optimizers.KINDS, **optimizers.REFUSED}
     if name in (COMPILE, *FP32_CHOICES) or (name in known and launch.optimizer is not None):
         fitting = f"one optimizer, compile once, and one of {', '.join(FP32_CHOICES)}"
-        raise InputError(f"+{choice} does not fit there", where=where, allowed=fitting)
+        raise InputError(f"+{choice} is not allowed here", where=where, allowed=fitting)
     if name not in known:
         allowed = [COMPILE, *FP32_CHOICES, *optimizers.KINDS, "NAME=LEARNING_RATE"]
         raise InputError(f"+{choice} is unknown", where=where, allowed=allowed)
@@ -150,5 +150,5 @@ def _rate(text: str, choice: str, where: str) -> float:
     except ValueError:
         rate = math.nan
     if not (math.isfinite(rate) and rate > 0):
-        raise InputError(f"+{choice} has no learning rate", where=where, allowed="a number above 0")
+        raise InputError(f"+{choice} has no valid learning rate", where=where, allowed="a number above 0")
     return rate

@@ -1,4 +1,4 @@
-"""What a window of steps measured: the one document that every engine returns and every decider reads."""
+"""Measurements of windows of steps: the document that every engine returns and every policy reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENERGY_SOURCES = ("measured:nvml", "measured:amdsmi", "measured:rapl", "estimate
 
 
 class Failure(StrEnum):
-    """Name what ended a window early."""
+    """The reason why a window ended early."""
 
     OUT_OF_MEMORY = "out_of_memory"
     OVER_BUDGET = "over_budget"
@@ -29,13 +29,13 @@ class Failure(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitGradient:
-    """Describe the gradient of one unit's parameters, unscaled and before clipping.
+    """Statistics of the gradient of one unit's parameters, unscaled and before clipping.
 
     Attributes:
         rms: root mean square over the unit's parameters.
-        signal_to_noise: |G|^2 over tr(Sigma)/B, the gradient's energy against the sampling noise in it at the
-            step's batch; ``None`` where the step had one micro-batch.
-        underflow_frac: share of the non-zero entries below 2^-24, which unscaled fp16 cannot hold (estimated
+        signal_to_noise: |G|^2 over tr(Sigma)/B, the ratio of the squared gradient to its sampling noise at the
+            step's batch size; ``None`` if the step had one micro-batch.
+        underflow_frac: share of the non-zero entries below 2^-24, which unscaled fp16 cannot represent (estimated
             from a fixed strided sample of the entries).
     """
 
@@ -60,9 +60,9 @@ class GradientStatistics:
     Attributes:
         norm: 2-norm of the whole unscaled gradient before clipping.
         noise_scale: simple noise scale tr(Sigma)/|G|^2 in samples (moving averages); ``None`` while unknown.
-        noise_scale_age_steps: optimizer steps since the noise scale was last fed; ``None`` while unknown.
+        noise_scale_age_steps: optimizer steps since the noise scale was last updated; ``None`` while unknown.
         variance: eq. 7 of the paper at the last step that had several micro-batches; ``None`` while unknown.
-        per_unit: one entry per unit that had gradients, by unit name.
+        per_unit: statistics by unit name, for units with gradients.
 
     Source: noise scale, McCandlish et al. 2018 (arXiv:1812.06162), appendix A.
     """
@@ -76,7 +76,7 @@ class GradientStatistics:
     per_unit: Mapping[str, UnitGradient] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Not necessarily finite: a gradient that overflowed is seen as it was.
+        # May be infinite: a gradient that overflowed is reported as it is.
         _require(isinstance(self.norm, int | float), "norm", self.norm, "a number")
         for name in ("noise_scale", "noise_scale_age_steps", "variance"):
             value = getattr(self, name)
@@ -85,29 +85,29 @@ class GradientStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What one window of steps under one plan saw.
+    """Measurement of one window of steps under one plan.
 
     Attributes:
         steps: optimizer steps that were attempted, discarded ones included.
-        samples: samples consumed by them.
-        items: loss-bearing items consumed by them.
+        samples: samples consumed by these steps.
+        items: loss-bearing items consumed by these steps.
         total_s: wall seconds of the whole window.
         step_s: wall seconds of each timed step (the first steps of a plan are run but not timed).
         seconds_per_step: median of ``step_s``; ``None`` if no step was timed.
         samples_per_step: mean samples of a timed step; ``None`` if no step was timed.
-        batch_bytes: bytes of the tensors of a batch, mean and largest, of the batches consumed; ``None`` if unknown.
+        batch_bytes: mean and largest bytes of the tensors of a batch; ``None`` if unknown.
         peak_bytes: true peak of model state, gradients, activations and workspace; ``None`` if unmeasured.
-        reserved_bytes: peak of what an accelerator's allocator had taken for it; ``None`` on a CPU, or if unmeasured.
-        memory_budget_bytes: the budget that the engine held the window to; ``None`` for no budget.
+        reserved_bytes: peak memory reserved by an accelerator's allocator; ``None`` on a CPU, or if unmeasured.
+        memory_budget_bytes: memory budget of the window; ``None`` for no budget.
         loss: mean training loss per loss-bearing item over the window; ``None`` if no step completed.
         gradient: gradient statistics at the last sampled step; ``None`` if none was sampled.
         learning_rate: the learning rate of the last step.
-        loss_scale: the loss scale after the window; ``None`` where no unit is fp16.
-        skipped_steps: steps whose update was skipped for a gradient that was not finite.
-        energy_j: energy of the timed steps; ``None`` where it cannot be read.
-        total_energy_j: energy of the whole window; ``None`` where it cannot be read.
+        loss_scale: the loss scale after the window; ``None`` if the loss is not scaled.
+        skipped_steps: steps whose update was skipped because the gradient was not finite.
+        energy_j: energy of the timed steps; ``None`` if it cannot be read.
+        total_energy_j: energy of the whole window; ``None`` if it cannot be read.
         energy_source: ``measured:nvml``, ``measured:amdsmi``, ``measured:rapl``, ``estimated:tdp`` or ``absent``.
-        failure: what ended the window early, or ``None``.
+        failure: the reason why the window ended early, or ``None``.
         failure_detail: one line about it.
     """
 
@@ -156,13 +156,13 @@ class Measurement:
     def of_failure(
         cls, failure: Failure, detail: str, memory_budget_bytes: int | None, *, total_s: float = 0.0
     ) -> Measurement:
-        """Return a window of which nothing is known but how it ended.
+        """Return the measurement of a window that failed without any completed step.
 
         Args:
-            failure: the class of it.
+            failure: the kind of failure.
             detail: one line about it.
-            memory_budget_bytes: the budget that it was held to; ``None`` for none.
-            total_s: seconds that it took.
+            memory_budget_bytes: memory budget of the window; ``None`` for no budget.
+            total_s: seconds that the window took.
         """
         return cls(
             steps=0,
@@ -185,14 +185,14 @@ class Measurement:
 
     @property
     def fragments_bytes(self) -> int:
-        """Return what was reserved beyond what was allocated, each at its peak; 0 where it was not measured."""
+        """Return the difference between the reserved and the allocated peak; 0 if it was not measured."""
         if self.reserved_bytes is None or self.peak_bytes is None:
             return 0
         return max(self.reserved_bytes - self.peak_bytes, 0)
 
     @property
     def throughput(self) -> float | None:
-        """Return samples per second of the median timed step."""
+        """Return samples per second at the median step time."""
         if not self.seconds_per_step or self.samples_per_step is None:
             return None
         return self.samples_per_step / self.seconds_per_step

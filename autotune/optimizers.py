@@ -1,8 +1,8 @@
-"""Put another optimizer in place of a job's own, its parameter groups kept.
+"""Replace a job's optimizer by another one with the same parameter groups.
 
-Learning rates of two optimizers do not compare. Without one that the user names, a group's is the job's own times what
-the sources below report between the two kinds, and the weight decay keeps its product with the learning rate, which is
-what one step shrinks a weight by. These are rules of thumb: nothing is tuned.
+Learning rates of two optimizers are not comparable. Unless the user names one, the learning rate of a group is the
+job's own times the ratio between the two kinds in the sources below. The product of weight decay and learning rate, by
+which one step shrinks a weight, is kept. These are rules of thumb: nothing is tuned.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from autotune.errors import InputError
 
 if TYPE_CHECKING:
-    # Plans name these optimizers, and are read where torch is not needed.
+    # Plans name these optimizers and are read without torch.
     import torch
 
 _INSTALL = 'pip install "autotune-rl[optimizers]"'
@@ -24,14 +24,14 @@ _INSTALL = 'pip install "autotune-rl[optimizers]"'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Describe an optimizer that can be chosen.
+    """An optimizer that can be chosen.
 
     Attributes:
-        library: the module that has it.
-        name: its class there.
-        rate: its usual learning rate over AdamW's.
+        library: the module that defines it.
+        name: its class in that module.
+        rate: ratio of its usual learning rate to AdamW's.
         betas: whether it takes Adam's ``betas`` and ``eps`` from the job's own optimizer.
-        arguments: what else its constructor is given.
+        arguments: additional arguments of its constructor.
     """
 
     library: str
@@ -48,7 +48,7 @@ class Kind:
 KINDS: Mapping[str, Kind] = {
     "adamw": Kind(library="torch.optim", name="AdamW", rate=1.0, betas=True, arguments={}),
     "adamw8bit": Kind(
-        # By itself it leaves the states of small tensors alone.
+        # It keeps the states of small tensors in 32 bits.
         library="bitsandbytes.optim",
         name="AdamW8bit",
         rate=1.0,
@@ -59,7 +59,7 @@ KINDS: Mapping[str, Kind] = {
     "lion": Kind(library="pytorch_optimizer", name="Lion", rate=0.2, arguments={}),
     "sgd": Kind(library="torch.optim", name="SGD", rate=100.0, arguments={"momentum": 0.9, "nesterov": True}),
 }
-# What is asked for by name and cannot be had, and why.
+# Optimizers that are not supported, and why.
 REFUSED: Mapping[str, str] = {
     "sophia": "estimates curvature with a second backward pass through the graph, which a step here does not keep",
 }
@@ -70,10 +70,10 @@ _RATE_OF_OWN = {
 
 
 def require(name: str, *, where: str) -> None:
-    """Refuse an optimizer that is unknown, cannot be had, or whose library is missing.
+    """Refuse an optimizer that is unknown or not supported, or whose library is missing.
 
     Raises:
-        InputError: naming what there is, or the line that installs it.
+        InputError: naming the known optimizers, or the command that installs the library.
     """
     if name in REFUSED:
         raise InputError(f"optimizer {name} {REFUSED[name]}", where=where, allowed=KINDS)
@@ -87,11 +87,11 @@ def converted(own: torch.optim.Optimizer, name: str, learning_rate: float | None
 
     Args:
         own: the job's own optimizer, before its first step.
-        name: of :data:`KINDS`.
-        learning_rate: of the first group, the others in proportion; ``None`` follows the rule of thumb.
+        name: name of the new optimizer in :data:`KINDS`.
+        learning_rate: learning rate of the first group, the others in proportion; ``None`` follows the rule of thumb.
 
     Raises:
-        InputError: if the library is missing, or the job's own optimizer is of a kind from which no rule leads.
+        InputError: if the library is missing, or no rule of thumb covers the job's own optimizer.
     """
     kind, where = KINDS[name], f"optimizer {name}"
     factor = _factor(own, kind, where) if learning_rate is None else learning_rate / own.param_groups[0]["lr"]
@@ -112,7 +112,7 @@ def _factor(own: torch.optim.Optimizer, kind: Kind, where: str) -> float:
     known = _RATE_OF_OWN.get(type(own).__name__.lower())
     if known is None:
         raise InputError(
-            f"no rule leads from the learning rate of {type(own).__name__} to this one's",
+            f"no rule of thumb converts the learning rate of {type(own).__name__}",
             where=where,
             allowed="a learning rate of your own, as in +lion=3e-4",
         )
@@ -122,7 +122,7 @@ def _factor(own: torch.optim.Optimizer, kind: Kind, where: str) -> float:
 def _class(name: str, where: str) -> Any:
     kind = KINDS[name]
     try:
-        # Some say on import which other kernels they would like to have.
+        # Some libraries log missing optional kernels on import.
         logging.getLogger(kind.library.partition(".")[0]).setLevel(logging.ERROR)
         library = importlib.import_module(kind.library)
     except ImportError as error:

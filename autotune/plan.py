@@ -1,6 +1,6 @@
 """The plan, and the space of plans that a job on a device allows.
 
-Plans are data. What a plan does to a model is the business of ``mechanics.controls``; torch is not known here.
+Plans are data: ``mechanics.controls`` applies them to a model. This file does not know torch.
 """
 
 from __future__ import annotations
@@ -8,13 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from enum import StrEnum
-from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from autotune.choices import REDUCED_PRECISIONS, STORAGES
+from autotune.choices import Precision as Precision
+from autotune.choices import Storage as Storage
 from autotune.errors import PlanError
 from autotune.io.documents import STRICT, validated
 from autotune.optimizers import KINDS
@@ -24,34 +26,23 @@ if TYPE_CHECKING:
     import numpy as np
 
 PLAN_VERSION = 1
-_RATES = "a number above 0"
 # How products of fp32 numbers can be computed.
 FP32_CHOICES = ("fp32", "tf32")
 
 
-class Precision(StrEnum):
-    """Name the compute dtype of a unit under autocast; its parameters stay what they are.
-
-    ``inherit`` means no context and no cast: whatever the user's own code arranges. Under the other three a
-    unit's 16-bit outputs are cast back to fp32, so that what a unit receives never depends on its neighbours.
-    """
-
-    INHERIT = "inherit"
-    FP32 = "fp32"
-    BF16 = "bf16"
-    FP16 = "fp16"
-
-    @property
-    def is_16_bit(self) -> bool:
-        """Tell whether matrix products run in a 16-bit format."""
-        return self in (Precision.BF16, Precision.FP16)
+def _is_rate(value: object) -> bool:
+    """Tell whether a value is a number that a float can hold; JSON's whole numbers may be larger."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
-class Storage(StrEnum):
-    """What happens to a unit's activations between forward and backward."""
-
-    SAVE = "save"
-    RECOMPUTE = "recompute"
+# Which values of each launch choice are allowed.
+_LAUNCH_CHOICES: Mapping[str, tuple[Callable[[Any], bool], str | Iterable[str]]] = {
+    "zero_stage": (lambda value: type(value) is int and 0 <= value <= 3, "0, 1, 2, 3"),
+    "optimizer": (lambda value: isinstance(value, str) and value in KINDS, KINDS),
+    "learning_rate": (_is_rate, "a number above 0"),
+    "compile": (lambda value: isinstance(value, bool), "true, false"),
+    "fp32": (lambda value: isinstance(value, str) and value in FP32_CHOICES, FP32_CHOICES),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +52,7 @@ class Launch:
     Attributes:
         zero_stage: DeepSpeed ZeRO stage, 0 to 3.
         optimizer: one of :data:`autotune.optimizers.KINDS`.
-        learning_rate: of that optimizer; ``None`` follows a rule of thumb.
+        learning_rate: learning rate of that optimizer; ``None`` follows a rule of thumb.
         compile: whether blocks are compiled one by one.
         fp32: how products of fp32 numbers are computed, one of :data:`FP32_CHOICES`; ``None`` leaves torch's settings.
     """
@@ -75,18 +66,12 @@ class Launch:
     fp32: str | None = None
 
     def __post_init__(self) -> None:
-        if self.zero_stage is not None and not (type(self.zero_stage) is int and 0 <= self.zero_stage <= 3):
-            raise PlanError(f"launch.zero_stage is {self.zero_stage!r}", where="plan", allowed="0, 1, 2, 3")
-        if self.optimizer is not None and not (isinstance(self.optimizer, str) and self.optimizer in KINDS):
-            raise PlanError(f"launch.optimizer is {self.optimizer!r:.80}", where="plan", allowed=KINDS)
-        if self.learning_rate is not None and not _is_rate(self.learning_rate):
-            raise PlanError(f"launch.learning_rate is {self.learning_rate!r:.80}", where="plan", allowed=_RATES)
+        for name, (holds, allowed) in _LAUNCH_CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and not holds(value):
+                raise PlanError(f"launch.{name} is {value!r:.80}", where="plan", allowed=allowed)
         if self.learning_rate is not None and self.optimizer is None:
-            raise PlanError("launch.learning_rate is of no optimizer", where="plan", allowed="launch.optimizer")
-        if self.compile is not None and not isinstance(self.compile, bool):
-            raise PlanError(f"launch.compile is {self.compile!r}", where="plan", allowed="true, false")
-        if self.fp32 is not None and not (isinstance(self.fp32, str) and self.fp32 in FP32_CHOICES):
-            raise PlanError(f"launch.fp32 is {self.fp32!r:.80}", where="plan", allowed=FP32_CHOICES)
+            raise PlanError("launch.learning_rate needs an optimizer", where="plan", allowed="launch.optimizer")
 
     def to_json(self) -> dict[str, Any]:
         """Return the choices that were made, as a JSON object."""
@@ -95,15 +80,15 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
-    """Fix one configuration of a training step.
+    """One configuration of a training step.
 
-    Two plans are equal if every choice in them is; a plan can be hashed, pickled and written as JSON.
+    Two plans are equal if all their choices are equal; a plan can be hashed, pickled and written as JSON.
 
     Attributes:
         accumulation_steps: micro-batches per optimizer step (k), at least 1.
-        precision: compute dtype per unit name. A unit that is not named inherits the user's own arrangement.
-        storage: storage per unit name. A unit that is not named saves.
-        launch: what cannot change during a run.
+        precision: compute dtype by unit name. A unit that is not named inherits the user's own arrangement.
+        storage: storage by unit name. A unit that is not named saves.
+        launch: the choices that cannot change during a run.
     """
 
     __pydantic_config__ = STRICT
@@ -112,7 +97,7 @@ class Plan:
     precision: Mapping[str, Precision] = field(default_factory=dict)
     storage: Mapping[str, Storage] = field(default_factory=dict)
     launch: Launch = field(default_factory=Launch)
-    # Made when it is first asked for: plans are compared at every step, and to write one takes a while.
+    # The canonical JSON, made on first use: plans are compared at every step, and writing one takes a while.
     _text: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -131,9 +116,14 @@ class Plan:
         return self.storage.get(unit, Storage.SAVE)
 
     @property
-    def uses_fp16(self) -> bool:
-        """Tell whether any unit computes in fp16, so that the loss must be scaled."""
-        return Precision.FP16 in self.precision.values()
+    def recomputed(self) -> tuple[str, ...]:
+        """Return the names of the units that are recomputed."""
+        return tuple(name for name, choice in self.storage.items() if choice.recomputes)
+
+    @property
+    def needs_loss_scaling(self) -> bool:
+        """Tell whether any unit computes in a precision that needs a scaled loss."""
+        return any(choice.needs_loss_scaling for choice in self.precision.values())
 
     @property
     def digest(self) -> str:
@@ -141,15 +131,15 @@ class Plan:
         return hashlib.sha256(self._canonical().encode()).hexdigest()
 
     @property
-    def uniform_16_bit(self) -> Precision | None:
-        """Return the one 16-bit precision that all named units compute in; ``None`` where there is none."""
+    def uniform_reduced(self) -> Precision | None:
+        """Return the one reduced precision that all named units compute in; ``None`` if there is none."""
         precisions = set(self.precision.values())
         found = precisions.pop() if len(precisions) == 1 else None
-        return found if found in (Precision.BF16, Precision.FP16) else None
+        return found if found is not None and found.is_reduced else None
 
     @property
     def bare(self) -> Plan:
-        """Return the plan without what it is launched with: what a running job is put under."""
+        """Return the plan without its launch choices: what can be applied to a running job."""
         return self if self.launch == Launch() else self.changed(launch=Launch())
 
     def changed(self, **changes: Any) -> Plan:
@@ -196,9 +186,8 @@ class Plan:
 
     def __str__(self) -> str:
         precisions = _tally(self.precision.values())
-        recomputed = sum(choice is Storage.RECOMPUTE for choice in self.storage.values())
         launch = "".join(f", {key} {value}" for key, value in self.launch.to_json().items())
-        return f"k={self.accumulation_steps}, {precisions or 'inherit'}, {recomputed} recomputed{launch}"
+        return f"k={self.accumulation_steps}, {precisions or 'inherit'}, {len(self.recomputed)} recomputed{launch}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,12 +199,15 @@ class PlanSpace:
         accumulation_choices: allowed k, ascending.
         precisions: allowed precisions, the same for every unit; the first is the baseline's.
         k_splits: whether a larger k makes micro-batches smaller (fixed batching), or steps larger (adaptive batching).
+        storages: allowed storages, the same for every unit whose storage can be chosen, from the fastest to the
+            leanest; the first is the baseline's.
     """
 
     units: tuple[Unit, ...]
     accumulation_choices: tuple[int, ...]
     precisions: tuple[Precision, ...]
     k_splits: bool = True
+    storages: tuple[Storage, ...] = STORAGES
 
     def to_json(self) -> dict[str, Any]:
         """Return the space as a JSON object."""
@@ -230,6 +222,7 @@ class PlanSpace:
             accumulation_choices=tuple(document["accumulation_choices"]),
             precisions=tuple(Precision(name) for name in document["precisions"]),
             k_splits=document["k_splits"],
+            storages=tuple(Storage(name) for name in document["storages"]),
         )
 
     @property
@@ -243,33 +236,43 @@ class PlanSpace:
         return (
             len(self.accumulation_choices),
             *(len(self.precisions) for _ in self.units),
-            *(len(Storage) for _ in self.recomputable),
+            *(len(self.storages) for _ in self.recomputable),
         )
 
     @property
     def lowest_precision(self) -> Precision:
-        """Return the 16-bit precision that rules use (bf16 before fp16), or the first where there is none."""
-        return next((p for p in (Precision.BF16, Precision.FP16) if p in self.precisions), self.precisions[0])
+        """Return the narrowest precision, bf16 before fp16; the first one if none is reduced."""
+        reduced = [precision for precision in REDUCED_PRECISIONS if precision in self.precisions]
+        return min(reduced, key=lambda precision: precision.element_bytes, default=self.precisions[0])
 
-    def plan(self, *, accumulation_steps: int, precision: Precision, recomputed: Iterable[str] = ()) -> Plan:
-        """Return the plan with one precision everywhere and the named units recomputed."""
+    def plan(
+        self,
+        *,
+        accumulation_steps: int,
+        precision: Precision,
+        recomputed: Iterable[str] = (),
+        storage: Storage = Storage.SAVE,
+    ) -> Plan:
+        """Return the plan with one precision everywhere, the named units recomputed, and one storage elsewhere."""
         names = frozenset(recomputed)
         return Plan(
             accumulation_steps=accumulation_steps,
             precision={unit.name: precision for unit in self.units},
-            storage={name: Storage.RECOMPUTE if name in names else Storage.SAVE for name in self.recomputable},
+            storage={name: Storage.RECOMPUTE if name in names else storage for name in self.recomputable},
         )
 
     def baseline(self) -> Plan:
-        """Return the reference: the smallest k, the first precision (fp32), nothing recomputed."""
-        return self.plan(accumulation_steps=self.accumulation_choices[0], precision=self.precisions[0])
+        """Return the reference plan: the smallest k, the first precision (fp32), the first storage (save)."""
+        return self.plan(
+            accumulation_steps=self.accumulation_choices[0], precision=self.precisions[0], storage=self.storages[0]
+        )
 
     def leanest(self) -> Plan:
-        """Return the plan expected to need least memory: 16-bit, everything recomputed, smallest micro-batches."""
+        """Return the plan expected to need least memory: lowest precision, leanest storage, smallest micro-batches."""
         return self.plan(
             accumulation_steps=self.accumulation_choices[-1 if self.k_splits else 0],
             precision=self.lowest_precision,
-            recomputed=self.recomputable,
+            storage=self.storages[-1],
         )
 
     def check(self, plan: Plan, *, where: str = "plan") -> Plan:
@@ -292,10 +295,13 @@ class PlanSpace:
             unknown = [name for name in chosen if name not in known]
             if unknown:
                 raise PlanError(f"{key} names unknown unit {unknown[0]!r}", where=where, allowed=known)
-        allowed = {*self.precisions, Precision.INHERIT}
-        for name, choice in plan.precision.items():
-            if choice not in allowed:
-                raise PlanError(f"precision of {name!r} is {str(choice)!r}", where=where, allowed=sorted(allowed))
+        for key, given, allowed in (
+            ("precision", plan.precision, {*self.precisions, Precision.INHERIT}),
+            ("storage", plan.storage, {*self.storages, Storage.SAVE}),
+        ):
+            for name, choice in given.items():
+                if choice not in allowed:
+                    raise PlanError(f"{key} of {name!r} is {str(choice)!r}", where=where, allowed=sorted(allowed))
         return plan.changed(
             precision={name: plan.precision_of(name) for name in names},
             storage={name: plan.storage_of(name) for name in self.recomputable},
@@ -311,7 +317,7 @@ class PlanSpace:
             return [
                 self.accumulation_choices.index(plan.accumulation_steps),
                 *(self.precisions.index(plan.precision_of(unit.name)) for unit in self.units),
-                *(list(Storage).index(plan.storage_of(name)) for name in self.recomputable),
+                *(self.storages.index(plan.storage_of(name)) for name in self.recomputable),
             ]
         except ValueError as error:
             raise PlanError("a choice lies outside the space", allowed=self.precisions) from error
@@ -333,17 +339,12 @@ class PlanSpace:
             precision={
                 unit.name: self.precisions[value] for unit, value in zip(self.units, values[1:split], strict=True)
             },
-            storage={name: list(Storage)[value] for name, value in zip(self.recomputable, values[split:], strict=True)},
+            storage={name: self.storages[value] for name, value in zip(self.recomputable, values[split:], strict=True)},
         )
 
     def sample(self, generator: np.random.Generator) -> Plan:
         """Return a plan drawn uniformly from the space."""
         return self.decode(generator.integers(self.sizes).tolist())
-
-
-def _is_rate(value: object) -> bool:
-    """Tell whether a value is a number that a float can hold; JSON's whole numbers may be larger."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 _Choice = TypeVar("_Choice", Precision, Storage)
@@ -362,7 +363,4 @@ def _choices(given: Mapping[str, Any], kind: type[_Choice], key: str) -> Mapping
 
 
 def _tally(precisions: Iterable[Precision]) -> str:
-    counts: dict[Precision, int] = {}
-    for choice in precisions:
-        counts[choice] = counts.get(choice, 0) + 1
-    return " ".join(chain.from_iterable((f"{count}x{choice}",) for choice, count in counts.items()))
+    return " ".join(f"{count}x{choice}" for choice, count in Counter(precisions).items())

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Describe one tunable piece of a model.
+    """One tunable piece of a model.
 
     Attributes:
         name: the module's fully qualified name.
@@ -29,7 +29,7 @@ class Unit:
         recomputable: whether ``storage`` can be chosen as well as ``precision``.
         parameter_names: fully qualified names of the parameters counted here; a parameter that several units
             share is counted at the first of them only.
-        num_parameters: how many numbers those parameters hold.
+        num_parameters: number of elements of those parameters.
     """
 
     __pydantic_config__ = STRICT
@@ -71,15 +71,15 @@ def units_of(model: nn.Module, names: Sequence[str] | None) -> tuple[Unit, ...]:
 
 
 def name_units(model: nn.Module, names: Sequence[str]) -> tuple[Unit, ...]:
-    """Describe the units that a user named; each can be recomputed.
+    """Return the units that a user named; each can be recomputed.
 
     Raises:
-        JobError: if a name is no module of the model, or its module is another one's, or lies inside it.
+        JobError: if a name is not a module of the model, or two of the modules overlap.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for index, name in enumerate(names):
         if not name or name not in modules:
-            raise JobError(f"unit {name!r} is no module of the model", where="units", allowed=_sample(modules))
+            raise JobError(f"unit {name!r} is not a module of the model", where="units", allowed=_sample(modules))
         parts = set(modules[name].modules())
         for other in names[:index]:
             if modules[other] in parts or modules[name] in set(modules[other].modules()):
@@ -120,7 +120,7 @@ def _runs(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     for _, group in groupby(children, key=lambda item: type(item[1])):
         run = list(group)
         if len(run) >= 2 and not any(_opens(child) for _, child in run):
-            # Activations or dropouts in a row hold nothing worth tuning.
+            # Consecutive activations or dropouts are not worth tuning.
             yield from ((name, child) for name, child in run if _has_parameters(child))
         else:
             for name, child in run:
@@ -128,19 +128,19 @@ def _runs(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _opens(module: nn.Module) -> bool:
-    """Tell whether a sibling is a mere container that must be looked into, not taken as a unit."""
+    """Tell whether a sibling is a container to look into, not a unit."""
     from torch import nn
 
     return isinstance(module, nn.ModuleList) or (_is_sequence(module) and any(True for _ in _runs(module, "")))
 
 
 def _remainders(module: nn.Module, prefix: str, taken: set[nn.Module]) -> Iterator[str]:
-    """Yield the largest subtrees with parameters in which no unit lies.
+    """Yield the largest subtrees with parameters and without units.
 
     Args:
-        module: where they are looked for.
+        module: the module to search.
         prefix: its name.
-        taken: the units so far and what lies in them; what is yielded is added.
+        taken: the units so far and the modules in them; yielded subtrees are added.
     """
     for key, child in module.named_children():
         name = _join(prefix, key)

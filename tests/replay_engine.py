@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from autotune.engines.engine import EngineBase
 from autotune.errors import EngineError, InputError
 from autotune.io.files import read_json_lines
 from autotune.measurement import Failure, Measurement
@@ -47,7 +48,7 @@ def space_of(plans: Iterable[Plan]) -> PlanSpace:
     )
 
 
-class ReplayEngine:
+class ReplayEngine(EngineBase):
     """An engine whose windows are known beforehand.
 
     Args:
@@ -64,28 +65,11 @@ class ReplayEngine:
         *,
         metrics: tuple[float, ...] = (0.0,),
     ) -> None:
-        self._space = space
+        super().__init__(space)
         self._answers = answers
         self._metrics = metrics
-        self._plan = space.baseline()
         self._evaluations = 0
-        self._closed = False
-        self.memory_budget_bytes: int | None = None
         self.windows: list[tuple[Plan, int]] = []
-
-    @property
-    def space(self) -> PlanSpace:
-        """Return the plans that can be applied."""
-        return self._space
-
-    @property
-    def plan(self) -> Plan:
-        """Return the plan that is applied."""
-        return self._plan
-
-    def apply(self, plan: Plan) -> None:
-        """Make the next windows answer for a plan."""
-        self._plan = self._space.check(plan)
 
     def run(self, steps: int) -> Measurement:
         """Return the recorded window.
@@ -93,15 +77,14 @@ class ReplayEngine:
         Raises:
             EngineError: if the engine was closed, or the plan is not in the record.
         """
-        if self._closed:
-            raise EngineError("the engine is closed; create another one")
-        seen = sum(plan == self._plan for plan, _ in self.windows)
-        self.windows.append((self._plan, steps))
+        self.require_open()
+        seen = sum(plan == self.plan for plan, _ in self.windows)
+        self.windows.append((self.plan, steps))
         if callable(self._answers):
-            return self._answers(self._plan, steps)
-        if self._plan not in self._answers:
-            raise EngineError(f"nothing is recorded for the plan {self._plan}")
-        recorded = self._answers[self._plan]
+            return self._answers(self.plan, steps)
+        if self.plan not in self._answers:
+            raise EngineError(f"nothing is recorded for the plan {self.plan}")
+        recorded = self._answers[self.plan]
         return self._held(recorded[seen % len(recorded)])
 
     def _held(self, window: Measurement) -> Measurement:
@@ -121,14 +104,10 @@ class ReplayEngine:
         self._evaluations += 1
         return metric
 
-    def snapshot(self) -> tuple[Plan, int]:
+    def snapshot(self) -> int:
         """Return the position in the record."""
-        return self._plan, self._evaluations
+        return self._evaluations
 
-    def restore(self, snapshot: tuple[Plan, int]) -> None:
+    def restore(self, snapshot: int) -> None:
         """Return to a position in the record."""
-        self._plan, self._evaluations = snapshot
-
-    def close(self) -> None:
-        """Refuse further windows."""
-        self._closed = True
+        self._evaluations = snapshot

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from simulation import Simulation, Windows, World
 
-from autotune.errors import EngineError
+from autotune.engines.engine import EngineBase
 from autotune.measurement import Failure, GradientStatistics, Measurement, UnitGradient
-from autotune.plan import Plan, PlanSpace
 from autotune.simulator.simulated_job import SimulatedJob
 
 
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    state: Any
-    plan: Plan
-
-
-class SimulatedEngine:
+class SimulatedEngine(EngineBase):
     """Run one simulated job.
 
     Args:
@@ -36,31 +28,10 @@ class SimulatedEngine:
 
     def __init__(self, job: SimulatedJob, *, world: World | None = None, seed: int = 0, discard_steps: int = 1) -> None:
         self.job = job
-        self.memory_budget_bytes: int | None = None
+        super().__init__(job.profile.space)
         self._discard = discard_steps
         self._simulation = Simulation([job], world, seed=seed)
         self._simulation.begin(np.zeros(1, dtype=np.int64))
-        self._space = job.profile.space
-        self._plan = self._space.baseline()
-        self._closed = False
-
-    @property
-    def space(self) -> PlanSpace:
-        """Return the plans that the profile knows."""
-        return self._space
-
-    @property
-    def plan(self) -> Plan:
-        """Return the plan that is applied."""
-        return self._plan
-
-    def apply(self, plan: Plan) -> None:
-        """Make the next windows run under a plan.
-
-        Raises:
-            PlanError: if the plan lies outside the space; the former plan stays.
-        """
-        self._plan = self._space.check(plan)
 
     def run(self, steps: int) -> Measurement:
         """Run a window.
@@ -68,13 +39,12 @@ class SimulatedEngine:
         Raises:
             EngineError: if the engine was closed.
         """
-        if self._closed:
-            raise EngineError("the engine is closed; create another one")
+        self.require_open()
         simulation, lanes = self._simulation, self._simulation.lanes
         budget = math.inf if self.memory_budget_bytes is None else float(self.memory_budget_bytes)
         if lanes.budget[0] != budget:
             simulation.set_budget(np.array([0]), np.array([budget]))
-        k, choices = simulation.told.encode(0, self._plan)
+        k, choices = simulation.told.encode(0, self.plan)
         window = simulation.run(np.array([k]), choices[None], steps)
         if budget < math.inf:
             # The world may have changed it.
@@ -85,18 +55,13 @@ class SimulatedEngine:
         """Return the job's metric."""
         return float(self._simulation.metric()[0])
 
-    def snapshot(self) -> _Snapshot:
+    def snapshot(self) -> Any:
         """Return the run's state, its generator's included."""
-        return _Snapshot(self._simulation.snapshot(), self._plan)
+        return self._simulation.snapshot()
 
-    def restore(self, snapshot: _Snapshot) -> None:
+    def restore(self, snapshot: Any) -> None:
         """Return to a snapshot."""
-        self._simulation.restore(snapshot.state)
-        self._plan = snapshot.plan
-
-    def close(self) -> None:
-        """Refuse further windows."""
-        self._closed = True
+        self._simulation.restore(snapshot)
 
 
 def measurement(simulation: Simulation, window: Windows, lane: int, *, discard_steps: int = 1) -> Measurement:

@@ -78,7 +78,7 @@ def test_a_device_without_statistics_trains_and_is_profiled_without_them(acceler
         assert window.failure is None
         assert window.peak_bytes is None
         assert window.seconds_per_step is not None
-        with pytest.raises(InputError, match="the device does not say how much memory a step takes"):
+        with pytest.raises(InputError, match="the device does not report the memory of a step"):
             measure_references(running, None)
 
 

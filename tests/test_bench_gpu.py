@@ -318,7 +318,7 @@ def test_a_model_is_built_on_the_device_or_moved_there_where_that_fails() -> Non
 
 
 RUN = f"""
-from autotune.campaign import gpu_parts
+from autotune.bench import gpu_parts
 import autotune.cli.bench, autotune.bench.bench_gpu
 from autotune.agents.policy_folder import shipped_policy
 shipped_policy()

@@ -21,6 +21,7 @@ from autotune.cli.main import run
 from autotune.errors import InputError, PolicyFileError, RunDirectoryError
 from autotune.gym.levers import RUN_FEATURES, levers_of
 from autotune.gym.moving_env import MovingEnv
+from autotune.io.progress import Silent
 from autotune.simulator.moving_conditions import Strengths
 from autotune.simulator.online_planner import Planner, PlannerSettings
 from autotune.simulator.random_jobs import draw_job
@@ -74,7 +75,12 @@ def save_untrained(folder: Path) -> Path:
 def document(tmp_path_factory: pytest.TempPathFactory) -> dict:
     parts: list[float] = []
     folder = save_untrained(tmp_path_factory.mktemp("bench") / "policy")
-    found = bench_policy(load_judged(folder), RECIPE, TINY, on_part=lambda share, _title: parts.append(share))
+
+    class Noted(Silent):
+        def advance(self, done: float, detail: str = "") -> None:
+            parts.append(done)
+
+    found = bench_policy(load_judged(folder), RECIPE, TINY, reporter=Noted())
     assert parts == sorted(parts)
     return json.loads(json.dumps(found, allow_nan=False))
 

@@ -71,7 +71,7 @@ def test_the_document_has_the_documented_keys(document: dict) -> None:
             assert (method[unit]["median"] is None) == (method[unit]["more_than"] is not None)
     assert set(document["planner_against"]) == {"optuna-cold", "optuna-warm"}
     assert set(document["claim"]) == {"tenth_of_cold", "fewer_than_warm"}
-    assert "1/10 of cold Optuna's steps" in judging.verdict(document)
+    assert "1/10 of cold Optuna's steps" in judging.lines(document)[0]
 
 
 @pytest.mark.slow
@@ -200,7 +200,7 @@ def test_a_search_that_never_arrives_gives_a_bound_and_is_said_to() -> None:
     assert (cold["ratio"], cold["at_most"]) == (pytest.approx(20 / 240), True)
     assert (warm["ratio"], warm["at_most"]) == (pytest.approx(20 / 120), False)
     assert document["claim"] == {"tenth_of_cold": True, "fewer_than_warm": True}
-    assert "holds (20 against > 240)" in judging.verdict({**document, "steps": 240})
+    assert "holds (20 against > 240)" in judging.lines({**document, "steps": 240})[0]
 
 
 @pytest.mark.parametrize(

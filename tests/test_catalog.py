@@ -97,9 +97,9 @@ def test_an_unknown_name_is_refused_with_the_known_ones(reference):
 @pytest.mark.parametrize(
     ("attribute", "message"),
     [
-        ("missing", r"'missing' is no autotune.Job \(allowed: a Job, or a function that returns one\)"),
-        ("not_a_job", r"'not_a_job' is no autotune.Job"),
-        ("make_nothing", r"'make_nothing' is no autotune.Job"),
+        ("missing", r"'missing' is not an autotune.Job \(allowed: a Job, or a function that returns one\)"),
+        ("not_a_job", r"'not_a_job' is not an autotune.Job"),
+        ("make_nothing", r"'make_nothing' is not an autotune.Job"),
         ("make_with", r"make_with.*argument"),
         ("broken", r"broken.*KeyError"),
     ],
@@ -217,9 +217,9 @@ def test_what_stands_behind_a_long_name_is_found_in_one_pass():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path: os.mkfifo(path), "is no regular file"),
-        (lambda path: path.mkdir(), "is no regular file"),
-        (lambda path: path.symlink_to("/dev/zero"), "is no regular file"),
+        (lambda path: os.mkfifo(path), "is not a regular file"),
+        (lambda path: path.mkdir(), "is not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "is not a regular file"),
         (lambda path: path.symlink_to(path), "no file"),
         (lambda path: path.symlink_to("nowhere"), "no file"),
     ],
@@ -302,7 +302,7 @@ def test_of_the_catalogs_files_only_jobs_are_called(monkeypatch: pytest.MonkeyPa
     (module,) = (module for name, module in sys.modules.items() if name.startswith("autotune_job_charlm_zero_"))
     called = []
     monkeypatch.setattr(module, "main", lambda: called.append("main"))
-    with pytest.raises(JobError, match=r"charlm_zero:main: 'main' is no autotune.Job"):
+    with pytest.raises(JobError, match=r"charlm_zero:main: 'main' is not an autotune.Job"):
         load_job("charlm_zero:main")
     assert not called
     for name in catalog():

@@ -20,7 +20,7 @@ import pytest
 from known_problem import distinct_plans
 from test_train import LONG, recipe_file
 
-from autotune import ClusterOptions, InputError, api
+from autotune import ClusterOptions, InputError, commands
 from autotune.engines.cluster_pool import cluster_pool
 from autotune.engines.pool_engine import PoolEngine
 from autotune.engines.ray_cluster import places
@@ -180,7 +180,7 @@ def test_a_cluster_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
         )
         said = [line for line in done.stderr.splitlines() if line.startswith("autotune: ")]
         assert (done.returncode, len(said)) == (2, 1), done.stderr
-        assert "no cluster answers" in said[0]
+        assert "the cluster does not answer" in said[0]
     assert not list(tmp_path.iterdir())
 
 
@@ -211,7 +211,7 @@ def test_a_tuning_on_workers_is_killed_and_taken_up(method: str, tmp_path: Path)
     assert len(set(searched)) == len(searched) >= 15
     assert document["measured"]["cost"] > 0
     if method == "random":
-        serial = api.tune(TINY, method, steps=120, runs_dir=tmp_path / "serial")
+        serial = commands.tune(TINY, method, steps=120, runs_dir=tmp_path / "serial")
         rows = RunDirectory(Path(serial["run"])).lines("trials.jsonl")
         assert searched == [json.dumps(trial["plan"], sort_keys=True) for trial in rows if not trial["final"]]
     until = time.monotonic() + 60
@@ -224,7 +224,7 @@ def test_seeds_that_train_on_a_cluster_become_what_they_become_here(
     nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recipe = recipe_file(tmp_path, LONG)
-    here = api.train(recipe, runs_dir=tmp_path / "here")
+    here = commands.train(commands.TrainRequest(recipe=recipe), runs_dir=tmp_path / "here")
     second = nodes.list_all_nodes()[-1]
     found: dict[str, Any] = {}
 
@@ -238,7 +238,8 @@ def test_seeds_that_train_on_a_cluster_become_what_they_become_here(
 
     losing = threading.Thread(target=lose_a_node)
     losing.start()
-    there = api.train(recipe, cluster=ClusterOptions(address=nodes.address), runs_dir=tmp_path / "there")
+    request = commands.TrainRequest(recipe=recipe, cluster=ClusterOptions(address=nodes.address))
+    there = commands.train(request, runs_dir=tmp_path / "there")
     losing.join()
     assert found["under_way"] == 2
     assert "goes on elsewhere" in caplog.text

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import tiny_job
+from markupsafe import Markup
 from torch import nn
 
 import autotune
@@ -21,10 +22,9 @@ from autotune.io.documents import LEAST_RATIO
 from autotune.io.files import parse_json
 from autotune.mechanics.devices import device_name
 from autotune.records.journal import _sum as journal_sum
-from autotune.records.verdicts import ratio_of
-from autotune.report.html import Html
 from autotune.report.svg import Figure
 from autotune.report.writing import write_figures
+from autotune.stats import ratio_of_log
 
 SPECIMENS = Path(__file__).parent / "fuzz" / "specimens"
 JOB = str(Path(tiny_job.__file__)) + ":job"
@@ -44,7 +44,7 @@ def change(path: Path, **values: object) -> None:
 def test_the_arms_that_are_run_are_those_that_were_vouched_for(compared: Path) -> None:
     (compared / "comparison.json").unlink()
     change(compared / "config.json", arms=["baseline", str(compared.parent / "plan.json")])
-    with pytest.raises(RunDirectoryError, match=r"asked\.arms is not arms"):
+    with pytest.raises(RunDirectoryError, match=r"asked\.arms differs from arms"):
         autotune.resume(compared, job=JOB)
 
 
@@ -156,9 +156,9 @@ def test_a_run_in_which_one_stands_is_taken_up_beside_its_own_folder(
 
 
 def test_two_pairs_that_differ_much_are_a_document_that_can_be_read() -> None:
-    assert ratio_of(-800.0) == LEAST_RATIO
-    assert ratio_of(800.0) == 1 / LEAST_RATIO
-    assert ratio_of(0.0) == 1.0
+    assert ratio_of_log(-800.0) == LEAST_RATIO
+    assert ratio_of_log(800.0) == 1 / LEAST_RATIO
+    assert ratio_of_log(0.0) == 1.0
 
 
 def test_a_number_of_which_one_over_it_is_none_is_0() -> None:
@@ -236,7 +236,7 @@ def test_a_trial_that_leaves_out_what_may_be_absent_is_shown(tmp_path: Path) -> 
 
 def test_figures_of_one_name_and_of_long_names_are_kept(tmp_path: Path) -> None:
     drawn = [
-        Figure(title=title, described="", key=(), draw=lambda width: (Html(""), 10))
+        Figure(title=title, described="", key=(), draw=lambda width: (Markup(""), 10))
         for title in ("A b", "a B", "é" * 300)
     ]
     paths = write_figures(drawn, tmp_path)

@@ -23,7 +23,8 @@ from ranks import run_on_ranks
 from autotune.cli.main import run
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.engines.deepspeed_config import engine_config
-from autotune.engines.isolated_engine import IsolatedEngine, RankOptions
+from autotune.engines.isolated_engine import IsolatedEngine
+from autotune.engines.registry import RankOptions
 from autotune.engines.torch_engine import EngineOptions
 from autotune.errors import InputError, JobError
 from autotune.measurement import Failure
@@ -241,7 +242,7 @@ def test_ranks_end_with_whoever_asked() -> None:
     job = f"{TESTS / 'rank_jobs.py'}:transformer"
     asks = (
         "from autotune.profiling.rank_profiler import profile_on_ranks\n"
-        "from autotune.engines.isolated_engine import RankOptions\n"
+        "from autotune.engines.registry import RankOptions\n"
         f"profile_on_ranks({job!r}, RankOptions(count=2), device_name='these', fingerprint='')\n"
     )
     before = rank_processes()
@@ -303,7 +304,7 @@ def test_a_rank_that_dies_while_it_is_profiled_is_one_line(
 def test_a_rank_that_hangs_while_it_is_profiled_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(failing_job.FAILURE, "hang")
     monkeypatch.setenv(failing_job.AT, "5")
-    with pytest.raises(JobError, match="2 ranks have no news for 40 s"):
+    with pytest.raises(JobError, match="2 ranks reported nothing for 40 s"):
         profile_on_ranks(
             failing_job.__file__, RankOptions(count=2), device_name="these", fingerprint="", patience_s=40.0
         )
@@ -360,7 +361,7 @@ def test_what_is_automatic_or_off_is_no_contradiction() -> None:
     [
         (["--engine", "spark"], "engine is 'spark'"),
         (["--engine", "deepspeed", "--zero-stage", "4", "--method", "random"], "ZeRO stage is '4'"),
-        (["--zero-stage", "2"], "is for DeepSpeed"),
+        (["--zero-stage", "2"], "--engine torch cannot be combined with"),
         (["--engine", "deepspeed", "--method", "random", "--ds-config", "nowhere.json"], "cannot be read"),
     ],
 )

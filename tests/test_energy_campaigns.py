@@ -31,7 +31,7 @@ def _no_counters(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 
 def joules(plan: Plan) -> float:
     """A machine on which 16 bits are fast and hungry: what is best in time is worst in energy."""
-    return 10.0 + 5.0 * sum(plan.precision_of(unit.name).is_16_bit for unit in SPACE.units)
+    return 10.0 + 5.0 * sum(plan.precision_of(unit.name).is_reduced for unit in SPACE.units)
 
 
 class HungryEngine(KnownEngine):

@@ -1,8 +1,12 @@
-"""What every engine promises, whatever is behind it."""
+"""The engine contract, run on every engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,123 +14,250 @@ import tiny_job
 from replay_engine import ReplayEngine
 from simulated_engine import SimulatedEngine
 
-from autotune import EngineOptions, Plan, PlanError, TorchEngine
-from autotune.engines.budgeted_engine import MeteredEngine
+from autotune import ClusterOptions, EngineOptions, IsolatedEngine, Plan, PlanError, RankOptions, TorchEngine
+from autotune.engines.budgeted_engine import BudgetedEngine
+from autotune.engines.cluster_pool import cluster_pool
 from autotune.engines.engine import Engine
-from autotune.errors import EngineError
+from autotune.engines.engine_calls import described, measured
+from autotune.engines.pool_engine import PoolEngine
+from autotune.engines.registry import ENGINES, EngineEntry
+from autotune.errors import EngineError, InputError
 from autotune.measurement import Failure, Measurement
 from autotune.plan import Precision
+from autotune.profiling.tracing_engine import WatchedEngine
+from autotune.records.journal import Journal, JournaledEngine
 from autotune.simulator.random_jobs import draw_job
 
+JOB = str(Path(tiny_job.__file__))
+OPTIONS = EngineOptions(discard_steps=1)
 
-def torch_engine() -> Engine:
-    return TorchEngine(tiny_job.job(), options=EngineOptions(discard_steps=1))
 
-
-def simulated_engine() -> Engine:
+def simulated_engine() -> SimulatedEngine:
     return SimulatedEngine(draw_job(np.random.default_rng(0), depth=(3, 3)))
 
 
-def replay_engine() -> Engine:
-    """Replay what a simulated engine answers."""
-    source = simulated_engine()
+class EngineContract:
+    """What every engine promises.
 
-    def answer(plan: Plan, steps: int) -> Measurement:
-        source.apply(plan)
-        source.memory_budget_bytes = engine.memory_budget_bytes
-        return source.run(steps)
+    Attributes:
+        has_state: whether the engine has one training state, which can be saved and evaluated.
+        trains: whether the same steps after a restore give the same losses; replayed windows do not train.
+        closes: whether closing it ends it; a budgeted engine leaves that to the caller that made the wrapped engine.
+    """
 
-    engine = ReplayEngine(source.space, answer, metrics=(2.0,))
-    return engine
+    has_state = True
+    trains = True
+    closes = True
+
+    def make(self) -> Engine:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def engine(self) -> Iterator[Any]:
+        engine = self.make()
+        yield engine
+        engine.close()
+
+    @pytest.fixture
+    def engine_to_close(self) -> Any:
+        return self.make()
+
+    def test_begins_under_baseline_without_budget(self, engine: Any) -> None:
+        assert isinstance(engine, Engine)
+        assert engine.plan == engine.space.baseline()
+        assert engine.memory_budget_bytes is None
+
+    def test_plan_outside_space_is_refused_and_the_previous_one_stays(self, engine: Any) -> None:
+        engine.apply(engine.space.leanest())
+        for wrong in (
+            engine.plan.changed(accumulation_steps=3),
+            engine.plan.changed(precision={"nowhere": Precision.FP32}),
+        ):
+            with pytest.raises(PlanError, match=r"accumulation_steps is 3|unknown unit 'nowhere'"):
+                engine.apply(wrong)
+        assert engine.plan == engine.space.leanest()
+
+    def test_applied_plan_names_every_unit(self, engine: Any) -> None:
+        engine.apply(Plan())
+        assert list(engine.plan.precision) == [unit.name for unit in engine.space.units]
+        assert list(engine.plan.storage) == list(engine.space.recomputable)
+
+    def test_window_counts_what_it_consumed(self, engine: Any) -> None:
+        for plan in (engine.space.baseline(), engine.space.leanest()):
+            engine.apply(plan)
+            window = engine.run(4)
+            assert window.failure is None
+            assert window.steps == 4
+            assert window.samples >= window.steps
+            assert window.seconds_per_step is not None
+            assert window.seconds_per_step > 0
+            assert window.peak_bytes is None or window.peak_bytes > 0
+            assert window.loss is not None
+            assert Measurement.from_json(window.to_json()) == window
+
+    def test_exceeded_budget_is_a_failure_until_the_budget_is_lifted(self, engine: Any) -> None:
+        engine.run(2)
+        engine.apply(engine.space.leanest())
+        engine.memory_budget_bytes = 1000
+        window = engine.run(3)
+        assert window.failure is Failure.OVER_BUDGET
+        assert not window.within_budget
+        assert window.memory_budget_bytes == 1000
+        engine.memory_budget_bytes = None
+        assert engine.run(3).failure is None
+        engine.apply(engine.space.baseline())
+        assert engine.run(3).failure is None
+
+    def test_restored_snapshot_has_the_same_metric_and_keeps_the_plan(self, engine: Any) -> None:
+        engine.run(2)
+        if not self.has_state:
+            for ask in (engine.snapshot, engine.evaluate, lambda: engine.restore(None)):
+                with pytest.raises(EngineError, match="share no training state"):
+                    ask()
+            return
+        snapshot, metric = engine.snapshot(), engine.evaluate()
+        engine.apply(engine.space.leanest())
+        engine.run(5)
+        engine.restore(snapshot)
+        assert engine.evaluate() == metric
+        assert engine.plan == engine.space.leanest()
+
+    def test_training_after_restore_goes_on_as_it_would_have(self, engine: Any) -> None:
+        if not (self.has_state and self.trains):
+            pytest.skip("its windows do not train one state")
+        engine.run(2)
+        snapshot = engine.snapshot()
+        first = engine.run(3).loss
+        engine.evaluate()
+        engine.restore(snapshot)
+        assert engine.run(3).loss == first
+
+    def test_closed_engine_refuses_to_run_and_can_be_closed_again(self, engine_to_close: Any) -> None:
+        engine_to_close.close()
+        if self.closes:
+            with pytest.raises(EngineError, match="closed"):
+                engine_to_close.run(1)
+        engine_to_close.close()
 
 
-def metered_engine() -> Engine:
-    return MeteredEngine(simulated_engine(), 1000)
+@pytest.fixture(scope="module")
+def started() -> Iterator[dict[type, Engine]]:
+    """Return the engines that several tests share."""
+    engines: dict[type, Engine] = {}
+    yield engines
+    for engine in engines.values():
+        engine.close()
 
 
-ENGINES = (torch_engine, simulated_engine, replay_engine, metered_engine)
-every_engine = pytest.mark.parametrize("make", ENGINES, ids=lambda make: make.__name__)
+class StartedEngineContract(EngineContract):
+    """The contract on one engine for all tests, since starting its processes takes seconds."""
+
+    @pytest.fixture
+    def engine(self, started: dict[type, Engine]) -> Iterator[Any]:
+        engine = started.get(type(self)) or started.setdefault(type(self), self.make())
+        yield engine
+        engine.apply(engine.space.baseline())
+        engine.memory_budget_bytes = None
+
+    @pytest.fixture
+    def engine_to_close(self, started: dict[type, Engine]) -> Any:
+        return started.pop(type(self), None) or self.make()
 
 
-@every_engine
-def test_it_is_an_engine(make: Callable[[], Engine]) -> None:
-    assert isinstance(make(), Engine)
+class TestTorchEngine(EngineContract):
+    def make(self) -> Engine:
+        return TorchEngine(tiny_job.job(), options=OPTIONS)
 
 
-@every_engine
-def test_it_begins_under_the_baseline_without_a_budget(make: Callable[[], Engine]) -> None:
-    engine = make()
-    assert engine.plan == engine.space.baseline()
-    assert engine.memory_budget_bytes is None
+class TestTracingEngine(EngineContract):
+    def make(self) -> Engine:
+        return WatchedEngine(tiny_job.job(), options=OPTIONS)
 
 
-@every_engine
-def test_a_plan_outside_the_space_is_refused_and_the_former_one_stays(make: Callable[[], Engine]) -> None:
-    engine = make()
-    engine.apply(engine.space.leanest())
-    for wrong in (
-        engine.plan.changed(accumulation_steps=3),
-        engine.plan.changed(precision={"nowhere": Precision.FP32}),
-    ):
-        with pytest.raises(PlanError):
-            engine.apply(wrong)
-    assert engine.plan == engine.space.leanest()
+class TestIsolatedEngine(StartedEngineContract):
+    def make(self) -> Engine:
+        return IsolatedEngine(JOB, options=OPTIONS, threads=1)
 
 
-@every_engine
-def test_a_window_counts_what_it_consumed(make: Callable[[], Engine]) -> None:
-    engine = make()
-    for plan in (engine.space.baseline(), engine.space.leanest()):
-        engine.apply(plan)
-        window = engine.run(4)
-        assert window.failure is None
-        assert window.steps == 4
-        assert window.samples >= window.steps
-        assert window.seconds_per_step is not None
-        assert window.seconds_per_step > 0
-        assert window.peak_bytes is None or window.peak_bytes > 0
-        assert window.loss is not None
-        assert Measurement.from_json(window.to_json()) == window
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+class TestDeepSpeedEngine(StartedEngineContract):
+    def make(self) -> Engine:
+        return IsolatedEngine(JOB, options=OPTIONS, ranks=RankOptions(count=2, zero_stage=1))
 
 
-@every_engine
-def test_a_budget_that_is_too_small_is_a_value_and_another_one_heals_it(make: Callable[[], Engine]) -> None:
-    engine = make()
-    engine.run(2)
-    engine.apply(engine.space.leanest())
-    engine.memory_budget_bytes = 1000
-    window = engine.run(3)
-    assert window.failure is Failure.OVER_BUDGET
-    assert not window.within_budget
-    assert window.memory_budget_bytes == 1000
-    engine.memory_budget_bytes = None
-    engine.apply(engine.space.baseline())
-    assert engine.run(3).failure is None
+class TestSimulatedEngine(EngineContract):
+    def make(self) -> Engine:
+        return simulated_engine()
 
 
-@every_engine
-def test_a_snapshot_returns_to_the_same_metric(make: Callable[[], Engine]) -> None:
-    engine = make()
-    engine.run(2)
-    snapshot, metric = engine.snapshot(), engine.evaluate()
-    engine.run(5)
-    engine.restore(snapshot)
-    assert engine.evaluate() == metric
+class TestReplayEngine(EngineContract):
+    trains = False
+
+    def make(self) -> Engine:
+        source = simulated_engine()
+
+        def answer(plan: Plan, steps: int) -> Measurement:
+            source.apply(plan)
+            source.memory_budget_bytes = engine.memory_budget_bytes
+            return source.run(steps)
+
+        engine = ReplayEngine(source.space, answer, metrics=(2.0,))
+        return engine
 
 
-@pytest.mark.parametrize("make", [torch_engine, simulated_engine, replay_engine], ids=lambda make: make.__name__)
-def test_a_closed_engine_refuses_to_run(make: Callable[[], Engine]) -> None:
-    engine = make()
-    engine.close()
-    with pytest.raises(EngineError):
-        engine.run(1)
+class TestBudgetedEngine(EngineContract):
+    closes = False
+
+    def make(self) -> Engine:
+        return BudgetedEngine(simulated_engine(), 1000)
 
 
-@pytest.mark.parametrize("make", [torch_engine, simulated_engine], ids=lambda make: make.__name__)
-def test_training_goes_on_as_it_would_have_after_a_restore(make: Callable[[], Engine]) -> None:
-    engine = make()
-    engine.run(2)
-    snapshot = engine.snapshot()
-    first = engine.run(3).loss
-    engine.restore(snapshot)
-    assert engine.run(3).loss == first
+class TestJournaledEngine(EngineContract):
+    def make(self) -> Engine:
+        return JournaledEngine(TorchEngine(tiny_job.job(), options=OPTIONS), Journal())
+
+
+def test_every_engine_name_can_be_loaded_and_takes_the_options_of_its_entry() -> None:
+    for entry in ENGINES.values():
+        parameters = inspect.signature(entry.load()).parameters
+        assert {"seed", "device", "options", *entry.options} <= set(parameters)
+
+
+def test_a_registered_engine_can_be_named_in_rank_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENGINES, "traced", EngineEntry("autotune.profiling.tracing_engine", "WatchedEngine"))
+    assert RankOptions(engine="traced").arguments() == {}
+    with pytest.raises(InputError, match="engine is 'unknown'"):
+        RankOptions(engine="unknown")
+
+
+class LocalWorker:
+    """A worker of a pool that runs its windows on an engine in this process."""
+
+    def __init__(self) -> None:
+        self._engine = simulated_engine()
+
+    def describe(self) -> dict[str, Any]:
+        return described(self._engine)
+
+    def run(self, plan: dict[str, Any], steps: int, memory_budget_bytes: int | None) -> dict[str, Any]:
+        return measured(self._engine, plan, steps, memory_budget_bytes)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class TestPoolEngine(EngineContract):
+    has_state = False
+
+    def make(self) -> Engine:
+        return PoolEngine([LocalWorker(), LocalWorker()])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+class TestClusterPool(StartedEngineContract):
+    has_state = False
+
+    def make(self) -> Engine:
+        return cluster_pool(ClusterOptions(address="local:2"), JOB, seed=0, measuring=OPTIONS)

@@ -3,7 +3,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from autotune.errors import InputError, escaped, printable
-from autotune.report.html import element
+from autotune.report.rendering import element
 
 
 @given(st.text(), st.text(), st.text())
@@ -67,4 +67,4 @@ def test_a_url_without_a_password_is_shown_whole(text: str) -> None:
 
 
 def test_a_page_shows_what_a_terminal_would_act_on():
-    assert element("title", "a\x1b[31m<b>", lang='\x1b"') == '<title lang="\\x1b&quot;">a\\x1b[31m&lt;b&gt;</title>'
+    assert element("title", "a\x1b[31m<b>", lang='\x1b"') == '<title lang="\\x1b&#34;">a\\x1b[31m&lt;b&gt;</title>'

@@ -192,7 +192,7 @@ def test_the_script_runs_by_itself_and_trains_as_the_engine_does(
     said = json.loads(done.stdout)
     engine = TorchEngine(job)
     # fp16 is no choice on a processor that emulates it, but a plan for another machine may say it.
-    engine._space = dataclasses.replace(engine.space, precisions=tuple(Precision))
+    engine.space = dataclasses.replace(engine.space, precisions=tuple(Precision))
     engine.apply(plan)
     assert engine.run(steps).failure is None
     assert (said["samples"], said["metric"]) == (engine.progress.samples, engine.evaluate())

@@ -18,7 +18,7 @@ import pytest
 import tiny_job
 
 import autotune
-from autotune import InputError, RunDirectoryError, api
+from autotune import InputError, RunDirectoryError, commands
 from autotune.cli.main import run as run_command
 from autotune.errors import RunLockedError
 from autotune.io.run_folder import WriterLock
@@ -115,11 +115,11 @@ def test_no_code_is_loaded_on_the_word_of_a_run(
 
 def test_code_that_the_caller_names_is_loaded(run: Path) -> None:
     with pytest.raises(RunDirectoryError, match="is code"):
-        api.resume(run)
-    found = api.resume(run, job=str(JOB))
+        commands.resume(run)
+    found = commands.resume(run, job=str(JOB))
     assert found["run"] == str(run)
     # Finished, it is a document, for which nothing is loaded.
-    assert api.resume(run) == found
+    assert commands.resume(run) == found
 
 
 def test_no_database_and_no_cluster_is_reached_on_the_word_of_a_run(
@@ -135,7 +135,7 @@ def test_no_database_and_no_cluster_is_reached_on_the_word_of_a_run(
             folder = Path(shutil.copytree(run, run.parent / option))
             change(folder / "config.json", lambda config, asked=asked: config["asked"].update(asked))
             assert run_command(["resume", str(folder), "--job", str(JOB)]) == 2
-            assert f"{option} beside it" in capsys.readouterr().err
+            assert f"{option} with the value of the original command" in capsys.readouterr().err
             assert run_command(["report", str(folder)]) == 2
             capsys.readouterr()
     assert heard == []
@@ -160,7 +160,10 @@ def test_no_file_outside_is_opened_on_the_word_of_a_run(
         (
             (compare_with(str(pipe)), "is a file or a folder, which is not opened"),
             (compare_with("/etc"), "is a file or a folder, which is not opened"),
-            (compare_with("paper", carbon_intensity=str(pipe)), "--carbon-intensity beside it"),
+            (
+                compare_with("paper", carbon_intensity=str(pipe)),
+                "--carbon-intensity with the value of the original command",
+            ),
         )
     ):
         folder = Path(shutil.copytree(run, run.parent / str(number)))
@@ -282,7 +285,7 @@ def test_a_record_that_is_damaged_is_left_out_and_the_others_are_sent(tmp_path: 
 def test_a_run_has_one_writer_who_is_named(run: Path) -> None:
     with WriterLock(run):
         with pytest.raises(RunLockedError, match=rf"is being written by process {os.getpid()} on "):
-            api.resume(run, job=str(JOB))
+            commands.resume(run, job=str(JOB))
         with pytest.raises(RunLockedError):
             RunDirectory.take_up(run)
     with RunDirectory.take_up(run):

@@ -38,6 +38,7 @@ HEAVY = {
     "deepspeed": {"engines/deepspeed_library.py"},
     "ray": {"engines/ray_cluster.py"},
     "matplotlib": {"report/figures.py"},
+    "jinja2": {"report/rendering.py"},
     "pyarrow": {"report/sheets.py"},
     "transformers": {"live/integrations/transformers.py"},
     "lightning": {"live/integrations/lightning.py"},

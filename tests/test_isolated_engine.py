@@ -230,7 +230,7 @@ def test_a_job_that_cannot_be_built_is_refused_in_one_line(tmp_path: Path) -> No
     dies.write_text("import os\nprint('no data here')\nos._exit(3)\n")
     for reference, said in (
         ("nothing", "no job has the name 'nothing'"),
-        (str(dies), "building it ends with crashed: ended with exit code 3: no data here"),
+        (str(dies), r"the model could not be built \(crashed: ended with exit code 3: no data here\)"),
     ):
         with pytest.raises(JobError, match=said) as caught:
             IsolatedEngine(reference)

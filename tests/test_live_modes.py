@@ -479,12 +479,12 @@ class NoBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.is_16_bit = x.dtype is torch.bfloat16
+        ctx.is_reduced = x.dtype is torch.bfloat16
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        if ctx.is_16_bit:
+        if ctx.is_reduced:
             raise NotImplementedError("no kernel for 16 bits")
         return gradient
 

@@ -122,7 +122,7 @@ def test_no_folder_a_wrong_one_and_an_empty_one_are_said_apart(tmp_path: Path, m
     with pytest.raises(JobError, match=r"AUTOTUNE_DATA: no folder of data sets is named \(allowed: a folder, by --dat"):
         data_folder()
     monkeypatch.setenv("AUTOTUNE_DATA", str(tmp_path / "nowhere"))
-    with pytest.raises(JobError, match="nowhere' is no folder"):
+    with pytest.raises(JobError, match="nowhere' is not a folder"):
         load_job(CIFAR).data_sources()
     monkeypatch.setenv("AUTOTUNE_DATA", str(tmp_path))
     with pytest.raises(JobError, match=r"holds nothing .*cifar-10-batches-py/.data_batch_1,.*or cifar-10-batches-bin/"):
@@ -270,11 +270,11 @@ def test_data_that_lies_behind_a_link_is_read(folder: Path, tmp_path_factory: py
 def test_a_folder_that_cannot_be_one_is_one_line(named: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("AUTOTUNE_DATA", named)
     for name in (CIFAR, WIKITEXT):
-        with pytest.raises(JobError, match="is no folder") as raised:
+        with pytest.raises(JobError, match="is not a folder") as raised:
             load_job(name).data_sources()
         assert str(raised.value).isprintable()
         assert len(str(raised.value)) < 500
-    with pytest.raises(JobError, match="is no folder"), pointed_at(named):
+    with pytest.raises(JobError, match="is not a folder"), pointed_at(named):
         pass
 
 

@@ -56,7 +56,8 @@ def spaces(draw: st.DrawFn) -> PlanSpace:
     units = tuple(unit(f"unit{index}", recomputable=flag) for index, flag in enumerate(flags))
     choices = sorted(draw(st.sets(st.integers(2, 64), max_size=4)) | {1})
     precisions = draw(st.lists(st.sampled_from(Precision), min_size=1, max_size=4, unique=True))
-    return PlanSpace(units=units, accumulation_choices=tuple(choices), precisions=tuple(precisions))
+    storages = draw(st.sampled_from([(Storage.SAVE,), tuple(Storage)]))
+    return PlanSpace(units=units, accumulation_choices=tuple(choices), precisions=tuple(precisions), storages=storages)
 
 
 # ---------------------------------------------------------------------------------------------- round trips
@@ -155,11 +156,11 @@ def test_what_a_plan_does_not_name_inherits_and_saves():
     ("precision", "scaled"), [("fp16", True), ("bf16", False), ("fp32", False), ("inherit", False)]
 )
 def test_a_plan_scales_the_loss_exactly_if_a_unit_is_fp16(precision, scaled):
-    assert Plan(precision={"a": "fp32", "b": precision}).uses_fp16 is scaled
+    assert Plan(precision={"a": "fp32", "b": precision}).needs_loss_scaling is scaled
 
 
 def test_exactly_bf16_and_fp16_are_16_bit():
-    assert {precision for precision in Precision if precision.is_16_bit} == {Precision.BF16, Precision.FP16}
+    assert {precision for precision in Precision if precision.is_reduced} == {Precision.BF16, Precision.FP16}
 
 
 def test_a_plan_says_in_one_line_what_it_does():
@@ -347,12 +348,12 @@ def test_the_baseline_is_the_first_choice_of_everything(space: PlanSpace):
 
 
 @given(spaces())
-def test_the_leanest_plan_recomputes_all_at_the_largest_k_in_16_bit_where_there_is_one(space: PlanSpace):
+def test_the_leanest_plan_has_the_leanest_storage_the_largest_k_and_a_reduced_precision(space: PlanSpace):
     plan = space.leanest()
     assert plan.accumulation_steps == max(space.accumulation_choices)
-    assert all(plan.storage_of(name) is Storage.RECOMPUTE for name in space.recomputable)
-    if any(precision.is_16_bit for precision in space.precisions):
-        assert all(precision.is_16_bit for precision in plan.precision.values())
+    assert all(plan.storage_of(name) is space.storages[-1] for name in space.recomputable)
+    if any(precision.is_reduced for precision in space.precisions):
+        assert all(precision.is_reduced for precision in plan.precision.values())
     assert space.check(plan) == plan
 
 
@@ -381,3 +382,18 @@ def test_where_k_makes_steps_larger_the_leanest_plan_has_the_smallest():
     space = PlanSpace(units=(), accumulation_choices=(1, 2, 4), precisions=(Precision.FP32,), k_splits=False)
     assert space.leanest().accumulation_steps == 1
     assert dataclasses.replace(space, k_splits=True).leanest().accumulation_steps == 4
+
+
+def test_a_space_without_recomputation_refuses_it():
+    space = dataclasses.replace(SPACE, storages=(Storage.SAVE,))
+    assert space.sizes == (3, 2, 2, 2, 2, 1, 1)
+    with pytest.raises(PlanError, match=r"storage of 'blocks.0' is 'recompute' \(allowed: save\)"):
+        space.check(Plan(storage={"blocks.0": "recompute"}))
+
+
+def test_precisions_and_storages_state_their_facts():
+    assert [p.is_reduced for p in Precision] == [False, False, True, True]
+    assert [p.needs_loss_scaling for p in Precision] == [False, False, False, True]
+    assert [p.element_bytes for p in Precision] == [4, 4, 2, 2]
+    assert [(s.recomputes, s.label) for s in Storage] == [(False, "kept"), (True, "recomputed")]
+    assert all(pickle.loads(pickle.dumps(choice)) is choice for choice in (*Precision, *Storage))

@@ -68,7 +68,7 @@ def test_what_any_rank_refuses_is_refused_in_its_words() -> None:
 
 @pytest.mark.slow
 def test_ranks_without_news_are_ended() -> None:
-    with pytest.raises(RanksError, match="2 ranks have no news for 8 s") as caught:
+    with pytest.raises(RanksError, match="2 ranks reported nothing for 8 s") as caught:
         run_on_ranks("gloo_rank", {"rank": 1, "how": "hang"}, ranks=2, patience_s=8.0)
     assert caught.value.failure is Failure.TIMEOUT
 

@@ -28,7 +28,6 @@ from autotune.agents.recipe_space import PPO_SPACE, Choice, Range, own_values, s
 from autotune.campaign.policy_training import train_seed
 from autotune.campaign.recipe_search import (
     Search,
-    SearchSettings,
     best_first,
     opened,
     run_search,
@@ -36,9 +35,11 @@ from autotune.campaign.recipe_search import (
 )
 from autotune.campaign.seed_files import VALIDATION_LANES, SeedFiles, SeedResult, write_result
 from autotune.cli.main import run
+from autotune.commands.training import TrainRequest
 from autotune.errors import AutotuneError, InputError, RunDirectoryError
 from autotune.gym.levers import RUN_FEATURES
 from autotune.records.run_directory import RunDirectory
+from autotune.records.run_documents import SearchSettings
 from autotune.records.tracking import Tracker, tracking_uri
 from autotune.report.terminal_tables import search_table, search_verdict
 from autotune.simulator.moving_conditions import Strengths
@@ -146,7 +147,9 @@ class Searched:
     def __init__(self, runs: Path) -> None:
         self.runs, self.told = runs, Told()
         self.recipe = read_recipe(recipe_file(runs, RECIPE))
-        self.first = autotune.commands.search_recipe(runs / "recipe.toml", trials=1, processes=1, runs_dir=runs)
+        self.first = autotune.commands.train(
+            TrainRequest(recipe=runs / "recipe.toml", trials=1, processes=1), runs_dir=runs
+        )
         self.run = Path(self.first["run"])
         tracker = Tracker(runs, self.run, "taken up")
         with opened(self.recipe, SearchSettings(trials=2, decisions=32), RunDirectory(self.run)) as search:
@@ -322,7 +325,7 @@ def test_a_search_whose_process_was_killed_is_taken_up(tmp_path: Path) -> None:
         process.wait()
     (folder,) = (tmp_path / "runs").glob("*-train-search-*")
     assert not list(folder.glob("trials/*/seed-4.json"))
-    document = autotune.commands.search_recipe(trials=2, resume=folder)
+    document = autotune.commands.train(TrainRequest(trials=2, resume=folder))
     assert sorted(row["number"] for row in document["trials"]) == [0, 1]
     rows = [row["decisions"] for row in RunDirectory(folder).lines("trials/0000/seed-4.jsonl")]
     # Taken up where it was saved, not begun again.
@@ -359,7 +362,7 @@ def test_where_the_own_values_fail_nothing_is_said_to_be_ahead_of_them(tmp_path:
 
 
 def test_a_search_whose_every_trial_fails_says_so(tmp_path: Path) -> None:
-    with pytest.raises(AutotuneError, match="no trial of 1 ended well"):
+    with pytest.raises(AutotuneError, match="all 1 trials failed"):
         searched(folder_of(tmp_path), 1, fails_on(0))
     assert not (tmp_path / "recipe.toml").exists()
 
@@ -372,7 +375,7 @@ def test_a_trial_that_was_killed_says_how_to_take_the_search_up_and_can_be(tmp_p
 
 
 NO_SEARCHES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "empty": (lambda folder: None, "is no run directory"),
+    "empty": (lambda folder: None, "is not a run directory"),
     "of another command": (lambda folder: put(folder, {"verb": "tune"}), "holds no training|config.json: "),
     "a training": (lambda folder: put(folder, {"recipe": TINY.to_json()}), "holds no search"),
     "search that is none": (
@@ -389,7 +392,7 @@ def test_what_holds_no_search_cannot_be_taken_up(what: str, tmp_path: Path, caps
     make(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises((InputError, RunDirectoryError), match=expected):
-        autotune.commands.search_recipe(trials=2, resume=tmp_path)
+        autotune.commands.train(TrainRequest(trials=2, resume=tmp_path))
     assert run(["train", "--search", "2", "--resume", str(tmp_path)]) == 2
     errors = capsys.readouterr().err.strip().splitlines()
     assert len([line for line in errors if line.startswith("autotune: ")]) == len(errors) == 1
@@ -402,13 +405,19 @@ BAD: dict[str, tuple[list[str], str]] = {
     "fewer than none": (["--search", "-3"], "--search: is -3"),
     "trials that are no number": (["--search", "many"], "--search"),
     "no decisions": (["--search", "2", "--search-decisions", "0"], "--search-decisions: is 0"),
-    "decisions without a search": (["--search-decisions", "9"], "without --search"),
-    "search with a job": (["charlm", "--search", "2"], "a job is given"),
-    "search from a policy": (["--search", "2", "--from", "p"], "--from is given without a job"),
+    "decisions without a search": (["--search-decisions", "9"], "--search-decisions requires --search"),
+    "search with a job": (["charlm", "--search", "2"], "a job cannot be combined with --recipe, --search"),
+    "search from a policy": (["--search", "2", "--from", "p"], "--from requires a job"),
     "recipe that is missing": (["--search", "2", "--recipe", "none.toml"], "cannot be read"),
-    "recipe beside a search to take up": (["--search", "2", "--recipe", "r", "--resume", "s"], "one of them"),
+    "recipe beside a search to take up": (
+        ["--search", "2", "--recipe", "r", "--resume", "s"],
+        "--recipe cannot be combined",
+    ),
     "entropy without a logarithm": (["--search", "2", "--recipe", "no-entropy.toml"], "ppo.entropy is 0.0"),
-    "other decisions": (["--search", "2", "--search-decisions", "9", "--resume", "run"], "allowed: 8, as the search"),
+    "other decisions": (
+        ["--search", "2", "--search-decisions", "9", "--resume", "run"],
+        "allowed: 8, as at its start",
+    ),
     "taken up as a training": (["--resume", "run"], "--search N"),
 }
 

@@ -20,9 +20,10 @@ import autotune
 from autotune.cli.main import run as run_command
 from autotune.errors import InputError, RunDirectoryError
 from autotune.live.decision_log import LOG_NAME
-from autotune.report import charts, html, svg
 from autotune.report.attached_page import page_of
 from autotune.report.attached_run import AttachedRun, read_attached, verdict
+from autotune.report.plot import Layer, Shape, ticks
+from autotune.report.rendering import Table, element, environment
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 STEPS = 60
@@ -333,7 +334,12 @@ def test_the_page_of_a_very_long_run_of_a_very_deep_model_stays_small(folder: Pa
 
 def test_text_is_escaped_and_markup_is_not() -> None:
     nasty = '<script>alert("x")</script>'
-    page = Page(html.page(nasty, html.element("p", nasty, title=nasty), html.table(nasty, ["a"], [[nasty]])))
+    template = environment().from_string(
+        '{% extends "page.html.j2" %}{% import "parts.html.j2" as parts %}'
+        "{% block content %}{{ drawn }}{{ parts.table(found) }}{% endblock %}"
+    )
+    found = Table(label=nasty, columns=["a"], rows=[[nasty]])
+    page = Page(template.render(title=nasty, drawn=element("p", nasty, title=nasty), found=found))
     assert not page.all("script")
     assert page.all("p")[0]["title"] == nasty
     assert page.text.count(nasty) == 3
@@ -341,7 +347,7 @@ def test_text_is_escaped_and_markup_is_not() -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.0, 14.84), (0.0, 3e-4), (0.0, 7.0), (0.0, 123456.0)])
 def test_ticks_are_round_within_and_a_handful(low: float, high: float) -> None:
-    found = svg.ticks(low, high, 5)
+    found = ticks(low, high, 5)
     assert 3 <= len(found) <= 8
     assert low <= found[0]
     assert found[-1] <= high * (1 + 1e-9)
@@ -351,7 +357,7 @@ def test_ticks_are_round_within_and_a_handful(low: float, high: float) -> None:
 def test_thinning_keeps_the_highest_and_the_lowest() -> None:
     points = [(float(x), 1.0) for x in range(10_000)]
     points[5000], points[7000] = (5000.0, 9.0), (7000.0, -9.0)
-    kept = list(charts._thinned(points))
+    kept = list(Layer(look="one", shape=Shape.STEPS, points=points).thinned())
     assert len(kept) <= 700
     assert {(5000.0, 9.0), (7000.0, -9.0)} <= set(kept)
     assert [x for x, _ in kept] == sorted(x for x, _ in kept)

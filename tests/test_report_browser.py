@@ -11,8 +11,9 @@ from test_live import Wanders
 from test_report_attached import attach_and_train
 
 from autotune.cli.main import run as run_command
-from autotune.report import html
-from autotune.report.curves import Line, curves
+from autotune.report.plot import Axis, Layer, Plot, Shape, axis_around
+from autotune.report.rendering import environment
+from autotune.report.svg import figure_of
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="no Chromium on this machine")
 SIZES = [(400, False), (400, True), (1600, False), (1600, True)]
@@ -102,20 +103,22 @@ def test_a_report_opens_from_the_disk_without_a_word_and_fits_the_window(
 @pytest.mark.parametrize("width", [400, 1600])
 def test_values_of_any_width_keep_clear_of_other_text(tmp_path: Path, width: int, browser: Chromium) -> None:
     drawn = [
-        curves(
-            f"From {low} to {high}",
-            "A line.",
-            [Line(number=1, name="a line", points=[(0, low), (largest, high)])],
-            target=None,
-            edge=None,
-            x_name="real steps",
-            y_name="cost, of the baseline's",
-        ).html
+        Plot(
+            title=f"From {low} to {high}",
+            described="A line.",
+            x=Axis(name="real steps", low=0.0, high=1.03 * largest),
+            y=axis_around("cost, of the baseline's", [low, high]),
+            layers=[Layer(name="a line", look="a1", shape=Shape.LINE, points=[(0, low), (largest, high)])],
+        )
         for low, high in [(1.17, 1.18), (0.99999, 1.0), (1e-7, 3e-7), (-123456.0, 1e6), (0.0, 1.0)]
         for largest in (3, 1e6)
     ]
     page = tmp_path / "page.html"
-    page.write_text(html.page("figures", *drawn))
+    template = environment().from_string(
+        '{% extends "page.html.j2" %}{% import "parts.html.j2" as parts %}'
+        "{% block content %}{{ parts.figures(figures) }}{% endblock %}"
+    )
+    page.write_text(template.render(title="figures", figures=[figure_of(plot) for plot in drawn]))
     browser.open(page, width=width)
     assert browser.value(CLASHES) == []
 

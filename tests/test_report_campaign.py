@@ -26,34 +26,29 @@ from autotune.cost_model.solver import solve
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import RunDirectoryError
 from autotune.plan import Plan
-from autotune.report.alternatives import otherwise
+from autotune.report.alternatives import other_units
+from autotune.report.campaign_page import CampaignPage
 from autotune.report.campaign_run import CampaignRun, arm_named, launched, read_campaign
-from autotune.report.comparison_page import ComparisonPage
 from autotune.report.costs import arm_costs
 from autotune.report.pareto import front_of, measured_finals, measured_trial
 from autotune.report.sheets import sheets_of
 from autotune.report.terminal_tables import tuned_line, verdict_line
-from autotune.report.tuning_page import TuningPage
 from autotune.report.writing import page_for
 
 
 @pytest.fixture(scope="module")
-def comparison(compared: Path) -> ComparisonPage:
-    found = page_for(read_campaign(compared))
-    assert isinstance(found, ComparisonPage)
-    return found
+def comparison(compared: Path) -> CampaignPage:
+    return page_for(read_campaign(compared))
 
 
 @pytest.fixture(scope="module")
-def tuning(tuned: Path) -> TuningPage:
-    found = page_for(read_campaign(tuned))
-    assert isinstance(found, TuningPage)
-    return found
+def tuning(tuned: Path) -> CampaignPage:
+    return page_for(read_campaign(tuned))
 
 
 @pytest.fixture(params=["comparison", "tuning"])
-def page(request: pytest.FixtureRequest) -> ComparisonPage | TuningPage:
-    found: ComparisonPage | TuningPage = request.getfixturevalue(request.param)
+def page(request: pytest.FixtureRequest) -> CampaignPage:
+    found: CampaignPage = request.getfixturevalue(request.param)
     return found
 
 
@@ -67,7 +62,7 @@ def change(path: Path, do: Callable[[Any], object]) -> None:
     path.write_text(json.dumps(document))
 
 
-def test_nothing_is_fetched_nothing_runs_and_the_page_is_whole(page: ComparisonPage | TuningPage) -> None:
+def test_nothing_is_fetched_nothing_runs_and_the_page_is_whole(page: CampaignPage) -> None:
     text = page.text
     parsed = Page(text)
     assert not re.search(r"(https?:)?//\w", text)
@@ -84,7 +79,7 @@ def test_nothing_is_fetched_nothing_runs_and_the_page_is_whole(page: ComparisonP
     )
 
 
-def test_the_page_begins_with_the_verdict_and_goes_on_with_the_plan(compared: Path, comparison: ComparisonPage) -> None:
+def test_the_page_begins_with_the_verdict_and_goes_on_with_the_plan(compared: Path, comparison: CampaignPage) -> None:
     text = Page(comparison.text).text
     assert comparison.verdict == verdict_line(json.loads((compared / "comparison.json").read_text()))
     order = [text.index(part) for part in (comparison.verdict, "The plan ", "The arms ", "Pictures ", "Repeat it ")]
@@ -94,11 +89,11 @@ def test_the_page_begins_with_the_verdict_and_goes_on_with_the_plan(compared: Pa
     assert f"autotune compare JOB --arms baseline,{','.join(ARMS)} --seeds 2 --memory-budget 90%" in text
 
 
-def test_every_unit_has_its_choice_and_what_others_would_change(comparison: ComparisonPage) -> None:
+def test_every_unit_has_its_choice_and_what_others_would_change(comparison: CampaignPage) -> None:
     run = comparison.run
     assert run.profile is not None
     plan = launched(arm_named(run.document, "exact"))
-    told = otherwise(run.profile, plan, run.budget_bytes)
+    told = other_units(run.profile, plan, run.budget_bytes)
     assert set(told) == {unit.name for unit in run.profile.units}
     name = next(unit.name for unit in run.profile.units if unit.recomputable)
     kept = str(plan.storage_of(name)) == "save"
@@ -113,7 +108,7 @@ def test_every_unit_has_its_choice_and_what_others_would_change(comparison: Comp
         assert told[unit.name] in text
 
 
-def test_the_optimum_is_the_solvers_and_the_front_has_no_dominated_plan(comparison: ComparisonPage) -> None:
+def test_the_optimum_is_the_solvers_and_the_front_has_no_dominated_plan(comparison: CampaignPage) -> None:
     run, front = comparison.run, comparison.front
     assert run.profile is not None
     assert front is not None
@@ -143,7 +138,7 @@ def test_an_arm_that_changes_its_plan_keeps_what_its_windows_saw(compared: Path)
     assert all("windows" not in run for run in arms["exact"]["runs"])
 
 
-def test_a_changing_arms_course_is_drawn_with_its_decisions(comparison: ComparisonPage) -> None:
+def test_a_changing_arms_course_is_drawn_with_its_decisions(comparison: CampaignPage) -> None:
     figures = {figure.title: figure for figure in comparison.figures}
     for what in ("accumulation", "precision and storage", "memory pressure", "time per step", "units over the run"):
         assert f"restless: {what}" in figures
@@ -154,7 +149,7 @@ def test_a_changing_arms_course_is_drawn_with_its_decisions(comparison: Comparis
     assert drawn.count('class="switch"') == changed
 
 
-def test_energy_is_absent_until_it_was_read_and_carbon_follows_the_intensity(comparison: ComparisonPage) -> None:
+def test_energy_is_absent_until_it_was_read_and_carbon_follows_the_intensity(comparison: CampaignPage) -> None:
     assert "Energy: absent." in Page(comparison.text).text
     document = json.loads(json.dumps(dict(comparison.run.document)))
     for number, run in enumerate(document["arms"][0]["runs"]):
@@ -177,7 +172,7 @@ def test_energy_is_absent_until_it_was_read_and_carbon_follows_the_intensity(com
     assert arm_costs(document, late)[0].carbon_g is None
 
 
-def test_a_tunings_page_says_what_was_found_and_what_it_took(tuned: Path, tuning: TuningPage) -> None:
+def test_a_tunings_page_says_what_was_found_and_what_it_took(tuned: Path, tuning: CampaignPage) -> None:
     document = json.loads((tuned / "tuned.json").read_text())
     text = Page(tuning.text).text
     assert tuning.verdict == tuned_line(document)
@@ -208,7 +203,7 @@ def test_a_run_without_a_profile_says_so_and_takes_one_from_elsewhere(
         read_campaign(folder, cached)
 
 
-def test_a_campaign_writes_its_own_page_and_hands_it_to_the_tracker(compared: Path, comparison: ComparisonPage) -> None:
+def test_a_campaign_writes_its_own_page_and_hands_it_to_the_tracker(compared: Path, comparison: CampaignPage) -> None:
     assert "<!DOCTYPE html>" in (compared / "report.html").read_text()[:20]
     assert comparison.verdict.split(";")[0] in Page((compared / "report.html").read_text()).text
     assert {path.stem for path in (compared / "figures").iterdir()} == {figure.name for figure in comparison.figures}
@@ -216,7 +211,7 @@ def test_a_campaign_writes_its_own_page_and_hands_it_to_the_tracker(compared: Pa
     assert {"report.html", "time-against-memory.svg", "comparison.png"} <= kept
 
 
-def test_a_figure_in_a_file_of_its_own_is_whole_and_needs_no_page(page: ComparisonPage | TuningPage) -> None:
+def test_a_figure_in_a_file_of_its_own_is_whole_and_needs_no_page(page: CampaignPage) -> None:
     assert len({figure.name for figure in page.figures}) == len(page.figures)
     for figure in page.figures:
         root = ET.fromstring(figure.file)

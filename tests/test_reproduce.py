@@ -275,7 +275,7 @@ def test_a_reproduction_that_was_cut_short_is_taken_up_from_its_journal(tiny: No
         (["table1", "--scale", "huge"], "allowed: cpu, paper"),
         (["table1", "--scale", "cpu", "--seeds", "1"], "at least 2"),
         (["table1"], "a folder, by --data or in the environment"),
-        (["table1", "--data", "nowhere"], "'nowhere' is no folder"),
+        (["table1", "--data", "nowhere"], "'nowhere' is not a folder"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(

@@ -78,7 +78,7 @@ def test_another_campaign_is_refused(tmp_path: Path) -> None:
     kept.keep_in(tmp_path)
     kept.once({"window": "a"}, lambda: 1)
     with pytest.raises(
-        RunDirectoryError, match=r'record 1 is of \{"window": "a"\}, and \{"window": "b"\} is asked for'
+        RunDirectoryError, match=r'record 1 is for \{"window": "a"\}, but the campaign requests \{"window": "b"\}'
     ):
         Journal.opened(tmp_path).once({"window": "b"}, lambda: 1)
 
@@ -261,7 +261,7 @@ def test_a_campaign_that_was_killed_before_its_first_record_begins(
     # One whose journal was taken away is another matter.
     (folder / JOURNAL).unlink()
     (folder / "tuned.json").unlink()
-    with pytest.raises(RunDirectoryError, match="holds no journal"):
+    with pytest.raises(RunDirectoryError, match="has no journal"):
         commands.resume(folder, job=str(JOB))
 
 
@@ -317,7 +317,7 @@ def see_that_the_study_is_whole(folder: Path, searched: int) -> None:
 
 def test_what_cannot_be_taken_up_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["resume", str(tmp_path)]) == 2
-    assert "is no run directory" in capsys.readouterr().err
+    assert "is not a run directory" in capsys.readouterr().err
     other = RunDirectory.create(tmp_path, "profile", "tiny", {})
     assert run(["resume", str(other.path)]) == 2
     assert "verb is 'profile'" in capsys.readouterr().err

@@ -29,6 +29,7 @@ from autotune.agents.saved_training import SavedTraining
 from autotune.campaign.policy_training import train_seed
 from autotune.campaign.seed_files import SeedFiles, finished, identity, read_result, taken_up
 from autotune.campaign.seed_processes import SeedHost
+from autotune.commands.training import TrainRequest
 from autotune.errors import InputError, RunDirectoryError
 from autotune.records.generations import Generations
 from autotune.records.run_directory import RunDirectory
@@ -267,7 +268,7 @@ def test_where_both_saves_are_damaged_the_seed_begins_anew_and_ends_the_same(
     flip(interrupted.checkpoint_before)
     found = train_on(interrupted.folder)
     (line,) = warnings_in(caplog)
-    assert "SHA-256 is not the one it names, and no save before it is whole; seed 4 begins anew" in line
+    assert "SHA-256 is not the one it names, and no save before it is whole; seed 4 starts again" in line
     assert_same(found, whole)
 
 
@@ -450,7 +451,7 @@ def test_a_training_whose_results_are_damaged_trains_those_seeds_again_and_ends_
     run.close()
     for seed in recipe.seeds:
         train_on(run.path, recipe, seed)
-    document = autotune.commands.train(resume=run.path)
+    document = autotune.commands.train(TrainRequest(resume=run.path))
     damaged, kept = (SeedFiles(folder=run.path, seed=seed) for seed in recipe.seeds)
     before = kept.result.stat().st_mtime_ns
     wanted = damaged.weights.read_bytes()
@@ -459,11 +460,11 @@ def test_a_training_whose_results_are_damaged_trains_those_seeds_again_and_ends_
         file.write(b'{"decisions": "many"}\n\xff\n[]\n')
     with kept.progress.open("ab") as file:
         file.write(b'nonsense\n{"decisions": 99999')
-    again = autotune.commands.train(resume=run.path, processes=1)
+    again = autotune.commands.train(TrainRequest(resume=run.path, processes=1))
     assert [line.partition(": ")[2] for line in warnings_in(caplog)] == [
-        "is not what the result names; seed 4 is trained again",
-        "1 damaged lines are left out",
-        "3 damaged lines are left out",
+        "is not the file that the result names; seed 4 is trained again",
+        "1 damaged lines are skipped",
+        "3 damaged lines are skipped",
     ]
     assert damaged.weights.read_bytes() == wanted
     assert kept.result.stat().st_mtime_ns == before
@@ -480,7 +481,7 @@ def test_a_policy_is_not_written_through_a_link_out_of_the_run(tmp_path: Path) -
     (tmp_path / "elsewhere").mkdir()
     (run.path / "policy").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RunDirectoryError, match="policy: is a link"):
-        autotune.commands.train(resume=run.path)
+        autotune.commands.train(TrainRequest(resume=run.path))
     assert not list((tmp_path / "elsewhere").iterdir())
 
 

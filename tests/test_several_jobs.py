@@ -4,38 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from autotune import commands
+from autotune.campaign import comparison_campaign
 from autotune.campaign.comparison import GATE
-from autotune.campaign.session import Session, session_of
+from autotune.campaign.setup import Campaign
 from autotune.cli.main import run
+from autotune.records.requests import CompareRequest
 from autotune.records.run_directory import RunDirectory
-from autotune.records.stratified import stratified_interval, together
-from autotune.records.verdicts import interval
+from autotune.records.stratified import together
 
 TESTS = Path(__file__).parent
 JOBS = [f"{TESTS / 'tiny_job.py'}:job", f"{TESTS / 'several_jobs.py'}:narrow"]
-
-
-@given(st.lists(st.floats(-1, 1), min_size=2, max_size=12))
-def test_of_one_job_it_is_students_interval(values: list[float]) -> None:
-    assert stratified_interval([values], 0.95)[1:] == pytest.approx(interval(values, 0.95), abs=1e-9)
-
-
-def test_it_covers_the_mean_of_means_as_often_as_it_says_though_jobs_vary_differently() -> None:
-    generator, covered = np.random.default_rng(0), 0
-    for _ in range(1000):
-        strata = [generator.normal(mean, spread, 8).tolist() for mean, spread in ((-1.0, 0.01), (0.5, 0.3), (2.0, 1.0))]
-        _, low, high = stratified_interval(strata, 0.95)
-        covered += low <= 0.5 <= high
-    assert 925 <= covered <= 975
 
 
 def document(job: str, times: dict[str, list[float | None]], **entries: dict[str, Any]) -> dict[str, Any]:
@@ -71,18 +56,18 @@ def test_each_job_counts_alike_and_what_fails_on_one_fails_together() -> None:
 def test_several_jobs_are_compared_by_one_command_and_taken_up_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = Session.compare
+    real = comparison_campaign.compare
     begun: list[str] = []
 
-    def killed_at_the_second(self: Session, *arguments: Any, **options: Any) -> dict[str, Any]:
-        begun.append(self.job.name)
+    def killed_at_the_second(campaign: Campaign, *arguments: Any, **options: Any) -> dict[str, Any]:
+        begun.append(campaign.job.name)
         if len(begun) == 2:
             raise KeyboardInterrupt
-        return real(self, *arguments, **options)
+        return real(campaign, *arguments, **options)
 
     options = ["--arms", f"uniform-bf16,{GATE}", "--seeds", "2", "--runs-dir", str(tmp_path), "--json"]
     with monkeypatch.context() as patch:
-        patch.setattr(Session, "compare", killed_at_the_second)
+        patch.setattr(comparison_campaign, "compare", killed_at_the_second)
         assert run(["compare", *JOBS, *options]) == 130
     (folder,) = tmp_path.glob("*-compare-jobs-*")
     first = next(tmp_path.glob("*-compare-tiny-*"))
@@ -127,9 +112,9 @@ def test_wrong_input_is_one_line(
 def test_a_campaign_is_not_taken_up_on_another_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session = session_of("digits", None, 60, None, 0, tmp_path, None)
-    arms = {"arms": ["baseline", "paper"], "seeds": [1, 2]}
-    config = {**arms, "memory_budget": None, "steps": 60, "seed": 0, "asked": {**session.asked, **arms}}
+    request = CompareRequest(job="digits", arms=["baseline", "paper"], seeds=[1, 2], steps=60)
+    arms = {"arms": request.arms, "seeds": request.seeds}
+    config = {**arms, "memory_budget": None, "steps": 60, "seed": 0, "asked": asdict(request)}
     folder = RunDirectory.create(tmp_path, "compare", "digits", config)
     folder.close()
     monkeypatch.setattr("autotune.commands.resuming.device_name", lambda: "another")

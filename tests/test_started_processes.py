@@ -67,10 +67,12 @@ while not sent.exists() or not json.loads(sent.read_text())["sent"]:
     time.sleep(0.2)
 """
 TRAINED = """
+from pathlib import Path
+
 from autotune import commands
 
 if __name__ == "__main__":
-    commands.train("recipe.toml", processes=1, runs_dir="runs")
+    commands.train(commands.TrainRequest(recipe=Path("recipe.toml"), processes=1), runs_dir="runs")
 """
 SCRATCH = """
 from autotune.io.scratch import ScratchFolder

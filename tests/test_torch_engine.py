@@ -654,8 +654,8 @@ def no_batches(seed: int) -> Iterator[Any]:
         ({"count": lambda batch: 1.5}, r"count returned 1.5"),
         ({"count": lambda batch: None}, r"count returned None"),
         ({"count": raising}, r"count raised KeyError"),
-        ({"units": ["body"]}, r"unit 'body' is no module of the model"),
-        ({"units": ["layers.0", "layers.0.weight"]}, r"unit 'layers.0.weight' is no module"),
+        ({"units": ["body"]}, r"unit 'body' is not a module of the model"),
+        ({"units": ["layers.0", "layers.0.weight"]}, r"unit 'layers.0.weight' is not a module"),
         ({"model": raising}, r"model raised KeyError"),
         ({"model": lambda: "model"}, r"model returned 'model'"),
         ({"optimizer": raising}, r"optimizer raised KeyError"),
@@ -865,7 +865,7 @@ def test_a_layer_that_the_device_cannot_run_in_a_format_is_unsupported():
 def fp16_engine(**changes: Any) -> TorchEngine:
     """Return an engine with fp16 in its space, however slowly this device runs it."""
     engine = engine_of(perceptron_job(**changes), statistics_every=1)
-    engine._space = dataclasses.replace(engine.space, precisions=(Precision.FP32, Precision.FP16))
+    engine.space = dataclasses.replace(engine.space, precisions=(Precision.FP32, Precision.FP16))
     engine.apply(engine.space.plan(accumulation_steps=2, precision=Precision.FP16))
     return engine
 

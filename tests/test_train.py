@@ -23,13 +23,13 @@ from autotune.agents.policy_folder import load_policy
 from autotune.agents.policy_network import LeverNetwork
 from autotune.agents.recipe import JobsRecipe, LeverRecipe, Recipe, read_recipe
 from autotune.campaign.policy_training import (
-    interval_over_jobs_and_seeds,
     jobs_of,
     train_seed,
     validation_env,
 )
 from autotune.campaign.seed_files import SeedFiles
 from autotune.cli.main import run
+from autotune.commands.training import TrainRequest
 from autotune.errors import AutotuneError, InputError, RunDirectoryError
 from autotune.gym.levers import RUN_FEATURES
 from autotune.records.run_directory import RunDirectory
@@ -90,7 +90,9 @@ class Trained:
 
     def __init__(self, runs: Path) -> None:
         self.runs, self.told = runs, Told()
-        self.document = autotune.commands.train(recipe_file(runs), runs_dir=runs, reporter=self.told)
+        self.document = autotune.commands.train(
+            TrainRequest(recipe=recipe_file(runs)), runs_dir=runs, reporter=self.told
+        )
         self.run = Path(self.document["run"])
 
 
@@ -223,7 +225,7 @@ def test_seeds_train_the_same_in_processes_of_their_own_as_here(trained: Trained
 
 def test_a_training_that_is_done_is_taken_up_without_training_again(trained: Trained) -> None:
     before = {path: path.stat().st_mtime_ns for path in trained.run.glob("seed-*")}
-    again = autotune.commands.train(resume=trained.run, runs_dir=trained.runs / "not used")
+    again = autotune.commands.train(TrainRequest(resume=trained.run), runs_dir=trained.runs / "not used")
     assert {path: path.stat().st_mtime_ns for path in trained.run.glob("seed-*")} == before
     same = ("seed", "won_percent", "won_percent_ci95", "parameters", "policy", "decisions")
     assert {key: again[key] for key in same} == {key: trained.document[key] for key in same}
@@ -283,7 +285,7 @@ def test_a_training_whose_processes_were_all_killed_ends_as_one_that_was_not(tmp
     # A kill may tear the line that was being written.
     with SeedFiles(folder=folder, seed=4).progress.open("a") as file:
         file.write('{"decisions": 99')
-    document = autotune.commands.train(resume=folder)
+    document = autotune.commands.train(TrainRequest(resume=folder))
     assert document["run"] == str(folder)
     (tmp_path / "whole").mkdir()
     assert_same_seeds(folder, whole_seeds(tmp_path / "whole", LONG))
@@ -331,17 +333,17 @@ def test_a_seed_that_fails_says_how_to_take_it_up_and_can_be(tmp_path: Path, cap
     # Where the weights shall stand, something is in the way.
     files.weights.mkdir()
     with pytest.raises(AutotuneError, match=rf"seed 4 ended with exit code 1.*--resume {run_folder.path}"):
-        autotune.commands.train(resume=run_folder.path)
+        autotune.commands.train(TrainRequest(resume=run_folder.path))
     assert files.checkpoint.is_file()
     assert not (run_folder.path / "policy").exists()
     files.weights.rmdir()
-    assert autotune.commands.train(resume=run_folder.path)["seed"] == 4
+    assert autotune.commands.train(TrainRequest(resume=run_folder.path))["seed"] == 4
     capfd.readouterr()
 
 
 NO_TRAININGS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (lambda folder: folder.rmdir(), "is no run directory"),
-    "empty": (lambda folder: None, "is no run directory"),
+    "missing": (lambda folder: folder.rmdir(), "is not a run directory"),
+    "empty": (lambda folder: None, "is not a run directory"),
     "of another command": (lambda folder: put(folder, {"verb": "tune"}), "holds no training|config.json: "),
     "recipe that is none": (lambda folder: put(folder, {"recipe": [1]}), r"holds no training|recipe is \[1\]"),
     "recipe of a newer version": (lambda folder: put(folder, {"recipe": {"version": 9}}), "version is 9"),
@@ -366,7 +368,7 @@ def test_what_holds_no_training_cannot_be_taken_up(
     make(folder)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises((InputError, RunDirectoryError), match=expected):
-        autotune.commands.train(resume=folder)
+        autotune.commands.train(TrainRequest(resume=folder))
     assert run(["train", "--resume", str(folder)]) == 2
     errors = capsys.readouterr().err.strip()
     assert len(errors.splitlines()) == 1
@@ -388,22 +390,3 @@ def test_jobs_to_judge_by_are_none_of_those_to_train_on() -> None:
     assert env.settings == recipe.planner
     stronger = validation_env(recipe, Strengths(length=0.5), lanes=8)
     assert np.std(np.log(stronger.course.length)) > np.std(np.log(env.course.length))
-
-
-def test_an_interval_over_jobs_and_seeds_holds_the_mean_and_widens_where_lanes_of_a_job_agree() -> None:
-    generator = np.random.default_rng(0)
-    job = np.repeat(np.arange(20), 10)
-    alone = generator.standard_normal((4, 200))
-    common = np.repeat(generator.standard_normal(20), 10)[None] + 0.0 * alone
-    widths = []
-    for values in (alone, common):
-        low, high = interval_over_jobs_and_seeds(values, job, resamples=300)
-        assert low <= values.mean() <= high
-        widths.append(high - low)
-    assert widths[1] > 2 * widths[0]
-    seeds = np.repeat(np.array([[-1.0], [1.0]]), 200, axis=1)
-    low, high = interval_over_jobs_and_seeds(seeds, job, resamples=300)
-    assert (low, high) == (-1.0, 1.0)
-    assert interval_over_jobs_and_seeds(np.full((3, 200), 0.5), job, resamples=50) == (0.5, 0.5)
-    few = interval_over_jobs_and_seeds(alone, job, resamples=300, confidence=0.5)
-    assert few[1] - few[0] < widths[0]

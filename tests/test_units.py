@@ -291,7 +291,7 @@ def test_named_units_count_a_shared_parameter_at_the_first():
 
 @pytest.mark.parametrize("name", ["", "block.0", "blocks.3", "blocks.0.weight"])
 def test_a_name_that_is_no_module_is_refused_with_those_that_are(name):
-    with pytest.raises(JobError, match=r"is no module of the model \(allowed: embedding, blocks, blocks.0, "):
+    with pytest.raises(JobError, match=r"is not a module of the model \(allowed: embedding, blocks, blocks.0, "):
         name_units(TinyGPT(), [name])
 
 

@@ -28,6 +28,9 @@ def test_the_wheel_carries_jobs_policies_types_and_licence(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"autotune/_envs/charlm.py", "autotune/_envs/digits.py", "autotune/py.typed"} <= names
     assert any(name.startswith("autotune/_policies/") for name in names)
+    templates = {str(path.relative_to(ROOT)) for path in (ROOT / "autotune/report/templates").iterdir()}
+    assert templates
+    assert templates <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

@@ -202,7 +202,9 @@ def test_two_jobs_whose_neighbours_have_one_name_are_not_mixed_up(tmp_path: Path
     )
     first, second, fourth, again = done.stdout.splitlines()
     assert (first, fourth, again) == ("first", "fourth", "first"), done.stderr
-    assert "second/my_job.py: beside it lies 'parts', and another job has its own neighbour of that name" in second
+    assert (
+        "second/my_job.py: the module 'parts' is next to it, and another job has its own module of that name" in second
+    )
 
 
 GONE = """

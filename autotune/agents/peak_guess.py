@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.plan import Plan, PlanSpace, Storage
+from autotune.plan import Plan, PlanSpace
 
 # Keeps a choice that few of the measured plans made from explaining their peaks alone.
 _RIDGE = 0.1
@@ -48,8 +48,8 @@ class PeakGuess:
         return float(np.dot(coefficients, self._row(plan))) - deviation <= 1.0
 
     def _row(self, plan: Plan) -> list[float]:
-        bits = [float(plan.precision_of(name).is_16_bit) for name in self._units]
-        return [1.0, *bits, *(float(plan.storage_of(name) is Storage.RECOMPUTE) for name in self._recomputable)]
+        bits = [float(plan.precision_of(name).is_reduced) for name in self._units]
+        return [1.0, *bits, *(float(plan.storage_of(name).recomputes) for name in self._recomputable)]
 
     def _line(self, k: int) -> _Line:
         rows, shares = (np.array(column) for column in zip(*self._seen[k], strict=True))

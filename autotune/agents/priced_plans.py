@@ -39,7 +39,7 @@ class PricedPlans:
             price_16_bit: logarithm of a factor on the seconds of units in 16 bits.
         """
         pool, arrays = self._lanes, self._arrays
-        factor = np.ones((1, arrays.max_units, arrays.max_choices // 2))
+        factor = np.ones((1, arrays.max_units, arrays.max_precisions))
         factor[:, :, 1:] *= math.exp(price_16_bit)
         seconds = pool.seconds_per_step(factor, np.ones(1))[0]
         own = pool.there[0] & (arrays.accumulation_steps[0][pool.k[0]] == accumulation_steps)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +23,7 @@ from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors, tenso
 from autotune.mechanics.trees import tensors
 from autotune.plan import Plan, Precision
 from autotune.profiling.profiler import profile
-from autotune.records.verdicts import interval
+from autotune.stats import mean_with_interval
 
 # Runs of different plan and batch size whose memory is metered after a run, those nearest to their budget first.
 _METERED = 24
@@ -112,10 +111,10 @@ def bench_situation(
         "budgets": budgets if situation.moves else budgets[:1],
         "budgets_shown": [format_bytes(size) for size in (budgets if situation.moves else budgets[:1])],
         "static_plan": str(static),
-        "live_over_static": ratio_of([one["live_s"] / one["static_s"] for one in results]),
-        "oracle_over_static": ratio_of([one["oracle_s"] / one["static_s"] for one in results]),
-        "share_of_ceiling": ratio_of(shares),
-        "share_of_ceiling_after_profile": ratio_of(
+        "live_over_static": mean_with_interval([one["live_s"] / one["static_s"] for one in results]),
+        "oracle_over_static": mean_with_interval([one["oracle_s"] / one["static_s"] for one in results]),
+        "share_of_ceiling": mean_with_interval(shares),
+        "share_of_ceiling_after_profile": mean_with_interval(
             [
                 (one["static_after_profile_s"] - one["live_after_profile_s"])
                 / (one["static_after_profile_s"] - one["oracle_after_profile_s"])
@@ -269,9 +268,3 @@ def _storage_only(found: Profile, *, free_k: bool) -> Profile:
         precisions=(inherit,),
         accumulation_choices=tuple(table.accumulation_steps for table in kept),
     )
-
-
-def ratio_of(values: list[float]) -> dict[str, Any]:
-    """Return the mean of paired values with a 95 % t-interval."""
-    low, high = interval(values, 0.95) if len(values) > 1 else (values[0], values[0])
-    return {"mean": statistics.fmean(values), "ci95": [low, high], "values": values}

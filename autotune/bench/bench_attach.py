@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 from autotune.bench.attached_arms import Arm, LiveArm, endless, take_turns
 from autotune.bench.attached_situations import SITUATIONS, bench_situation
-from autotune.bench.bench_followed import bench_followed, courses_of
-from autotune.bench.bench_overhead import bootstrap_median
+from autotune.bench.bench_followed import bench_followed, courses_of, line_of
+from autotune.bench.harness import document_of, interval_text
 from autotune.catalog import load_job
 from autotune.errors import InputError
 from autotune.io.progress import Reporter, Silent
 from autotune.job import Job
 from autotune.live.limits import Limits
-from autotune.mechanics.devices import device_name
+from autotune.stats import paired_ratio
 
 
 def bench_overhead_attached(
@@ -51,13 +50,9 @@ def bench_overhead_attached(
     found = {}
     for name in ("observe", "act"):
         arm = arms[name]
-        ratios = [own / other for own, other in zip(arm.seconds, plain, strict=True)]
-        low, high = bootstrap_median(ratios)
         more = sum(arm.seconds) - sum(plain)
         found[name] = {
-            "ratio_median": statistics.median(ratios),
-            "ratio_ci95": [low, high],
-            "ratio_total": sum(arm.seconds) / sum(plain),
+            **paired_ratio(arm.seconds, plain),
             # Probing and profiling are paid once, whatever the length of the run.
             "ratio_total_1000_steps": 1 + more / (statistics.median(plain) * max(steps, 1000)),
             "identical": arm.losses == arms["unattached"].losses,
@@ -111,15 +106,31 @@ def bench_attach(
     ]
     behind = [bench_followed(course, steps=steps, seed=seed, reporter=reporter) for course in courses]
     headline = overhead[0]["act"] if overhead else {}
-    return {
-        "version": 1,
-        "benchmark": "attach",
-        "device": device_name(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+    figures = {
         "ratio_median": headline.get("ratio_median"),
         "ratio_ci95": headline.get("ratio_ci95"),
         "overhead": overhead,
         "situations": won,
         "followed": behind,
     }
+    return document_of("attach", figures)
+
+
+def lines(document: Mapping[str, Any]) -> list[str]:
+    """Return what the benchmark found, in words."""
+    found = []
+    for entry in document["overhead"]:
+        for stage in ("observe", "act"):
+            low, high = entry[stage]["ratio_ci95"]
+            found.append(
+                f"{entry['job']}, {stage}: a step takes {entry[stage]['ratio_median']:.4f} [{low:.4f}, {high:.4f}] of "
+                f"an unattached one's time; over 1,000 steps, all included, "
+                f"{entry[stage]['ratio_total_1000_steps']:.4f}"
+            )
+    for entry in document["situations"]:
+        found.append(
+            f"{entry['situation']}: live {interval_text(entry['live_over_static'])} and oracle "
+            f"{interval_text(entry['oracle_over_static'])} of the best static plan's time: "
+            f"{entry['share_of_ceiling']['mean']:.0%} of the ceiling; {entry['over_budget_steps']} steps over budget"
+        )
+    return [*found, *map(line_of, document["followed"])]

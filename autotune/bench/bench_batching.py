@@ -1,43 +1,43 @@
-"""Measure adaptive batching where the gradient's noise grows: time to target of a live run against every constant k.
+"""Adaptive batching where the gradient's noise grows: time to target of a live run against every constant k.
 
-Small batches learn most per sample while the loss falls steeply, large ones later: no constant k is right throughout.
+Small batches learn most per sample while the loss falls steeply, and large ones later, so that no constant k is best
+throughout.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from autotune.bench.attached_arms import Arm, LiveArm, endless
-from autotune.bench.attached_situations import ratio_of
+from autotune.bench.harness import SILENT, document_of, interval_text
 from autotune.catalog import load_job
 from autotune.cost_model.learning_rate import batch_factor
 from autotune.errors import InputError
-from autotune.io.progress import Reporter, Silent
+from autotune.io.progress import Reporter
 from autotune.job import Job
 from autotune.live.limits import Limits
 from autotune.live.settings import Settings
 from autotune.mechanics import randomness, stepping
-from autotune.mechanics.devices import device_name
+from autotune.stats import mean_with_interval
 
-# A budget that binds nobody: what is compared is the size of the step.
+# A budget that never binds, since step sizes are compared.
 _AMPLE = 2**45
-# Evaluations that a metric is averaged over, so that no lucky one ends a run.
+# Evaluations whose mean decides whether the target is reached, so that one lucky evaluation does not end a run.
 _SMOOTHED = 3
 
 
 class ConstantArm(Arm):
-    """Train with steps of always the same number of batches.
+    """An arm whose steps all have the same number of batches.
 
     Args:
         job: the job.
-        seed: of its weights.
-        k: batches of a step; the learning rate follows the job's rule.
+        seed: random seed for the weights.
+        k: batches per step; the learning rate follows the job's rule.
     """
 
     def __init__(self, job: Job, seed: int, k: int) -> None:
@@ -48,7 +48,7 @@ class ConstantArm(Arm):
             group["lr"] *= factor
 
     def step(self, batch: Any) -> Any:
-        """Accumulate a batch's gradient, and update with the step's last one."""
+        """Accumulate the gradient of a batch, and update after the last batch of a step."""
         loss = self.job.loss(self.model, batch)
         (loss / self._batches).backward()
         self._left -= 1
@@ -59,13 +59,13 @@ class ConstantArm(Arm):
 
 
 @dataclass(slots=True)
-class _Way:
-    """Follow an arm to its target.
+class _Racer:
+    """An arm on its way to the target.
 
     Attributes:
         arm: the arm.
-        batches: its batches, the same for every arm.
-        metrics: evaluations so far.
+        batches: its batches, which are the same for every arm.
+        metrics: metric of each evaluation so far.
         seconds: seconds of training to the target; ``None`` while it is not reached.
         samples: samples so far.
     """
@@ -76,7 +76,7 @@ class _Way:
     seconds: float | None = None
     samples: int = 0
 
-    def go_on(self, job: Job) -> None:
+    def train(self, job: Job) -> None:
         """Train until the next evaluation, and evaluate."""
         for _ in range(job.evaluate_every):
             batch = next(self.batches)
@@ -91,94 +91,85 @@ class _Way:
 
 
 def bench_growing_noise(
-    reference: str | Job, *, seeds: int, policy: str = "ppo", reporter: Reporter | None = None
+    reference: str | Job, *, seeds: int, policy: str = "ppo", reporter: Reporter = SILENT
 ) -> dict[str, Any]:
     """Return the time to target of a live run with adaptive batching over that of every constant k, paired.
 
-    All arms take turns from evaluation to evaluation, on the same batches. What is not reached counts as the whole
-    run's time. Evaluations are not counted.
+    All arms take turns from evaluation to evaluation, on the same batches. An arm that does not reach the target counts
+    with the time of its whole run. Evaluations are not timed.
 
     Args:
         reference: a job with adaptive batching.
-        seeds: paired runs.
-        policy: what is attached.
+        seeds: number of paired runs.
+        policy: the policy that is attached.
         reporter: shows progress.
 
     Raises:
         InputError: if the job's batching is not adaptive.
     """
-    shows = reporter or Silent()
     job = load_job(reference)
     if job.batching != "adaptive":
         raise InputError(f"batching of {job.name} is {job.batching!r}", where="bench batching", allowed="adaptive")
     job = replace(job, schedule=None)
     rounds = math.ceil(job.max_steps / job.evaluate_every)
-    shows.stage(f"growing noise: constant k and live in turn on {job.name}", seeds * rounds)
-    runs = [_race(job, seed, policy, shows, rounds) for seed in range(seeds)]
-    names = list(runs[0]["seconds"])
-    means = {name: statistics.fmean(run["seconds"][name] for run in runs) for name in names}
-    constant = [name for name in names if name != "live"]
-    best = min(constant, key=lambda name: means[name])
-    return {
-        "version": 1,
-        "benchmark": "batching",
-        "device": device_name(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+    reporter.stage(f"growing noise: constant k and live in turn on {job.name}", seeds * rounds)
+    runs = [_race(job, seed, policy, reporter, rounds) for seed in range(seeds)]
+    constant = [name for name in runs[0]["seconds"] if name != "live"]
+    best = min(constant, key=lambda name: statistics.fmean(run["seconds"][name] for run in runs))
+
+    def over_best(name: str) -> dict[str, Any]:
+        return mean_with_interval([run["seconds"][name] / run["seconds"][best] for run in runs])
+
+    figures = {
         "job": job.name,
         "policy": policy,
         "target": job.target,
-        "constant_over_best": {
-            name: ratio_of([run["seconds"][name] / run["seconds"][best] for run in runs]) for name in constant
-        },
+        "constant_over_best": {name: over_best(name) for name in constant},
         "best_constant": best,
-        "live_over_best": ratio_of([run["seconds"]["live"] / run["seconds"][best] for run in runs]),
+        "live_over_best": over_best("live"),
         "runs": runs,
     }
+    return document_of("batching", figures)
 
 
-def _race(job: Job, seed: int, policy: str, shows: Reporter, rounds: int) -> dict[str, Any]:
+def lines(document: Mapping[str, Any]) -> list[str]:
+    """Return what the benchmark found, in words."""
+    of_best = f"of the time of {document['best_constant']}"
+    constant = [f"{name}: {interval_text(one)} {of_best}" for name, one in document["constant_over_best"].items()]
+    return [*constant, f"live: {interval_text(document['live_over_best'])} {of_best}, the best of these"]
+
+
+def _race(job: Job, seed: int, policy: str, reporter: Reporter, rounds: int) -> dict[str, Any]:
     attaching = {
         "policy": policy,
         "mode": "tolerant",
         "settings": Settings(batching="adaptive", lr_rule=job.lr_rule, accumulation_choices=job.accumulation_choices),
         "memory_budget_bytes": _AMPLE,
         "total_steps": job.max_steps,
-        # Steps of a few milliseconds: what the tuner costs is part of the time, and no reason to leave.
+        # Steps take a few milliseconds: the tuner's overhead is part of the time, and no reason to detach.
         "limits": Limits(overhead_frac=0.2),
     }
     live = LiveArm(job, seed, attaching)
     arms: dict[str, Arm] = {f"k={k}": ConstantArm(job, seed, k) for k in job.accumulation_choices}
-    ways = {name: _Way(arm, endless(job, seed)) for name, arm in {**arms, "live": live}.items()}
+    racers = {name: _Racer(arm, endless(job, seed)) for name, arm in {**arms, "live": live}.items()}
     for number in range(rounds):
-        names = list(ways)[number % len(ways) :] + list(ways)[: number % len(ways)]
+        names = list(racers)[number % len(racers) :] + list(racers)[: number % len(racers)]
         for name in names:
-            if ways[name].seconds is None:
-                ways[name].go_on(job)
-        shows.advance(seed * rounds + number + 1)
+            if racers[name].seconds is None:
+                racers[name].train(job)
+        reporter.advance(seed * rounds + number + 1)
     status = live.tuner.status
     live.tuner.detach()
     return {
         "seed": seed,
-        "seconds": {name: way.seconds or sum(way.arm.seconds) for name, way in ways.items()},
-        "reached": {name: way.seconds is not None for name, way in ways.items()},
-        "samples": {name: way.samples for name, way in ways.items()},
-        "metric": {name: way.metrics[-1] for name, way in ways.items()},
-        # One k for every run of steps with it.
-        "ks": [list(pair) for pair in _runs_of([plan.accumulation_steps for plan in live.plans])],
+        "seconds": {name: racer.seconds or sum(racer.arm.seconds) for name, racer in racers.items()},
+        "reached": {name: racer.seconds is not None for name, racer in racers.items()},
+        "samples": {name: racer.samples for name, racer in racers.items()},
+        "metric": {name: racer.metrics[-1] for name, racer in racers.items()},
+        # Each k with the number of steps in a row that used it.
+        "ks": [[k, len(list(steps))] for k, steps in itertools.groupby(plan.accumulation_steps for plan in live.plans)],
         "attached": status["attached"],
         "noise_scale": status.get("noise_scale"),
         "overhead_frac": status.get("overhead_frac"),
         "trips": status.get("trips"),
     }
-
-
-def _runs_of(values: list[int]) -> list[tuple[int, int]]:
-    """Return (value, how often in a row)."""
-    found: list[tuple[int, int]] = []
-    for value in values:
-        if found and found[-1][0] == value:
-            found[-1] = value, found[-1][1] + 1
-        else:
-            found.append((value, 1))
-    return found

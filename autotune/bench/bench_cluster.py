@@ -1,23 +1,23 @@
-"""Measure how much faster several workers try plans than one: the same windows on one and on all, in turn."""
+"""Speed-up by a cluster: the same windows on one worker and on all workers, in turn."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
-from autotune.bench.bench_overhead import bootstrap_median
+from autotune.bench.harness import SILENT, alternating, document_of
 from autotune.engines.cluster_pool import workers_on
 from autotune.engines.pool_engine import PoolEngine
 from autotune.engines.ray_cluster import Cluster, ClusterOptions
 from autotune.engines.torch_engine import EngineOptions
 from autotune.engines.tuning_windows import WINDOW_STEPS
 from autotune.errors import InputError
-from autotune.mechanics.devices import device_name
+from autotune.io.progress import Reporter
 from autotune.plan import Plan
+from autotune.stats import median_interval
 
 
 def bench_cluster(
@@ -27,24 +27,25 @@ def bench_cluster(
     pairs: int = 6,
     windows: int = 24,
     seed: int = 0,
-    on_pair: Callable[[float], None] | None = None,
+    reporter: Reporter = SILENT,
 ) -> dict[str, Any]:
-    """Return how many trials a minute one worker and all of them manage, and how much of what was added arrives.
+    """Return the trials a minute of one worker and of all workers, and the efficiency of the added ones.
 
-    A pair is the same windows, as a random search would ask for them, run by one worker and by all; pairs alternate in
-    their order. Whole trials are timed, with what is sent to and fro; what it takes to start workers is not.
+    Both run the same windows, as a random search would ask for them. Whole trials are timed, communication included;
+    the start of the workers is not.
 
     Args:
         job: the job's reference; its steps are real.
         options: where workers run; at least two.
-        pairs: how many pairs.
-        windows: in each half of a pair.
-        seed: of the job and of the plans.
-        on_pair: is told how many pairs are done.
+        pairs: number of pairs of turns.
+        windows: windows in each turn.
+        seed: random seed for the job and the plans.
+        reporter: shows progress.
 
     Raises:
         InputError: if the cluster has a single worker, or a window fails.
     """
+    reporter.stage(f"{job}: one worker against all", pairs)
     with Cluster(options) as cluster:
         if len(cluster.places) < 2:
             raise InputError("has one worker", where=f"cluster {options.address}", allowed="at least 2")
@@ -56,19 +57,13 @@ def bench_cluster(
         seconds: dict[str, list[float]] = {name: [] for name in engines}
         for number in range(pairs):
             asked = _plans(engines["one"], generator, windows)
-            for name in ("one", "all") if number % 2 == 0 else ("all", "one"):
+            for name in alternating(list(engines), number):
                 seconds[name].append(_seconds(engines[name], asked))
-            if on_pair is not None:
-                on_pair(number + 1)
+            reporter.advance(number + 1)
     speedups = [one / every for one, every in zip(seconds["one"], seconds["all"], strict=True)]
     efficiencies = [speedup / len(workers) for speedup in speedups]
-    low, high = bootstrap_median(efficiencies)
-    return {
-        "version": 1,
-        "benchmark": "cluster",
+    figures = {
         "job": job,
-        "device": device_name(),
-        "torch": torch.__version__,
         "cluster": options.address,
         "workers": len(workers),
         "cores_per_worker": options.cores,
@@ -77,11 +72,22 @@ def bench_cluster(
         "trials_per_minute": {name: 60 * windows / float(np.median(values)) for name, values in seconds.items()},
         "speedups": speedups,
         "efficiency_median": float(np.median(efficiencies)),
-        "efficiency_ci95": [low, high],
+        "efficiency_ci95": list(median_interval(efficiencies)),
     }
+    return document_of("cluster", figures)
+
+
+def lines(document: Mapping[str, Any]) -> list[str]:
+    """Return what the benchmark found, in words."""
+    rates, (low, high) = document["trials_per_minute"], document["efficiency_ci95"]
+    return [
+        f"{rates['one']:.0f} trials a minute with one worker, {rates['all']:.0f} with {document['workers']}: "
+        f"efficiency {document['efficiency_median']:.2f} (95 % interval {low:.2f} to {high:.2f})"
+    ]
 
 
 def _plans(engine: PoolEngine, generator: np.random.Generator, count: int) -> list[Plan]:
+    """Return distinct random plans."""
     found: dict[Plan, None] = {}
     while len(found) < count:
         found[engine.space.sample(generator)] = None
@@ -89,7 +95,7 @@ def _plans(engine: PoolEngine, generator: np.random.Generator, count: int) -> li
 
 
 def _seconds(engine: PoolEngine, plans: Sequence[Plan]) -> float:
-    """Return the seconds that an engine takes for windows, asked for as far ahead as a search would."""
+    """Return the seconds of an engine for windows that are asked for as far ahead as a search would ask."""
     began, asked = time.perf_counter(), iter(plans)
     for plan, _ in zip(asked, range(engine.ahead), strict=False):
         engine.prepare(plan, WINDOW_STEPS)

@@ -1,35 +1,38 @@
-"""Measure what control costs over DeepSpeed: the engine's step against a DeepSpeed loop of one's own, interleaved."""
+"""Overhead over DeepSpeed: the engine's step against a hand-written DeepSpeed loop, interleaved.
+
+Run as a module, this file is one rank of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import distributed
 
-from autotune.bench.bench_overhead import Beside, overhead, time_blocks
+from autotune.bench.bench_overhead import InterleavedEngine, overhead, time_blocks
+from autotune.bench.harness import SILENT
 from autotune.catalog import load_job
 from autotune.engines.deepspeed_config import engine_config
 from autotune.engines.deepspeed_engine import DeepSpeedEngine, sized
 from autotune.engines.deepspeed_library import imported
 from autotune.engines.rank_processes import Report, be_rank, run_on_ranks
+from autotune.io.progress import Reporter
 from autotune.job import Job
 from autotune.mechanics import stepping
 from autotune.mechanics.randomness import seed_all
 
-# So often ranks are started, the engine built first and the loop first in turn, so that where their memory comes to lie
-# favours neither.
+# Starts of the ranks. Engine and loop are built first in turn, so that the place of their memory favours neither.
 _STARTS = 4
 
 
-class HandWrittenLoop:
-    """Train a job on this rank as anybody would with DeepSpeed by hand.
+class DeepSpeedLoop:
+    """A hand-written DeepSpeed training loop on this rank.
 
     Args:
-        job: the job; a step consumes one batch, each rank its share of it.
-        zero_stage: 0 to 3.
-        seed: of weights and batches.
+        job: the job; a step consumes one batch, of which each rank takes its share.
+        zero_stage: ZeRO stage, 0 to 3.
+        seed: random seed for weights and batches.
     """
 
     def __init__(self, job: Job, zero_stage: int, seed: int) -> None:
@@ -57,41 +60,36 @@ class HandWrittenLoop:
             loss.item()
 
 
-class BesideSharded(Beside, DeepSpeedEngine):
-    """A DeepSpeed engine beside each of whose steps a loop by hand takes one."""
+class InterleavedDeepSpeedEngine(InterleavedEngine, DeepSpeedEngine):
+    """A DeepSpeed engine that runs one step of a hand-written loop with each of its own."""
 
 
 def bench_deepspeed(
-    job: str,
-    *,
-    ranks: int,
-    zero_stage: int,
-    pairs: int,
-    seed: int,
-    on_pair: Callable[[int], None] | None = None,
+    job: str, *, ranks: int, zero_stage: int, pairs: int, seed: int, reporter: Reporter = SILENT
 ) -> dict[str, Any]:
-    """Return the ratio of the engine's time to a hand-written DeepSpeed loop's, as rank 0 sees it.
+    """Return the ratio of the engine's time to that of a hand-written DeepSpeed loop, as rank 0 measures it.
 
     Args:
         job: the job's reference.
-        ranks: how many.
-        zero_stage: 0 to 3.
-        pairs: pairs of blocks of ten steps, at least; as many after each start of the ranks.
-        seed: of both runs.
-        on_pair: is told of pairs done.
+        ranks: number of ranks.
+        zero_stage: ZeRO stage, 0 to 3.
+        pairs: fewest pairs of blocks of ten steps; every start of the ranks takes the same number of them.
+        seed: random seed for both runs.
+        reporter: shows progress.
 
     Raises:
-        EngineError: if a rank fails; what it raised is quoted.
+        EngineError: if a rank fails; the message quotes what it raised.
     """
+    loaded = load_job(job)
+    reporter.stage(f"{loaded.name}: engine against a plain loop", pairs)
     asked = {"job": job, "zero_stage": zero_stage, "pairs": -(-pairs // _STARTS), "seed": seed}
     blocks: list[tuple[float, float]] = []
     for start in range(_STARTS):
         found = run_on_ranks("autotune.bench.bench_deepspeed", {**asked, "engine_first": start % 2 == 0}, ranks=ranks)
         blocks += [(own, plain) for own, plain in found["blocks"]]
-        if on_pair is not None:
-            on_pair(len(blocks))
+        reporter.advance(len(blocks))
     return {
-        **overhead(load_job(job), blocks, starts=_STARTS),
+        **overhead(loaded, blocks, starts=_STARTS),
         "threads": found["threads"],
         "ranks": ranks,
         "zero_stage": zero_stage,
@@ -101,9 +99,9 @@ def bench_deepspeed(
 
 def _timed(asked: dict[str, Any], _: Report) -> dict[str, Any]:
     job, stage, seed = load_job(asked["job"]), asked["zero_stage"], asked["seed"]
-    plain = None if asked["engine_first"] else HandWrittenLoop(job, stage, seed)
-    engine = BesideSharded(job, zero_stage=stage, seed=seed)
-    engine.plain = plain or HandWrittenLoop(job, stage, seed)
+    plain = None if asked["engine_first"] else DeepSpeedLoop(job, stage, seed)
+    engine = InterleavedDeepSpeedEngine(job, zero_stage=stage, seed=seed)
+    engine.plain = plain or DeepSpeedLoop(job, stage, seed)
     blocks = time_blocks(engine, pairs=asked["pairs"])
     distributed.barrier()
     return {"blocks": blocks, "threads": torch.get_num_threads()}

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from autotune.bench.attached_arms import LiveArm, endless
 from autotune.bench.attached_situations import SITUATIONS, budgets_of, profile_of
-from autotune.bench.bench_overhead import bootstrap_median
 from autotune.bench.followed_arm import FollowedArm, follow
 from autotune.bench.tuner_breakdown import breakdown, watch
 from autotune.bench.tuner_rooms import FORWARD, Rooms
@@ -28,12 +27,12 @@ from autotune.live.limits import Limits
 from autotune.live.placement import Placements
 from autotune.live.settings import Settings
 from autotune.mechanics import stepping
+from autotune.stats import median_interval, total_ratio_interval
 
 # A budget that never binds.
 _AMPLE = 2**45
 # One-off costs are spread over so many steps, as the tuner does.
 _SPREAD_OVER = 1000
-_RESAMPLES = 2000
 # The arms stop before their last batch once the 95 % intervals of the median ratios reach no further than this from
 # the medians: a third of the 1 % that the tuner may cost. They are looked at every so many steps, after the first
 # of them.
@@ -209,7 +208,7 @@ def _is_narrow(pair: _Pair) -> bool:
     """Tell whether the intervals of the median ratios are narrow enough to end the run."""
     for clock in CLOCKS:
         own, other = pair.step_seconds(clock)
-        low, high = bootstrap_median((own / other).tolist())
+        low, high = median_interval((own / other).tolist())
         median = float(np.median(own / other))
         if max(high - median, median - low) > _NARROW:
             return False
@@ -220,8 +219,8 @@ def _figures(pair: _Pair, clock: Clock) -> dict[str, Any]:
     """Return the ratios of the live arm's seconds to the other's, by one of their clocks."""
     own, other = pair.step_seconds(clock)
     learning = _per_step(pair.live.learning, pair.ends) > 0
-    low, high = bootstrap_median((own / other).tolist())
-    first, last = _bootstrap_total(own, other)
+    low, high = median_interval((own / other).tolist())
+    first, last = total_ratio_interval(own, other)
     once = float((own - other)[learning].sum())
     ordinary_s, more = float(other[~learning].mean()), float((own - other)[~learning].mean())
     steps = max(len(own), _SPREAD_OVER)
@@ -232,7 +231,7 @@ def _figures(pair: _Pair, clock: Clock) -> dict[str, Any]:
         "ratio_total": float(own.sum() / other.sum()),
         "ratio_total_ci95": [first, last],
         "ratio_total_after_learning": 1 + more / ordinary_s,
-        "ratio_total_after_learning_ci95": list(_bootstrap_total(own[~learning], other[~learning])),
+        "ratio_total_after_learning_ci95": list(total_ratio_interval(own[~learning], other[~learning])),
         # Probing and profiling are paid once, whatever the length of the run.
         "ratio_total_1000_steps": 1 + (more + once / steps) / ordinary_s,
         "learning": {
@@ -253,13 +252,6 @@ def _per_step(values: Sequence[float], ends: Sequence[bool]) -> NDArray[np.float
             sums.append(float(sum(values[begun:number])))
             begun = number
     return np.array(sums)
-
-
-def _bootstrap_total(own: NDArray[np.float64], other: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the 95 % percentile-bootstrap interval of the ratio of two totals, by their pairs."""
-    rows = np.random.default_rng(0).integers(len(own), size=(_RESAMPLES, len(own)))
-    low, high = np.quantile(own[rows].sum(axis=1) / other[rows].sum(axis=1), (0.025, 0.975))
-    return float(low), float(high)
 
 
 def _breakdown(course: Course, *, steps: int, seed: int, reporter: Reporter) -> dict[str, Any]:

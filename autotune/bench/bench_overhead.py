@@ -1,116 +1,27 @@
-"""Measure what the engine costs: its step against a plain loop of the same job, interleaved in one run."""
+"""Overhead of the engine: its step against a hand-written loop of the same job, interleaved in one run."""
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
+from autotune.bench.harness import SILENT, document_of
 from autotune.engines.measured_window import Window
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
+from autotune.io.progress import Reporter
 from autotune.job import Job
-from autotune.mechanics.devices import device_name
 from autotune.mechanics.randomness import seed_all
+from autotune.stats import paired_ratio
 
 # A block holds one sampled step at the default sampling, as every ten steps of a run do.
 _BLOCK = 10
 
 
-class Beside(TorchEngine):
-    """An engine beside each of whose steps a plain loop takes one, after it and before it in turn.
-
-    A machine that is slower for some seconds is so for both. Where blocks of ten steps took turns, on two ranks, ratios
-    of one build went from 0.87 to 1.24, and their medians from 1.00 to 1.03.
-    """
-
-    plain: Loop
-    plain_s = 0.0
-    _leads = False
-
-    def _advance(self, window: Window, *, sample: bool) -> None:
-        self._leads = not self._leads
-        if self._leads:
-            super()._advance(window, sample=sample)
-        began = time.perf_counter()
-        self.plain.run(1)
-        self.plain_s += time.perf_counter() - began
-        if not self._leads:
-            super()._advance(window, sample=sample)
-
-
-def bench_overhead(job: Job, *, pairs: int, seed: int, on_pair: Callable[[int], None] | None = None) -> dict[str, Any]:
-    """Return the ratio of the engine's time to a hand-written loop's.
-
-    Both train the same job from the same seed under the baseline plan; their steps alternate A B, B A.
-
-    Args:
-        job: the job.
-        pairs: pairs of blocks of ten steps.
-        seed: of both runs.
-        on_pair: is told of pairs done.
-    """
-    engine = Beside(job, seed=seed, options=EngineOptions())
-    engine.plain = PlainLoop(job, seed)
-    blocks = time_blocks(engine, pairs=pairs, on_pair=on_pair)
-    engine.close()
-    return overhead(job, blocks)
-
-
-def time_blocks(
-    engine: Beside, *, pairs: int, on_pair: Callable[[int], None] | None = None
-) -> list[tuple[float, float]]:
-    """Return the seconds of blocks of ten steps: the engine's, and those of the loop beside it.
-
-    Args:
-        engine: the engine, with the loop.
-        pairs: pairs of blocks.
-        on_pair: is told of pairs done.
-    """
-    engine.run(4)
-    blocks = []
-    for pair in range(pairs):
-        engine.plain_s, began = 0.0, time.perf_counter()
-        engine.run(_BLOCK)
-        blocks.append((time.perf_counter() - began - engine.plain_s, engine.plain_s))
-        if on_pair is not None:
-            on_pair(pair + 1)
-    return blocks
-
-
-def overhead(job: Job, blocks: Sequence[tuple[float, float]], *, starts: int = 1) -> dict[str, Any]:
-    """Return the ratio of an engine's time to a plain loop's.
-
-    Args:
-        job: the job that both trained.
-        blocks: what :func:`time_blocks` returned, of one start after the other.
-        starts: how many.
-    """
-    ratios = [own / plain for own, plain in blocks]
-    own_s, plain_s = (sum(times) for times in zip(*blocks, strict=True))
-    low, high = bootstrap_median(ratios, starts=starts)
-    return {
-        "version": 1,
-        "benchmark": "overhead",
-        "job": job.name,
-        "device": device_name(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "ratio_median": statistics.median(ratios),
-        "ratio_ci95": [low, high],
-        "ratio_total": own_s / plain_s,
-        "ratios": ratios,
-        "block_steps": _BLOCK,
-        "pairs": len(blocks),
-        "plain_s_per_step": plain_s / len(blocks) / _BLOCK,
-    }
-
-
 class Loop(Protocol):
-    """Something that trains."""
+    """A training loop."""
 
     def run(self, steps: int) -> object:
         """Train some steps."""
@@ -118,11 +29,11 @@ class Loop(Protocol):
 
 
 class PlainLoop:
-    """Train a job as anybody would by hand: no controls, no statistics, no metering.
+    """A training loop written by hand: no controls, no statistics, no metering.
 
     Args:
-        job: the job; a step consumes one batch, whole.
-        seed: of weights and batches.
+        job: the job; a step consumes one whole batch.
+        seed: random seed for weights and batches.
     """
 
     def __init__(self, job: Job, seed: int) -> None:
@@ -158,21 +69,89 @@ class PlainLoop:
             self.losses.append(loss.item())
 
 
-def bootstrap_median(
-    values: Sequence[float], *, starts: int = 1, resamples: int = 5000, seed: int = 0
-) -> tuple[float, float]:
-    """Return the 95 % percentile-bootstrap interval of a median.
+class InterleavedEngine(TorchEngine):
+    """An engine that runs one step of a plain loop with each of its own, after it and before it in turn.
+
+    A machine that is slow for some seconds is slow for both. Where blocks of ten steps took turns, on two ranks, ratios
+    of one build went from 0.87 to 1.24, and their medians from 1.00 to 1.03.
+    """
+
+    plain: Loop
+    plain_s = 0.0
+    _leads = False
+
+    def _advance(self, window: Window, *, sample: bool) -> None:
+        self._leads = not self._leads
+        if self._leads:
+            super()._advance(window, sample=sample)
+        began = time.perf_counter()
+        self.plain.run(1)
+        self.plain_s += time.perf_counter() - began
+        if not self._leads:
+            super()._advance(window, sample=sample)
+
+
+def bench_overhead(job: Job, *, pairs: int, seed: int, reporter: Reporter = SILENT) -> dict[str, Any]:
+    """Return the ratio of the engine's time to that of a hand-written loop.
+
+    Both train the same job from the same seed under the baseline plan.
 
     Args:
-        values: as many of each start, one start's after another's.
-        starts: of what was measured; they are drawn again as well, for what differs between them differs by chance.
-        resamples: how many.
-        seed: of what is drawn.
+        job: the job.
+        pairs: pairs of blocks of ten steps.
+        seed: random seed for both runs.
+        reporter: shows progress.
     """
-    array = np.asarray(values).reshape(starts, -1)
-    generator = np.random.default_rng(seed)
-    rows = generator.integers(starts, size=(resamples, starts, 1))
-    columns = generator.integers(array.shape[1], size=(resamples, starts, array.shape[1]))
-    medians = np.median(array[rows, columns].reshape(resamples, -1), axis=1)
-    low, high = np.quantile(medians, (0.025, 0.975))
-    return float(low), float(high)
+    reporter.stage(f"{job.name}: engine against a plain loop", pairs)
+    engine = InterleavedEngine(job, seed=seed, options=EngineOptions())
+    engine.plain = PlainLoop(job, seed)
+    blocks = time_blocks(engine, pairs=pairs, reporter=reporter)
+    engine.close()
+    return overhead(job, blocks)
+
+
+def time_blocks(engine: InterleavedEngine, *, pairs: int, reporter: Reporter = SILENT) -> list[tuple[float, float]]:
+    """Return the seconds of blocks of ten steps: of the engine, and of its plain loop.
+
+    Args:
+        engine: the engine, with its loop.
+        pairs: pairs of blocks.
+        reporter: shows how many pairs are done.
+    """
+    engine.run(4)
+    blocks = []
+    for pair in range(pairs):
+        engine.plain_s, began = 0.0, time.perf_counter()
+        engine.run(_BLOCK)
+        blocks.append((time.perf_counter() - began - engine.plain_s, engine.plain_s))
+        reporter.advance(pair + 1)
+    return blocks
+
+
+def overhead(job: Job, blocks: Sequence[tuple[float, float]], *, starts: int = 1) -> dict[str, Any]:
+    """Return the document of an engine's time over that of a plain loop.
+
+    Args:
+        job: the job that both trained.
+        blocks: what :func:`time_blocks` returned, one start after another.
+        starts: number of starts.
+    """
+    own, plain = zip(*blocks, strict=True)
+    figures = {
+        "job": job.name,
+        **paired_ratio(own, plain, starts=starts),
+        "ratios": [first / second for first, second in blocks],
+        "block_steps": _BLOCK,
+        "pairs": len(blocks),
+        "plain_s_per_step": sum(plain) / len(blocks) / _BLOCK,
+    }
+    return document_of("overhead", figures)
+
+
+def lines(document: Mapping[str, Any]) -> list[str]:
+    """Return what the benchmark found, in words."""
+    low, high = document["ratio_ci95"]
+    return [
+        f"engine / plain loop = {document['ratio_median']:.4f} (median of {document['pairs']} pairs, 95 % interval "
+        f"{low:.4f} to {high:.4f})"
+    ]

@@ -1,7 +1,7 @@
-"""Judge the policy that leans on a planner on jobs that it was not trained on: standing still, and moving.
+"""Benchmark of the planner's policy on jobs that it was not trained on, both static and moving.
 
-Every table holds the untrained network and the planner alone beside the trained one, and what could be won at most:
-the exact optimum where nothing moves, a clairvoyant where conditions do.
+Every table also holds the untrained network, the planner alone, and an upper limit: the exact optimum of static jobs,
+and a clairvoyant where conditions move.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,15 @@ from numpy.typing import NDArray
 
 from autotune.agents.policy_network import BareNetwork
 from autotune.agents.recipe import Recipe
+from autotune.bench.harness import SILENT, document_of
 from autotune.campaign.moving_worlds import moving_tables
-from autotune.campaign.policy_judging import (
-    MOVING_SEED,
-    BenchSettings,
-    Judged,
-    Share,
-)
+from autotune.campaign.policy_judging import MOVING_SEED, BenchSettings, Judged
 from autotune.campaign.static_jobs import one_lane, static_cases, static_table
 from autotune.cost_model.cost_arrays import CostArrays
 from autotune.cost_model.plan_pool import make_pool
 from autotune.errors import InputError
 from autotune.gym.levers import Watch, levers_of
-from autotune.mechanics.devices import device_name
+from autotune.io.progress import Reporter
 from autotune.simulator.online_planner import LOOK_AHEAD, Planner, Seen, Situation
 from autotune.simulator.random_jobs import Shape, draw_profile
 
@@ -38,58 +35,72 @@ _REPEATS = 25
 
 
 def bench_policy(
-    judged: Judged, recipe: Recipe, settings: BenchSettings | None = None, *, on_part: Share | None = None
+    judged: Judged, recipe: Recipe, settings: BenchSettings | None = None, *, reporter: Reporter = SILENT
 ) -> dict[str, Any]:
-    """Return how far the policy, and what it is to be compared with, are from the best that can be done.
+    """Return how far the policy, and what it is compared with, are from the best that can be done.
 
     Args:
         judged: the policy; see :func:`load_judged`.
-        recipe: says how conditions move and how the planner plans that times are compared with.
+        recipe: says how conditions move and how the planner plans whose times are the reference.
         settings: what is measured.
-        on_part: is told the share that is done, and what comes next.
+        reporter: shows progress.
 
     Raises:
-        InputError: if the seed draws jobs that the recipe trains on or judges by.
+        InputError: if the seed draws jobs that the recipe trains on or validates with.
     """
-    settings, tell = settings or BenchSettings(), on_part or (lambda _share, _title: None)
+    settings = settings or BenchSettings()
     if settings.seed + MOVING_SEED in (recipe.jobs.seed, recipe.jobs.seed + 1):
         raise InputError(f"--seed {settings.seed} draws the recipe's own jobs", allowed="another seed")
-    document: dict[str, Any] = {
-        "version": 1,
-        "benchmark": "policy",
-        "device": device_name(),
+    windows = recipe.jobs.windows
+    reporter.stage(f"{settings.jobs} held-out jobs, standing still and moving", 1.0)
+    # Shares of the time that the parts take, about.
+    reporter.advance(0.0, "static jobs")
+    methods = static_table(static_cases(settings), judged, settings, windows)
+    static = {}
+    for number, variant in enumerate(settings.variants):
+        reporter.advance(0.12 + 0.12 * number, f"static jobs, {variant}")
+        static[variant] = static_table(static_cases(settings, variant), judged, settings, windows)
+    dynamic, ablation = moving_tables(
+        judged, recipe, settings, lambda share, title: reporter.advance(0.5 + 0.45 * share, title)
+    )
+    reporter.advance(0.95, f"decisions on {settings.units} units")
+    decision = decision_times(judged, settings.units, windows)
+    decision["needs_stable_baselines3"] = _needs_stable_baselines3(judged.folder)
+    reporter.advance(1.0)
+    figures = {
         "jobs": settings.jobs,
         "seed": settings.seed,
         "policy": dict(judged.hashes),
         "recipe_sha256": recipe.sha256,
         "strengths_sha256": recipe.strengths_sha256,
+        "methods": methods,
+        "static": static,
+        "dynamic": dynamic,
+        "ablation": ablation,
+        "decision": decision,
     }
-    windows = recipe.jobs.windows
-    # Shares of the time that the parts take, about.
-    tell(0.0, "static jobs")
-    document["methods"] = static_table(static_cases(settings), judged, settings, windows)
-    document["static"] = {}
-    for number, variant in enumerate(settings.variants):
-        tell(0.12 + 0.12 * number, f"static jobs, {variant}")
-        document["static"][variant] = static_table(static_cases(settings, variant), judged, settings, windows)
-    document["dynamic"], document["ablation"] = moving_tables(
-        judged, recipe, settings, lambda s, t: tell(0.5 + 0.45 * s, t)
-    )
-    tell(0.95, f"decisions on {settings.units} units")
-    document["decision"] = decision_times(judged, settings.units, windows) | {
-        "needs_stable_baselines3": _needs_stable_baselines3(judged.folder)
-    }
-    tell(1.0, "")
-    return document
+    return document_of("policy", figures)
+
+
+def lines(document: Mapping[str, Any]) -> list[str]:
+    """Return what the benchmark found, in words."""
+    everything = document["dynamic"]["all"]
+    won = everything["methods"]["ppo"]
+    low, high = won["won_ci95"]
+    return [
+        f"moving jobs: {won['won_percent']:+.2f} % of time against the planner (95 % interval {low:+.2f} to "
+        f"{high:+.2f}), of {everything['headroom_percent']:.1f} % that a clairvoyant would win; standing still: "
+        f"{document['methods']['ppo']['regret_p95']:.2f} % off the exact optimum (p95)"
+    ]
 
 
 def decision_times(judged: Judged, units: int, windows: int) -> dict[str, Any]:
-    """Return the median seconds of one lane's decision on a large job, its second one.
+    """Return the median seconds of a decision, the second one of a run of a large job.
 
     Args:
         judged: the policy.
-        units: of the job.
-        windows: of the run that it is in.
+        units: number of units of the job.
+        windows: number of windows of the run.
     """
     shape = Shape(units=units - 2, accumulation_choices=(1, 2, 4), batching="adaptive")
     profile = draw_profile(np.random.default_rng(0), shape)
@@ -98,7 +109,7 @@ def decision_times(judged: Judged, units: int, windows: int) -> dict[str, Any]:
     pool = make_pool(arrays)
     pool_s = time.perf_counter() - began
     planner, bare = Planner(one_lane(pool, arrays, still=False), judged.settings), BareNetwork(judged.shipped)
-    watch, situation = _begun(planner, windows)
+    watch, situation = _second_window(planner, windows)
     parts: NDArray[np.float64] = np.zeros((_REPEATS, 2))
     for repeat in range(_REPEATS):
         began = time.perf_counter()
@@ -116,8 +127,8 @@ def decision_times(judged: Judged, units: int, windows: int) -> dict[str, Any]:
     }
 
 
-def _begun(planner: Planner, windows: int) -> tuple[Watch, Situation]:
-    """Return the watch of a planner that has seen one window go as believed, and what is known before the next."""
+def _second_window(planner: Planner, windows: int) -> tuple[Watch, Situation]:
+    """Return a planner's watch after one window that went as predicted, and what is known before the next one."""
     watch, one = Watch(planner), np.ones(1)
     budget = np.full((1, LOOK_AHEAD), 0.6 * watch.baseline_peak[0])
     situation = Situation(
@@ -142,11 +153,11 @@ def _begun(planner: Planner, windows: int) -> tuple[Watch, Situation]:
 
 
 def _needs_stable_baselines3(policy: Path) -> bool:
-    """Tell whether a fresh process that loads the policy and decides once has imported the trainer's library."""
+    """Return whether a new process imports the training library to load the policy and decide once."""
     code = (
-        "import sys; from pathlib import Path; from autotune.campaign import bench_policy as bench, policy_judging; "
-        "bench.decision_times(policy_judging.load_judged(Path(sys.argv[1])), 5, 10); "
-        "print('stable_baselines3' in sys.modules)"
+        "import sys; from pathlib import Path; from autotune.bench.bench_policy import decision_times; "
+        "from autotune.campaign.policy_judging import load_judged; "
+        "decision_times(load_judged(Path(sys.argv[1])), 5, 10); print('stable_baselines3' in sys.modules)"
     )
     answer = subprocess.run([sys.executable, "-P", "-c", code, str(policy)], capture_output=True, text=True, check=True)
     return answer.stdout.strip() == "True"

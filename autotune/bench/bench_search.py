@@ -1,8 +1,7 @@
-"""Measure what finding a plan costs, in real optimizer steps and in seconds, for every method on one job.
+"""Cost of finding a plan in real optimizer steps and in seconds, for every method on one job.
 
-Each method runs as ``autotune tune`` runs it and pays for all that it uses: references, profile, windows, finals. What
-the plans are worth is measured afterwards, all of them side by side in fresh windows, because the window that chose a
-plan flatters it.
+Each method runs as ``autotune tune`` runs it and pays for all that it uses: references, profile, windows, finals. All
+plans are measured again afterwards, side by side in new windows, because the window that chose a plan flatters it.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from autotune.agents.planner import PLANNERS
+from autotune.bench.harness import SILENT, alternating, document_of
 from autotune.bench.search_judging import (
     CLOSE_FRAC,
     COMPARED,
@@ -35,7 +33,7 @@ from autotune.cost_model.solver import samples_of_progress
 from autotune.engines.engine import Engine
 from autotune.engines.tuning_windows import make_engine, merge_windows
 from autotune.errors import InputError
-from autotune.io.progress import Reporter, Silent
+from autotune.io.progress import Reporter
 from autotune.job import Job
 from autotune.measurement import Measurement
 from autotune.mechanics.devices import device_name
@@ -43,7 +41,7 @@ from autotune.plan import Plan
 from autotune.profiling.profiler import ProfilerOptions, profile
 from autotune.records.run_directory import RunDirectory
 
-# What the benchmark calls a method: what tuning calls it, and whether Optuna measures the hand-made rules first.
+# Methods by their names here: the name in tuning, and whether Optuna measures the hand-made rules first.
 METHODS: Mapping[str, tuple[str, bool]] = {
     "exact": ("exact", True),
     "greedy": ("greedy", True),
@@ -54,9 +52,9 @@ METHODS: Mapping[str, tuple[str, bool]] = {
     "optuna-prices": ("optuna-prices", True),
     "random": ("random", True),
 }
-# One step that is not timed and four that are.
+# The first step is not timed, the other four are.
 _WINDOW_STEPS = 5
-# Plans close to the best one are measured in so many times more rounds, to be told apart to WITHIN_FRAC.
+# Factor of additional rounds for plans close to the best one, to tell them apart to WITHIN_FRAC.
 _MORE_ROUNDS = 6
 
 
@@ -65,11 +63,11 @@ class SearchBenchSettings:
     """How much is measured.
 
     Attributes:
-        methods: some of ``METHODS``; those of ``COMPARED`` are needed.
-        steps: real optimizer steps that each search may spend, besides a profile.
+        methods: some of ``METHODS``, with all of ``COMPARED`` among them.
+        steps: real optimizer steps that each search may spend, in addition to a profile.
         repetitions: how often every method is run, each time from another seed.
-        rounds: windows in which every plan is measured again; those close to the best get six times as many more.
-        seed: of the first repetition.
+        rounds: windows in which every plan is measured again; plans close to the best get six times as many more.
+        seed: random seed for the first repetition.
         profiler: what a profile may cost; every repetition makes its own.
     """
 
@@ -101,7 +99,7 @@ class SearchBenchSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ruler:
-    """Turn windows into seconds per sample of progress, with one noise scale for all."""
+    """Conversion of windows into seconds per sample of progress, with the same noise scale for all."""
 
     profile: Profile
     noise_scale: float | None
@@ -120,26 +118,25 @@ def bench_search(
     job: Job,
     budget: MemoryBudget,
     runs: Path,
-    settings: SearchBenchSettings | None = None,
+    settings: SearchBenchSettings,
     *,
-    reporter: Reporter | None = None,
+    reporter: Reporter = SILENT,
 ) -> dict[str, Any]:
     """Return what each method spent until its best plan was within 2 % of the best plan known.
 
-    A repetition makes a fresh profile and then runs every method, each on a fresh engine from the same seed; the order
-    rotates and alternates, so that a drift of the machine's speed hits all methods alike.
+    A repetition makes a new profile and then runs every method, each on a new engine from the same seed; the order
+    rotates and alternates, so that drift of the machine's speed affects all methods alike.
 
     Args:
         job: the job.
         budget: the memory budget; a share is resolved once, for all methods.
         runs: the folder of runs; every measured window is kept in a run directory there.
         settings: how much is measured.
-        reporter: shows progress; ``None`` shows nothing.
+        reporter: shows progress.
 
     Raises:
         BudgetError: if the leanest plan needs more than the budget.
     """
-    settings, reporter = settings or SearchBenchSettings(), reporter or Silent()
     reporter.stage("measure the baseline and the leanest plan", 1)
     pilot = make_engine(job, settings.seed)
     references = measure_references(pilot, budget)
@@ -165,13 +162,8 @@ def bench_search(
             courses.append(_run(job, method, seed, settings, profiles[-1], ruler, run, reporter))
     plans = list(dict.fromkeys(point.plan for course in courses for point in course.points))
     worths = _measure_again(job, plans, settings, ruler, reporter)
-    return {
-        "version": 1,
-        "benchmark": "search",
+    figures = {
         "job": job.name,
-        "device": device_name(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
         "memory_budget_bytes": size,
         "memory_budget": format_bytes(size),
         "steps": settings.steps,
@@ -180,13 +172,13 @@ def bench_search(
         "profiles": [{"steps": found.steps, "seconds": found.seconds} for found in profiles],
         **judge(courses, worths),
     }
+    return document_of("search", figures)
 
 
 def order_of(methods: Sequence[str], number: int, repetitions: int) -> list[str]:
-    """Return the order of methods in a repetition: rotated from one to the next, every other one backwards."""
+    """Return the order of methods in a repetition: rotated from one to the next, and alternating in direction."""
     start = number * len(methods) // repetitions
-    rotated = [*methods[start:], *methods[:start]]
-    return rotated[::-1] if number % 2 else rotated
+    return alternating([*methods[start:], *methods[:start]], number)
 
 
 def _run(
@@ -220,7 +212,7 @@ def _run(
             on_progress=lambda done, _total: reporter.advance(done),
         )
     except InputError as error:
-        # A planner none of whose plans fits has spent what it has spent and arrives nowhere.
+        # A planner without a plan that fits has paid all the same, and does not arrive.
         failure, steps, seconds = str(error), references.steps + paid[0], references.seconds + paid[1]
         for trial in folder.lines("trials.jsonl"):
             steps, seconds = trial["tuning_steps"], trial["tuning_s"]
@@ -261,8 +253,8 @@ def _reference_windows(engine: Engine, references: References) -> list[tuple[Pla
 def _measure_again(
     job: Job, plans: Sequence[Plan], settings: SearchBenchSettings, ruler: _Ruler, reporter: Reporter
 ) -> dict[Plan, Worth]:
-    """Measure plans side by side in rounds of alternating direction, and those close to the best in more of them."""
-    # A seed that no search has seen.
+    """Measure plans side by side in rounds that alternate in direction; plans close to the best get more rounds."""
+    # A seed that no search has used.
     engine = make_engine(job, settings.seed + settings.repetitions)
     engine.run(2)
     engine.memory_budget_bytes = ruler.budget_bytes
@@ -272,7 +264,7 @@ def _measure_again(
         reporter.stage(f"measure {len(some)} plans again, side by side", count)
         for number in range(count):
             seen.append({})
-            for plan in some if number % 2 == 0 else reversed(some):
+            for plan in alternating(some, number):
                 engine.apply(plan)
                 seen[-1][plan] = engine.run(_WINDOW_STEPS)
             reporter.advance(number + 1)
@@ -299,5 +291,5 @@ def _worths(rounds: Sequence[Mapping[Plan, Measurement]], ruler: _Ruler) -> dict
 
 
 def _median(seconds: Sequence[float]) -> float:
-    """Return a plan's median over rounds; infinite if a single one did not fit."""
+    """Return a plan's median over rounds; infinite if it did not fit in one of them."""
     return math.inf if not seconds or math.isinf(max(seconds)) else statistics.median(seconds)

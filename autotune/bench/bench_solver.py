@@ -1,36 +1,38 @@
-"""Measure the exact solver: against brute force on small jobs, against the clock on large ones."""
+"""Exactness and speed of the solvers: against brute force on small jobs, and timed on large ones."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from autotune.bench.harness import SILENT, document_of
 from autotune.cost_model.cost_arrays import CostArrays, Plans
 from autotune.cost_model.price_solver import PriceSolver
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import SAFETY_MARGIN, smallest, solve
-from autotune.mechanics.devices import device_name
+from autotune.io.progress import Reporter
 from autotune.plan import Precision
 from autotune.simulator.random_jobs import Shape, draw_profile
 
 _PRECISIONS = (Precision.FP32, Precision.BF16, Precision.FP16)
 _LARGE = 1000
-# Where between the smallest peak and that of the fastest plan the budget lies.
+# Budgets, as shares of the way from the smallest peak to that of the fastest plan.
 _TIGHTNESS = (0.1, 0.4, 0.8)
 
 
-def bench_solver(*, instances: int, seed: int, on_instance: Callable[[int], None] | None = None) -> dict[str, Any]:
+def bench_solver(*, instances: int, seed: int, reporter: Reporter = SILENT) -> dict[str, Any]:
     """Return how far the solvers are from brute force, and how long the exact one takes for 1,000 units.
 
     Args:
-        instances: small jobs, of one to five recomputable units, three precisions and two or three k.
-        seed: of the draws.
-        on_instance: is told of jobs done.
+        instances: number of small jobs, with one to five recomputable units, three precisions and two or three k.
+        seed: random seed for the draws.
+        reporter: shows progress.
     """
+    reporter.stage(f"{instances} small jobs by brute force, then 1,000 units", instances)
     generator = np.random.default_rng(seed)
     gaps, price_gaps = [], []
     for number in range(instances):
@@ -47,13 +49,9 @@ def bench_solver(*, instances: int, seed: int, on_instance: Callable[[int], None
         exact, price = _against_brute_force(profile, float(generator.choice(_TIGHTNESS)))
         gaps.append(exact)
         price_gaps.append(price)
-        if on_instance is not None:
-            on_instance(number + 1)
+        reporter.advance(number + 1)
     large = {name: _large(generator, identical=name == "identical") for name in ("distinct", "identical")}
-    return {
-        "version": 1,
-        "benchmark": "solver",
-        "device": device_name(),
+    figures = {
         "instances": instances,
         "gap_to_brute_force_max": max(gaps),
         "price_solver_gap_median": float(np.median(price_gaps)),
@@ -62,12 +60,22 @@ def bench_solver(*, instances: int, seed: int, on_instance: Callable[[int], None
         "options_per_unit": 2 * len(_PRECISIONS),
         "large": large,
     }
+    return document_of("solver", figures)
+
+
+def lines(document: Mapping[str, Any]) -> list[str]:
+    """Return what the benchmark found, in words."""
+    return [
+        f"exact solver: {document['gap_to_brute_force_max']:.2e} from brute force at worst; 1,000 units in "
+        f"{document['seconds_1000_units']:.2f} s per k. Price solver: {document['price_solver_gap_median']:.2%} "
+        f"(median), {document['price_solver_gap_p95']:.2%} (p95)"
+    ]
 
 
 def _against_brute_force(profile: Profile, tightness: float) -> tuple[float, float]:
-    """Return by what share the exact and the price solver's plans are slower than the fastest plan that fits."""
+    """Return the shares by which the plans of both solvers are slower than the fastest plan that fits."""
     arrays = CostArrays([profile])
-    peaks, seconds = _everything(arrays)
+    peaks, seconds = _every_plan(arrays)
     least, free = smallest(profile).peak_bytes, solve(profile).peak_bytes
     budget = (least + tightness * max(free - least, 0)) / (1 - SAFETY_MARGIN) + 1
     usable = budget * (1 - SAFETY_MARGIN)
@@ -77,7 +85,7 @@ def _against_brute_force(profile: Profile, tightness: float) -> tuple[float, flo
     return float(max(exact, 0.0)), float(arrays.seconds_per_step(plans)[0] / best - 1)
 
 
-def _everything(arrays: CostArrays) -> tuple[np.ndarray, np.ndarray]:
+def _every_plan(arrays: CostArrays) -> tuple[np.ndarray, np.ndarray]:
     """Return predicted peak and seconds of every plan of the one job."""
     profile = arrays.profiles[0]
     options = [

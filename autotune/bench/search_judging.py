@@ -273,13 +273,13 @@ def shown(found: Mapping[str, Any]) -> str:
     return f"{found['median']:,.0f}" if found["median"] is not None else f"> {found['more_than']:,.0f}"
 
 
-def verdict(document: Mapping[str, Any]) -> str:
-    """Return in one sentence whether planning is as much cheaper than searching as is claimed."""
+def lines(document: Mapping[str, Any]) -> list[str]:
+    """Return, in words, whether planning is cheaper than searching by as much as is claimed."""
     words = {True: "holds", False: "does not hold", None: f"cannot be told within {document['steps']} steps"}
     methods, claim = document["methods"], document["claim"]
     steps = {name: shown(methods[name]["steps"]) for name in COMPARED}
-    return (
+    return [
         f"within {WITHIN_FRAC:.0%} at no more than 1/10 of cold Optuna's steps: {words[claim['tenth_of_cold']]} "
         f"({steps['planner']} against {steps['optuna-cold']}); fewer than warm: {words[claim['fewer_than_warm']]} "
         f"({steps['planner']} against {steps['optuna-warm']})"
-    )
+    ]

@@ -1,4 +1,4 @@
-"""Make arms from what a user names: a rule, a plan file or a policy folder."""
+"""Arms of a comparison, made from the name of a rule, a plan file or a policy folder."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _ALLOWED = (*RULES, GATE, *METHODS, *LIVE, "a plan file (.json)", "a policy fold
 
 
 def arm_names(given: Sequence[str]) -> list[str]:
-    """Return arms with the baseline first, added if it is missing.
+    """Return the names of arms with the baseline first, added if it is missing.
 
     Raises:
-        InputError: if a name is empty or stands twice, or nothing is left to compare.
+        InputError: if a name is empty or repeated, or there is nothing to compare.
     """
     if not all(given) or len({canonical(name, where="--arms") for name in given}) < len(given):
         raise InputError(
@@ -42,10 +42,10 @@ def arm_names(given: Sequence[str]) -> list[str]:
 
 
 def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:
-    """Return the arm of a rule's name or of a plan file.
+    """Return the arm of a rule or of a plan file.
 
     Raises:
-        InputError: if it is none of them, or the plan does not fit the job.
+        InputError: if the name is neither, or the plan does not fit the job.
     """
     if name == GATE:
         return static_arm(name, space.baseline())
@@ -59,7 +59,7 @@ def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:
             raise InputError(
                 f"the plan is launched with {suffix(chosen)}, and the job with {suffix(job.launch)}",
                 where=str(path),
-                allowed="a plan of the job as it is launched",
+                allowed="a plan with the launch options of the job",
             )
         require_fp32_choice(chosen.fp32, device_kind(), where=str(path))
         arm = static_arm(path.stem, plan)
@@ -72,10 +72,10 @@ def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:
 
 
 def require_distinct(names: Sequence[str]) -> None:
-    """Refuse arms of which two would be called the same: a file is called after its stem, a folder after its name.
+    """Refuse two arms of the same name; a file is named after its stem, a folder after its last part.
 
     Raises:
-        InputError: naming both.
+        InputError: naming both arms.
     """
     known: dict[str, str] = {}
     for name in names:
@@ -93,15 +93,15 @@ def require_distinct(names: Sequence[str]) -> None:
 
 
 def needs_profile(name: str) -> bool:
-    """Tell whether an arm plans from the job's profile while it runs."""
+    """Return whether an arm plans from the job's profile while it runs."""
     return name in LIVE or (name not in (*RULES, *METHODS) and Path(name).is_dir())
 
 
 def refuse_broken_policies(names: Sequence[str]) -> None:
-    """Load every policy folder among arms once, before anything is spent on the others.
+    """Load every policy folder among the arms, before time is spent on other arms.
 
     Raises:
-        PolicyFileError: if one is not a policy.
+        PolicyFileError: if a folder is not a policy.
     """
     from autotune.agents.policy_folder import load_policy
 
@@ -111,12 +111,12 @@ def refuse_broken_policies(names: Sequence[str]) -> None:
 
 
 def live_arm(name: str, profile: Profile, budget_bytes: int | None) -> Arm:
-    """Return the arm of the planner, or of a policy folder, that decides while a run trains.
+    """Return the arm of the planner, or of a policy that decides while a run trains.
 
     Args:
         name: ``planner`` (alone, with the shipped policy's settings), ``ppo`` (the shipped policy), or a policy folder.
-        profile: what the job costs; its measuring is what such an arm spends.
-        budget_bytes: the budget that runs begin with; ``None`` for none.
+        profile: the job's profile; measuring it is the tuning cost of the arm.
+        budget_bytes: memory budget at the start of runs; ``None`` for none.
 
     Raises:
         PolicyFileError: if the folder is not a policy.
@@ -132,11 +132,8 @@ def live_arm(name: str, profile: Profile, budget_bytes: int | None) -> Arm:
     if isinstance(policy, PlannerPolicy):
         policy.begin(profile, budget_bytes)
 
-    def make(_space: PlanSpace) -> Policy:
-        return policy
-
     called = name if name in LIVE else Path(name).resolve().name
-    return Arm(name=called, policy=make, tuning_s=profile.seconds, tuning_steps=profile.steps)
+    return Arm(name=called, policy=lambda _space: policy, tuning_s=profile.seconds, tuning_steps=profile.steps)
 
 
 def static_arm(name: str, plan: Plan, *, tuning_s: float = 0.0, tuning_steps: int = 0) -> Arm:

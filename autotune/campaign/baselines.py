@@ -1,4 +1,4 @@
-"""Measure what every search is held against: the baseline, and the leanest plan where a budget may be too small."""
+"""Reference measurements of every search: the baseline, and the leanest plan if a budget may be too small."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from autotune.engines.tuning_windows import WINDOW_STEPS
 from autotune.errors import BudgetError, JobError
 from autotune.measurement import Measurement
 
-# Share of the baseline's peak below which a planner's budget is held against the leanest plan before any profile.
+# Share of the baseline's peak below which a planner's budget is compared with the leanest plan before any profile.
 _DOUBTFUL = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class References:
-    """What was measured before any search: the baseline, and for a search the leanest plan.
+    """Measurements before any search.
 
     Attributes:
-        baseline: the baseline's window, held to no budget.
-        leanest: the leanest plan's window; ``None`` where it was not needed.
+        baseline: window of the baseline, without a budget.
+        leanest: window of the leanest plan; ``None`` if it was not needed.
         memory_budget_bytes: the budget in bytes; ``None`` for no budget.
-        steps: real steps that this took.
-        seconds: seconds that this took.
+        steps: real optimizer steps spent.
+        seconds: seconds spent.
     """
 
     baseline: Measurement
@@ -45,31 +45,31 @@ def measure_references(
     """Measure the baseline and the leanest plan, and check that a budget can be met.
 
     Args:
-        engine: where they are measured.
+        engine: engine that measures.
         budget: the memory budget; ``None`` for none.
-        with_leanest: whether the leanest plan is measured in any case, and a budget below what it needs refused; for a
-            planner, which knows what fits, only a budget that hardly anything can fit is held against it.
+        with_leanest: whether to always measure the leanest plan and refuse a budget below its need. A planner, which
+            knows what fits, needs it only under a very small budget.
         clock: as for :func:`autotune.campaign.plan_search.tune`.
 
     Raises:
         JobError: if the baseline cannot run.
-        BudgetError: if the leanest plan needs more than the budget; the message says how much.
+        BudgetError: if the leanest plan needs more than the budget.
     """
     began = clock()
     engine.memory_budget_bytes = None
     engine.apply(engine.space.baseline())
-    # The engine's first step cannot be metered, so that two are not timed.
+    # One more step than usual: the memory of the engine's first step cannot be metered.
     baseline = engine.run(WINDOW_STEPS + 1)
     if baseline.failure is not None:
         raise JobError(f"the baseline ends with {baseline.failure}: {baseline.failure_detail}", where="job")
     if baseline.peak_bytes is None:
-        raise JobError("the device does not say how much memory a step takes", where="job", allowed="autotune doctor")
+        raise JobError("the device does not report the memory of a step (see autotune doctor)", where="job")
     size = None if budget is None else budget.resolve(baseline.peak_bytes, baseline.fragments_bytes)
     leanest = None
     if with_leanest or (size is not None and size < _DOUBTFUL * baseline.peak_bytes):
         engine.apply(engine.space.leanest())
         leanest = engine.run(WINDOW_STEPS)
-        # A plan may be leaner than the leanest by name, but not by half.
+        # Some plan may need less memory than the nominally leanest one, but not half of it.
         _require_room(size, baseline.peak_bytes, leanest, 1.0 if with_leanest else 0.5)
     return References(
         baseline=baseline,

@@ -1,7 +1,7 @@
-"""Compare arms fairly: paired seeds, interleaved, failures kept, speed and quality as two tests.
+"""Fair comparison of arms: paired seeds, interleaved runs, failures included, separate tests of speed and quality.
 
-The protocol is fixed before the first run. Time is training time (evaluation, which is the same for all arms, is left
-out) and ends at the target; the final metric is taken at one number of samples for all arms.
+The protocol is fixed before the first run. Time is training time up to the target, without evaluation, which is the
+same for all arms. The final metric is taken after the same number of samples for all arms.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import InitVar, asdict, dataclass, field, replace
 from typing import Any
 
 from autotune.agents.policy import Policy, StaticPolicy
@@ -31,32 +31,32 @@ from autotune.records.verdicts import gated, judge
 from autotune.simulator.online_planner import LOOK_AHEAD
 
 COMPARISON_VERSION = 1
-# How far past the baseline's arrival every arm runs, so that a fast arm cannot hide a worse end.
+# Length of every run relative to the baseline's time to target, so that a fast arm cannot hide a worse final metric.
 HORIZON = 1.25
-# Share of a run at which a pilot's arrival makes its length the horizon: about 1/1.25, and well before the end, so that
-# other seeds arrive too.
+# A pilot that reaches the target in this range of its length sets the horizon: about 1/1.25, and well before the end,
+# so that other seeds reach it too.
 _ARRIVAL = (0.66, 0.88)
 _PILOTS = 3
-# The baseline a second time: what it seems to win against itself, no arm can be said to win.
+# The baseline a second time: an apparent gain of the baseline over itself is not a gain of any arm.
 GATE = "baseline-again"
 
 _OUT_OF_MEMORY = (Failure.OUT_OF_MEMORY, Failure.OVER_BUDGET)
 
 
 def find_horizon(job: Job, *, seed: int = 0, on_pilot: Callable[[int, float], None] | None = None) -> int:
-    """Return the samples of every compared run: about 1.25x what the baseline needs to arrive.
+    """Return the samples of every compared run: about 1.25 times what the baseline needs to reach the target.
 
-    The learning-rate schedule is bound to the length of a run, so the length decides when the baseline arrives. Pilot
-    runs of the baseline look for a length of which it arrives at about 4/5: the first with the job's own length, each
-    further one with the length that the last one suggests.
+    The learning-rate schedule depends on the length of a run, and so does the time at which the baseline reaches the
+    target. Pilot runs of the baseline look for a length at about 4/5 of which it does: the first has the job's own
+    length, each further one the length that the previous one suggests.
 
     Args:
         job: the job.
-        seed: of the pilots.
-        on_pilot: is told of the pilot's number and the share of it that is done.
+        seed: random seed for the pilots.
+        on_pilot: called with the number of the pilot and the share of it that is done.
 
     Returns:
-        Samples, in whole evaluations; the job's own length if the baseline never arrives.
+        Samples, a multiple of the evaluation interval; the job's own length if the baseline never reaches the target.
     """
     stride = job.evaluate_every * job.batch_size
     length = math.ceil(job.total_samples / stride) * stride
@@ -81,11 +81,13 @@ def find_horizon(job: Job, *, seed: int = 0, on_pilot: Callable[[int, float], No
 
 
 def pilot(job: Job, samples: int, *, seed: int = 0, on_step: Callable[[int], None] | None = None) -> RunRecord:
-    """Run the baseline until it arrives, on a schedule of so many samples."""
+    """Train the baseline until it reaches the target, with a schedule of the given number of samples."""
     options = EngineOptions(total_samples=samples, meter_memory=False)
     engine = TorchEngine(job, seed=seed, options=options)
     policy = StaticPolicy("baseline", engine.space.baseline())
-    record = _Run(job, policy, engine, seed, samples, on_step=on_step).record(stop_at_target=True)
+    record = _Run(job=job, policy=policy, engine=engine, seed=seed, samples=samples, on_step=on_step).record(
+        stop_at_target=True
+    )
     engine.close()
     return record
 
@@ -111,10 +113,10 @@ def compare(
         job: the job.
         arms: the arms, the baseline first.
         protocol: the declared protocol.
-        device: what the device is called.
-        tracker: where runs are logged.
-        journal: has the runs that were finished before.
-        on_progress: is told of the arm, the seed and the share of its run that is done.
+        device: name of the device.
+        tracker: logs runs.
+        journal: records finished runs, which are not repeated.
+        on_progress: called with the arm, the seed and the share of its run that is done.
         intensity: adds the grams of CO2 of runs whose energy is known; ``None`` adds none.
     """
     if tracker is not None:
@@ -123,10 +125,11 @@ def compare(
     journal = journal or Journal()
     records: dict[str, list[RunRecord]] = {arm.name: [] for arm in arms}
     for index, seed in enumerate(protocol.seeds):
-        # A B C then C B A: a drift of the machine's speed meets every arm from both sides.
+        # A B C, then C B A: a drift of the machine's speed affects all arms alike.
         for arm in arms if index % 2 == 0 else list(reversed(arms)):
             run = functools.partial(_run_arm, arm.job or job, arm, seed, protocol, on_progress)
-            record = RunRecord.from_json(journal.once({"run": arm.name, "seed": seed}, _as_json(run), Run))
+            found = journal.once({"run": arm.name, "seed": seed}, run, Run)
+            record = RunRecord.from_json(found)
             for _, plan in record.plans:
                 Plan.from_json(plan, where=journal.place)
             records[arm.name].append(record)
@@ -135,17 +138,13 @@ def compare(
     return _document(job, arms, records, protocol, device, intensity)
 
 
-def _as_json(run: Callable[[], RunRecord]) -> Callable[[], dict[str, Any]]:
-    return lambda: run().to_json()
-
-
 def _run_arm(
     job: Job,
     arm: Arm,
     seed: int,
     protocol: Protocol,
     on_progress: Callable[[str, int, float], None] | None,
-) -> RunRecord:
+) -> dict[str, Any]:
     options = EngineOptions(total_samples=protocol.horizon_samples, watts=protocol.watts)
     engine = TorchEngine(job, seed=seed, options=options)
     policy = arm.policy(engine.space)
@@ -156,49 +155,44 @@ def _run_arm(
             on_progress(arm.name, seed, min(samples / protocol.horizon_samples, 1.0))
 
     run = _Run(
-        job,
-        policy,
-        engine,
-        seed,
-        protocol.horizon_samples,
-        memory_budget_bytes=protocol.memory_budget_bytes,
+        job=job,
+        policy=policy,
+        engine=engine,
+        seed=seed,
+        samples=protocol.horizon_samples,
+        budget_bytes=protocol.memory_budget_bytes,
         dips=protocol.dips,
         on_step=on_step,
     )
     record = run.record(stop_at_target=False)
     engine.close()
-    return record
+    return record.to_json()
 
 
+@dataclass(slots=True, kw_only=True)
 class _Run:
-    """Train one job under one policy to a number of samples, evaluating as the job says."""
+    """Training of one job under one policy to a number of samples, with the job's evaluations."""
 
-    def __init__(
-        self,
-        job: Job,
-        policy: Policy,
-        engine: TorchEngine,
-        seed: int,
-        samples: int,
-        *,
-        memory_budget_bytes: int | None = None,
-        dips: Dips | None = None,
-        on_step: Callable[[int], None] | None = None,
-    ) -> None:
-        self._job = job
-        self._policy = policy
-        self._engine = engine
-        self._samples = samples
-        self._budget = memory_budget_bytes
-        self._dips = dips if memory_budget_bytes is not None else None
-        self._windows = 0
-        self._on_step = on_step
+    job: Job
+    policy: Policy
+    engine: TorchEngine
+    seed: InitVar[int]
+    samples: int
+    budget_bytes: int | None = None
+    dips: Dips | None = None
+    on_step: Callable[[int], None] | None = None
+    _record: RunRecord = field(init=False)
+    _windows: int = field(init=False, default=0)
+    # Whether the last metric was not finite.
+    _diverged: bool = field(init=False, default=False)
+    _trained_s: float = field(init=False, default=0.0)
+    _step_s: list[float] = field(init=False, default_factory=list)
+    _samples_per_step: list[float] = field(init=False, default_factory=list)
+
+    def __post_init__(self, seed: int) -> None:
         self._record = RunRecord(seed=seed)
-        # Whether the last evaluation gave no number.
-        self._diverged = False
-        self._trained_s = 0.0
-        self._step_s: list[float] = []
-        self._samples_per_step: list[float] = []
+        if self.budget_bytes is None:
+            self.dips = None
 
     def record(self, *, stop_at_target: bool) -> RunRecord:
         began = time.time()
@@ -208,15 +202,15 @@ class _Run:
             self._record.ran_s = (began, time.time())
 
     def _trained(self, *, stop_at_target: bool) -> RunRecord:
-        record, engine = self._record, self._engine
-        plan = getattr(self._policy, "plan", engine.space.baseline())
+        record, engine = self._record, self.engine
+        plan = getattr(self.policy, "plan", engine.space.baseline())
         self._apply(plan)
         reference: Measurement | None = None
         previous: Measurement | None = None
         self._evaluate()
         if stop_at_target and record.reached:
             return record
-        while engine.progress.samples < self._samples:
+        while engine.progress.samples < self.samples:
             window = self._run_window()
             reference = reference or window
             if window.failure is not None and not self._survived(window):
@@ -228,10 +222,10 @@ class _Run:
             observation = self._observe(window, reference, previous)
             previous = window
             began = time.perf_counter()
-            self._apply(self._policy.decide(observation, engine.plan))
-            # What a policy thinks, and a switch takes, is the run's time too.
+            self._apply(self.policy.decide(observation, engine.plan))
+            # Time for the decision and for the switch counts.
             self._trained_s += time.perf_counter() - began
-        record.alone = dict(getattr(self._policy, "alone", {}))
+        record.alone = dict(getattr(self.policy, "alone", {}))
         record.steps, record.samples = engine.progress.steps, engine.progress.samples
         if self._step_s:
             record.throughput = statistics.fmean(self._samples_per_step) / statistics.median(self._step_s)
@@ -241,46 +235,46 @@ class _Run:
         return record
 
     def _run_window(self) -> Measurement:
-        """Run to the next evaluation; what ran out of memory in a dip is repeated under the leanest plan."""
-        if self._dips is not None and self._budget is not None:
-            self._engine.memory_budget_bytes = self._dips.budget(self._windows, self._budget)
+        """Train to the next evaluation; after out-of-memory in a dip, repeat the window under the leanest plan."""
+        if self.dips is not None and self.budget_bytes is not None:
+            self.engine.memory_budget_bytes = self.dips.budget(self._windows, self.budget_bytes)
         self._windows += 1
-        began = self._engine.progress.samples
-        window = self._engine.run(self._window_steps(began))
+        began = self.engine.progress.samples
+        window = self.engine.run(self._window_steps(began))
         self._take(window)
         if not self._survived(window):
             return window
         self._record.out_of_memory += 1
-        plan = self._engine.plan
-        self._engine.apply(self._engine.space.leanest())
-        again = self._engine.run(self._window_steps(began))
+        plan = self.engine.plan
+        self.engine.apply(self.engine.space.leanest())
+        again = self.engine.run(self._window_steps(began))
         self._take(again)
-        self._engine.apply(plan)
+        self.engine.apply(plan)
         if again.failure is not None:
             return replace(again, failure=Failure.CRASHED, failure_detail=f"the leanest plan: {again.failure_detail}")
         return replace(window, total_s=window.total_s + again.total_s)
 
     def _survived(self, window: Measurement) -> bool:
-        """Tell whether a window ran out of memory where the protocol says how a run goes on."""
-        return self._dips is not None and window.failure in _OUT_OF_MEMORY
+        """Return whether a window ran out of memory in a comparison with dips, where the run continues."""
+        return self.dips is not None and window.failure in _OUT_OF_MEMORY
 
     def _window_steps(self, began: int) -> int:
-        """Return the steps until the next evaluation, which comes by samples, whatever k is.
+        """Return the steps until the next evaluation, which is due by samples, independent of k.
 
         Args:
-            began: samples at which the window began.
+            began: number of samples at the start of the window.
         """
-        per_step = self._job.batch_size
-        if self._job.batching == "adaptive":
-            per_step *= self._engine.plan.accumulation_steps
-        stride = self._job.evaluate_every * self._job.batch_size
-        left = min(self._samples, began + stride) - self._engine.progress.samples
+        per_step = self.job.batch_size
+        if self.job.batching == "adaptive":
+            per_step *= self.engine.plan.accumulation_steps
+        stride = self.job.evaluate_every * self.job.batch_size
+        left = min(self.samples, began + stride) - self.engine.progress.samples
         return max(1, math.ceil(left / per_step))
 
     def _apply(self, plan: Plan) -> None:
-        if not self._record.plans or plan != self._engine.plan:
-            self._record.plans.append((self._engine.progress.steps, plan.to_json()))
-        self._engine.apply(plan)
+        if not self._record.plans or plan != self.engine.plan:
+            self._record.plans.append((self.engine.progress.steps, plan.to_json()))
+        self.engine.apply(plan)
 
     def _take(self, window: Measurement) -> None:
         record = self._record
@@ -293,53 +287,53 @@ class _Run:
             record.energy_source = window.energy_source
         peaks = [peak for peak in (record.peak_bytes, window.peak_bytes) if peak is not None]
         record.peak_bytes = max(peaks, default=None)
-        record.windows.append(_seen(window, self._engine.progress.steps))
-        if window.failure in _OUT_OF_MEMORY and self._dips is None:
+        record.windows.append(_seen(window, self.engine.progress.steps))
+        if window.failure in _OUT_OF_MEMORY and self.dips is None:
             record.within_budget = False
-        if self._budget is not None and window.peak_bytes is not None:
-            record.within_budget = record.within_budget and window.peak_bytes <= self._budget
+        if self.budget_bytes is not None and window.peak_bytes is not None:
+            record.within_budget = record.within_budget and window.peak_bytes <= self.budget_bytes
 
     def _evaluate(self) -> None:
-        record, samples = self._record, self._engine.progress.samples
-        metric = self._engine.evaluate()
+        record, samples = self._record, self.engine.progress.samples
+        metric = self.engine.evaluate()
         self._diverged = not math.isfinite(metric)
         if self._diverged:
-            # As a perplexity is before training; at the end it is a failure.
+            # A perplexity may be infinite before training; at the end this is a failure.
             return
         record.curve.append((self._trained_s, samples, metric))
-        if not record.reached and self._job.arrived(metric):
+        if not record.reached and self.job.arrived(metric):
             record.reached = True
             record.time_to_target_s = self._trained_s
-        if self._on_step is not None:
-            self._on_step(samples)
+        if self.on_step is not None:
+            self.on_step(samples)
 
     def _observe(self, window: Measurement, reference: Measurement, previous: Measurement | None) -> Observation:
         return Observation(
-            space=self._engine.space,
-            plan=self._engine.plan,
+            space=self.engine.space,
+            plan=self.engine.plan,
             window=window,
             reference=reference,
             previous_loss=None if previous is None else previous.loss,
-            memory_budget_bytes=self._announced()[0] if self._budget is not None else None,
+            memory_budget_bytes=self._announced()[0] if self.budget_bytes is not None else None,
             budget_ahead=self._announced(),
-            batch_size=self._job.batch_size,
-            adaptive=self._job.batching == "adaptive",
-            progress=min(self._engine.progress.samples / self._samples, 1.0),
+            batch_size=self.job.batch_size,
+            adaptive=self.job.batching == "adaptive",
+            progress=min(self.engine.progress.samples / self.samples, 1.0),
         )
 
     def _announced(self) -> tuple[int, ...]:
-        """Return the budgets of the next windows that a policy is told."""
-        if self._budget is None:
+        """Return the budgets of the next windows that are announced to the policy."""
+        if self.budget_bytes is None:
             return ()
-        if self._dips is None or not self._dips.told:
-            return (self._budget,)
-        return tuple(self._dips.budget(self._windows + ahead, self._budget) for ahead in range(LOOK_AHEAD))
+        if self.dips is None or not self.dips.told:
+            return (self.budget_bytes,)
+        return tuple(self.dips.budget(self._windows + ahead, self.budget_bytes) for ahead in range(LOOK_AHEAD))
 
 
 def _seen(window: Measurement, step: int) -> dict[str, Any]:
-    """Return what a report shows of a window; ``step`` is the optimizer steps that the run had done after it."""
+    """Return the document of a window for reports; ``step`` is the run's number of optimizer steps after it."""
     gradient = window.gradient
-    # Where a window fed it nothing, the estimate is an older one's.
+    # Without new data in this window, the estimate is older.
     fed = gradient is not None and gradient.noise_scale_age_steps in range(window.steps)
     scale = gradient.noise_scale if gradient is not None and fed else None
     return {
@@ -383,7 +377,7 @@ def _document(
 
 
 def _fp32(baseline: Job) -> dict[str, Any]:
-    """Return how the baseline computes products of fp32 numbers, where that is not the same on all devices."""
+    """Return how the baseline computes products of fp32 numbers, on devices where this varies."""
     kind = device_kind()
     if not is_accelerator(kind):
         return {}

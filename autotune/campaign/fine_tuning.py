@@ -1,4 +1,4 @@
-"""Train a policy on with one real job, and keep it only if it got better there."""
+"""Further training of a policy on one real job; the result is kept only if it is better on that job."""
 
 from __future__ import annotations
 
@@ -38,38 +38,38 @@ def go_on(
     *,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Train a policy on with a real job; the folder that is written holds the better of before and after.
+    """Continue training a policy on a real job, and write the better of the old and the new policy.
 
-    Better means a lower mean cost over held-out windows: of runs with seeds that training did not use, the same for
-    both, turn by turn.
+    The better policy has the lower mean cost over held-out windows of runs with seeds that training did not use. Both
+    policies run with the same seeds, and their windows alternate.
 
     Args:
         job: the job.
-        folder: the policy to begin with.
-        profile: what the job costs.
+        folder: the policy to start from.
+        profile: the job's profile.
         memory_budget: a size or a share of the baseline's peak; ``None`` for none.
-        recipe: PPO's settings.
-        run: where the policy is written.
-        tracker: where progress is logged.
+        recipe: PPO settings.
+        run: run directory in which the policy is written.
+        tracker: logs progress.
         reporter: shows progress.
-        seed: of training.
+        seed: random seed for training.
 
     Returns:
-        What ``train JOB --json`` prints.
+        The document that ``train JOB --json`` prints.
 
     Raises:
-        PolicyFileError: if the folder holds no policy that leans on a planner.
+        PolicyFileError: if the folder has no policy that adjusts a planner.
     """
     policy = load_policy(folder)
     if not isinstance(policy, PlannerPolicy) or not isinstance(policy.network, LeverNetwork) or policy.ranges is None:
-        raise PolicyFileError("does not lean on a planner", where=str(folder), allowed="a policy of kind levers")
+        raise PolicyFileError("does not adjust a planner", where=str(folder), allowed="a policy of kind levers")
     began = time.perf_counter()
 
     def env(windows: int) -> LeverEnv:
         plans = TuningEnv(job, memory_budget_bytes=memory_budget, max_windows=windows, evaluate=False)
         return LeverEnv(plans, profile, policy.settings)
 
-    reporter.stage(f"train on with {job.name}", recipe.windows)
+    reporter.stage(f"continue training on {job.name}", recipe.windows)
     seen = 0
 
     def on_window() -> None:
@@ -128,7 +128,7 @@ def _training(folder: Path) -> LeverTraining:
 def _card(folder: Path, document: dict[str, Any]) -> str:
     return f"""# Policy
 
-The policy `{folder.name}`, trained on with the job `{document["job"]}` for {document["windows"]} windows. Over held-out
-windows its mean cost against the baseline was {document["cost_before"]:.4f} before and {document["cost_after"]:.4f}
-after; kept: {document["kept"]}. What it was trained on before that stands in `manifest.json`.
+The policy `{folder.name}`, trained further on the job `{document["job"]}` for {document["windows"]} windows. Over
+held-out windows its mean cost against the baseline was {document["cost_before"]:.4f} before and
+{document["cost_after"]:.4f} after; kept: {document["kept"]}. Its earlier training is described in `manifest.json`.
 """

@@ -1,4 +1,4 @@
-"""Judge a policy where conditions move: against the planner that it leans on, rules, and a clairvoyant."""
+"""Evaluation of a policy under changing conditions, against the planner that it adjusts, rules and a clairvoyant."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from autotune.campaign.policy_judging import (
     Share,
     untrained_network,
 )
-from autotune.campaign.policy_training import interval_over_jobs_and_seeds
 from autotune.cost_model.cost_arrays import Floats
 from autotune.gym.levers import (
     BRACES,
@@ -39,6 +38,7 @@ from autotune.simulator.clairvoyant import best_static, clairvoyant
 from autotune.simulator.moving_conditions import Course, MovingRuns, Strengths
 from autotune.simulator.online_planner import Planner, PlannerSettings, Rises
 from autotune.simulator.random_jobs import draw_job
+from autotune.stats import clustered_mean_interval
 
 _SIZES = ("noise_error", "cost_error", "time_noise", "drift", "length", "curriculum", "jitter", "switch_windows")
 # Prefixes of the run features that an ablation hides together.
@@ -52,9 +52,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "time": ("progress", "windows"),
     "units": (),
 }
-# Where less can be won, the share of it that was won is noise.
+# Headroom in percent below which the captured share is noise.
 _LEAST_HEADROOM = 2.0
-# Wider than what is searched by default: a baseline must not lose for want of range.
+# Wider than the default search range, so that the baseline does not lose for lack of range.
 _RESERVES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
 
 
@@ -63,8 +63,8 @@ class Outcome:
     """Result of a method on n lanes; arrays of shape (n,).
 
     Attributes:
-        seconds: what each run took.
-        ran_out: how many of its windows ran out of memory.
+        seconds: seconds of each run.
+        ran_out: number of windows of each run that ran out of memory.
     """
 
     seconds: Floats
@@ -82,10 +82,10 @@ def drive(
 
     Args:
         runs: the runs.
-        course: what happens to them.
-        settings: of the planner.
-        choose: leans on it; ``None`` leaves it alone.
-        prepare: is given the planner before the first window.
+        course: conditions of the runs.
+        settings: settings of the planner.
+        choose: chooses the adjustments of the planner; ``None`` for the planner alone.
+        prepare: called with the planner before the first window.
     """
     runs.begin(course)
     planner = Planner(runs.lanes, settings)
@@ -103,7 +103,7 @@ def drive(
 
 
 def period_rule(run: Features) -> Actions:
-    """Return the actions of a hand-made rule: brace when a dip is due, and leave the planner alone otherwise.
+    """Return the actions of a simple rule: prepare for a dip when one is due, and do not adjust the planner otherwise.
 
     Args:
         run: shape (n, len(RUN_FEATURES)).
@@ -115,9 +115,9 @@ def period_rule(run: Features) -> Actions:
 
 
 def strengths_of(world: str, strengths: Strengths) -> Strengths:
-    """Return how strongly conditions move in one of the worlds.
+    """Return the strengths of the changing conditions in a world.
 
-    Half and double scale what moves and what a switch costs; events come half and twice as often.
+    Half and double scale the changes and the cost of a switch; events occur half and twice as often.
     """
     if world in MECHANISMS:
         return strengths.only(*MECHANISMS[world])
@@ -127,7 +127,7 @@ def strengths_of(world: str, strengths: Strengths) -> Strengths:
 
 
 def without(choose: Choose, group: str) -> Choose:
-    """Return a chooser that sees zeros in place of a group of features; see ``GROUPS``."""
+    """Return a chooser for which a group of features is replaced by zeros; see ``GROUPS``."""
     hidden = [number for number, name in enumerate(RUN_FEATURES) if name.startswith(GROUPS[group])]
 
     def blind(features: tuple[Features, Features]) -> Actions:
@@ -140,16 +140,17 @@ def without(choose: Choose, group: str) -> Choose:
 
 
 class ToldRises(Rises):
-    """Know the law of lengths instead of learning it: what nobody can know better beforehand.
+    """Rises of sequence lengths from their true distribution, the best forecast that is possible.
 
-    Lengths are first-order autoregressive, the longest batch lies a half-normal deviation above. A lane's own two
-    deviations are those that its course shows in hindsight.
+    Lengths are first-order autoregressive; the longest batch is a half-normal deviation above. The two deviations of a
+    lane are computed from its whole course in hindsight.
 
     Args:
-        planner: whose rises these are.
-        course: what happens to it.
-        memory: windows after which a length is forgotten.
-        exactly: whether chances are exact; else they are the planner's own, of the true mean and deviation.
+        planner: the planner that uses these rises.
+        course: conditions of the runs.
+        memory: number of windows after which a length is forgotten.
+        exactly: whether probabilities are exact; otherwise the planner approximates them from the true mean and
+            deviation.
     """
 
     def __init__(self, planner: Planner, course: Course, memory: float, *, exactly: bool) -> None:
@@ -162,10 +163,10 @@ class ToldRises(Rises):
         self._jitter = np.sqrt(np.square(np.log(course.longest) - lengths).mean(axis=1))
 
     def learn(self, rise: Floats) -> None:
-        """Do nothing: all is known."""
+        """Do nothing: the distribution is known."""
 
     def exceed(self, rise: Floats, caution: Floats) -> Floats:
-        """Return the chance that the next rise exceeds another, shape (lanes, plans)."""
+        """Return the probability that the next rise exceeds each given one, shape (lanes, plans)."""
         begun = self._planner.seen is not None
         middle = (self._keep - 1) * np.log(self._planner.length) if begun else np.zeros(len(self._jitter))
         spread = self._innovation if begun else self._innovation / math.sqrt(1 - self._keep**2)
@@ -173,7 +174,7 @@ class ToldRises(Rises):
         self._square = spread**2 + (1 - 2 / math.pi) * self._jitter**2
         if not self._exactly:
             return super().exceed(rise, caution)
-        # A normal plus a half-normal is skew-normal.
+        # The sum of a normal and a half-normal variable is skew-normal.
         place = (rise - middle[:, None]) / np.hypot(spread, self._jitter)[:, None]
         return np.asarray(ndtr(-place) + 2 * owens_t(place, (self._jitter / spread)[:, None]))
 
@@ -181,7 +182,7 @@ class ToldRises(Rises):
 def moving_tables(
     judged: Judged, recipe: Recipe, settings: BenchSettings, tell: Share
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the table of moving worlds and, if all that moves is among them, that of the ablation."""
+    """Return the table of worlds and, if the world ``all`` is among them, the table of the ablation."""
     generator = np.random.default_rng(settings.seed + MOVING_SEED)
     depth = (recipe.jobs.shallowest, recipe.jobs.deepest)
     env = MovingEnv(
@@ -209,10 +210,10 @@ class World:
     """One world's courses and the planner's result on them; all worlds share jobs and budgets.
 
     Args:
-        env: whose runs they are; its strengths are set to the world's.
-        recipe: how strongly conditions move, and how the planner plans.
-        name: a mechanism's.
-        seed: of the courses.
+        env: environment of the runs; its strengths are set to those of the world.
+        recipe: strengths of changing conditions, and settings of the planner.
+        name: name of a mechanism.
+        seed: random seed for the courses.
     """
 
     def __init__(self, env: MovingEnv, recipe: Recipe, name: str, seed: int) -> None:
@@ -223,7 +224,7 @@ class World:
         self._planner = self._drive(recipe.planner)
 
     def table(self, judged: Judged) -> dict[str, Any]:
-        """Return the world's table: what can be won over the planner, and what each method wins."""
+        """Return the table of the world: the possible gain over the planner, and the gain of each method."""
         best = clairvoyant(self._runs, self._course)
         still = best_static(self._runs, self._course)
         headroom = self._won([best])
@@ -259,18 +260,18 @@ class World:
         }
 
     def learned(self, judged: Judged, hidden: str | None = None) -> list[Outcome]:
-        """Return what each network comes to; without a group of features, if one is named."""
+        """Return the outcome of each network, without a group of features if one is named."""
         choosers: list[Choose] = [network.most_likely for network in judged.networks.values()]
         if hidden is not None:
             choosers = [without(choose, hidden) for choose in choosers]
         return [self._drive(judged.settings, choose) for choose in choosers]
 
     def entry(self, outcomes: Sequence[Outcome], headroom: Floats | None = None) -> dict[str, Any]:
-        """Return a method's figures.
+        """Return the figures of a method.
 
         Args:
-            outcomes: of each training seed, or of the one method.
-            headroom: shape (1, lanes), what can be won, in percent; ``None`` leaves out the share that was won.
+            outcomes: outcome of each training seed, or of the one method.
+            headroom: shape (1, lanes), possible gain in percent; ``None`` omits the captured share.
         """
         won = self._won([outcome.seconds for outcome in outcomes])
         ran_out = float(np.mean([outcome.ran_out for outcome in outcomes]))
@@ -294,24 +295,24 @@ class World:
         return drive(self._runs, self._course, settings, choose, prepare)
 
     def _won(self, seconds: Sequence[Floats]) -> Floats:
-        """Return the time won over the planner in percent of its own, shape (methods, lanes)."""
+        """Return the time saved against the planner, in percent of the planner's time, shape (methods, lanes)."""
         alone = self._planner.seconds
         return np.stack([100 * (alone - one) / alone for one in seconds])
 
     def _interval(self, won: Floats) -> list[float]:
-        return list(interval_over_jobs_and_seeds(won, self._course.job))
+        return list(clustered_mean_interval(won, self._course.job))
 
     def _seeds(self, judged: Judged, outcomes: Sequence[Outcome]) -> dict[str, float]:
         won = self._won([outcome.seconds for outcome in outcomes]).mean(axis=1)
         return {name: float(value) for name, value in zip(judged.networks, won, strict=True)}
 
     def _over(self, rule: Outcome, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-        """Return what is won beyond a rule, in percent of the planner's time, paired."""
+        """Return the paired gain over a rule, in percent of the planner's time."""
         beyond = self._won([outcome.seconds for outcome in outcomes]) - self._won([rule.seconds])
         return {"over_period_percent": float(beyond.mean()), "over_period_ci95": self._interval(beyond)}
 
     def _reserve(self, headroom: Floats) -> dict[str, Any]:
-        """Return the planner that weighs no risk, bare and with the reserve that is best on other courses."""
+        """Return the figures of the planner without risk estimates, bare and with the best reserve on other courses."""
         bare = replace(self._settings, rise=0.0)
         self._env.settings = bare
         reserve = planner_reserve(self._env, _RESERVES)
@@ -323,7 +324,7 @@ class World:
         }
 
     def _informed(self, *, exactly: bool) -> Outcome:
-        """Return what the planner comes to that is told the true law of lengths."""
+        """Return the outcome of the planner with the true distribution of lengths."""
         memory = self._runs.strengths.length_windows
 
         def prepare(planner: Planner) -> None:

@@ -1,7 +1,7 @@
-"""Find a plan for a job: the same budget of real steps for every method, and fresh windows for the winner.
+"""Search for a plan for a job, with the same number of real steps for every method.
 
-A method's best window is never its score: the best few plans are measured again, interleaved, and the fastest of those
-medians is chosen.
+The best window of a search is not its score: the best few plans are measured again, interleaved, and the plan with the
+lowest median is chosen.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from autotune.agents.study_store import StudyStore
 from autotune.campaign.baselines import References
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import Goal
-from autotune.engines.budgeted_engine import MeteredEngine, StepsSpentError
+from autotune.engines.budgeted_engine import BudgetedEngine, StepsSpentError
 from autotune.engines.engine import Engine
 from autotune.engines.tuning_windows import WINDOW_STEPS, merge_windows
 from autotune.errors import InputError
@@ -42,37 +42,37 @@ from autotune.records.tracking import Tracker
 from autotune.records.trials import Trial, track
 
 SEARCHES = ("random", "optuna", "optuna-prices", "ppo-scratch")
-# Methods that plan from a profile, whose measuring they pay for.
+# Methods that plan from a profile, whose cost counts as theirs.
 PROFILED = (*PLANNERS, "optuna-prices")
 METHODS = (*PLANNERS, *SEARCHES)
-# Methods that can propose plans before they know what came of the last one.
+# Methods that can propose a plan before the last one was measured.
 SPREADING = ("random", "optuna", "optuna-prices")
 FINALISTS = 3
 FINAL_ROUNDS = 2
 _FINAL_STEPS = 4
-# The finalists and the baseline, which is measured beside them: a machine's speed drifts.
+# Steps of the finals: the finalists and the baseline, which is measured again since a machine's speed drifts.
 _RESERVE = (FINALISTS + 1) * FINAL_ROUNDS * _FINAL_STEPS
-# Plans of hand-made rules that a search which can learn from them measures first.
+# Rules whose plans are measured first, to start a search from.
 _FIRST = ("uniform-bf16", "recompute-all", "paper")
 _EPISODE_WINDOWS = 8
-# Proposals in a row that were measured before, after which a search has seen what it will see.
+# Number of consecutive repeated proposals after which a search ends.
 _REPEATS = 200
-# Shares of the budget that a planner plans for, one after another, if what it planned does not fit.
+# Shares of the budget that a planner plans for in turn, if its plans do not fit.
 _REPLANS = (1.0, 0.97, 0.92)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningSettings:
-    """What a method may spend.
+    """Limits and objective of a search.
 
     Attributes:
-        steps: real optimizer steps, those of the references and of the finals included.
-        trials: plans that may be measured; ``None`` for as many as the steps allow.
-        warm_start: whether Optuna measures the hand-made rules before it proposes plans of its own.
-        seed: of the search and of the engine.
-        objective: what is minimised.
+        steps: number of real optimizer steps, including those of the references and the finals.
+        trials: number of plans that may be measured; ``None`` for as many as the steps allow.
+        warm_start: whether Optuna measures the rules' plans before it proposes plans of its own.
+        seed: random seed for the search and for the engine.
+        objective: the cost that is minimised.
         storage: a database for Optuna's studies, as :func:`autotune.agents.study_store.checked` returns it; ``None``
-            keeps them in the run's folder.
+            keeps them in the run directory.
     """
 
     steps: int = 120
@@ -94,17 +94,17 @@ class TuningSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningResult:
-    """What a method found.
+    """Result of a search.
 
     Attributes:
         method: the method.
         plan: the chosen plan.
-        measurement: its windows in the finals, as one.
-        cost: its cost against the baseline in the finals.
-        baseline: the baseline's windows in the finals, as one.
-        tuning_s: seconds spent, references included.
-        tuning_steps: real optimizer steps spent, references included.
-        trials: everything measured, in order.
+        measurement: its windows in the finals, merged.
+        cost: its cost in the finals, relative to the baseline.
+        baseline: the baseline's windows in the finals, merged.
+        tuning_s: seconds spent, including the references.
+        tuning_steps: real optimizer steps spent, including the references.
+        trials: all measured windows, in order.
     """
 
     method: str
@@ -135,122 +135,116 @@ def tune(
     Args:
         job: the job.
         method: one of ``METHODS``.
-        engine: where plans are measured; it stays open.
-        references: what :func:`autotune.campaign.baselines.measure_references` returned for the same engine.
-        settings: what may be spent.
-        run: where trials, the study and the policy are written.
-        tracker: where they are logged.
-        profile: what a planner plans from.
-        on_progress: is told of steps spent and the budget of steps.
-        clock: a clock's seconds; another one where part of the campaign is not done but remembered.
+        engine: engine that measures plans; it stays open.
+        references: result of :func:`autotune.campaign.baselines.measure_references` for the same engine.
+        settings: limits and objective.
+        run: run directory in which trials, the study and the policy are written.
+        tracker: logs trials.
+        profile: the job's profile; ``None`` for methods that do not plan from it.
+        on_progress: called with the number of steps spent and the limit of steps.
+        clock: returns seconds; for a resumed campaign, a clock that includes the time before the interruption.
 
     Raises:
-        InputError: if the method is unknown, or no plan that was measured is feasible.
+        InputError: if the method is unknown, or no measured plan is feasible.
     """
     if method not in METHODS:
         raise InputError(f"method is {method!r}", where="--method", allowed=METHODS)
     if method in PROFILED and profile is None:
-        raise InputError("a planner needs a profile", where=f"method {method}", allowed="profile=")
-    campaign = _Tuning(job, method, engine, references, settings, run, tracker, profile, on_progress, clock)
-    return campaign.result()
+        raise InputError(f"method {method} needs a profile", allowed="profile=")
+    return _Tuning(job, method, engine, references, settings, run, tracker, profile, on_progress, clock).result()
 
 
+@dataclass(slots=True)
 class _Tuning:
-    """One method's search within its budget, from its first window to the finals."""
+    """The search of one method within its limits; the first fields are the arguments of :func:`tune`."""
 
-    def __init__(
-        self,
-        job: Job,
-        method: str,
-        engine: Engine,
-        references: References,
-        settings: TuningSettings,
-        run: RunDirectory,
-        tracker: Tracker | None,
-        profile: Profile | None,
-        on_progress: Callable[[int, int], None] | None,
-        clock: Callable[[], float],
-    ) -> None:
-        self._job = job
-        self._method = method
-        self._references = references
-        self._settings = settings
-        self._run = run
-        self._tracker = tracker
-        self._profile = profile
-        self._on_progress = on_progress
-        # The baseline's window that costs are ratios to; the finals measure it again.
-        self._reference = references.baseline
-        available = settings.steps - references.steps - _RESERVE
-        self._metered = MeteredEngine(engine, available, self._note, window_budget=settings.trials)
-        space = engine.space
+    job: Job
+    method: str
+    engine: InitVar[Engine]
+    references: References
+    settings: TuningSettings
+    run: RunDirectory
+    tracker: Tracker | None
+    profile: Profile | None
+    on_progress: Callable[[int, int], None] | None
+    clock: Callable[[], float]
+    # Costs are relative to this window of the baseline; the finals measure it again.
+    reference: Measurement = field(init=False)
+    metered: BudgetedEngine = field(init=False)
+    trials: list[Trial] = field(init=False, default_factory=list)
+    # The first trials of a resumed campaign are already in the file.
+    recorded: int = field(init=False)
+    final: bool = field(init=False, default=False)
+    began: float = field(init=False)
+
+    def __post_init__(self, engine: Engine) -> None:
+        references = self.references
+        self.reference = references.baseline
+        available = self.settings.steps - references.steps - _RESERVE
+        self.metered = BudgetedEngine(engine, available, self._note, window_budget=self.settings.trials)
         if references.leanest is not None:
-            self._metered.known[space.leanest()] = _held_to(references.leanest, references.memory_budget_bytes)
-        self._metered.known[space.baseline()] = references.baseline
-        self._trials: list[Trial] = []
-        # Of a campaign that is taken up, the first trials are there already.
-        self._recorded = sum(row["method"] == method for row in trials_of(run))
-        self._final = False
-        self._clock = clock
-        self._began = clock()
+            self.metered.known[engine.space.leanest()] = _held_to(references.leanest, references.memory_budget_bytes)
+        self.metered.known[engine.space.baseline()] = references.baseline
+        self.recorded = sum(row["method"] == self.method for row in trials_of(self.run))
+        self.began = self.clock()
 
     def result(self) -> TuningResult:
-        if self._method in PLANNERS:
+        if self.method in PLANNERS:
             plan, measurement, cost = self._plan()
         else:
             favourite = None
             env = self._environment()
-            if self._method == "ppo-scratch":
+            if self.method == "ppo-scratch":
                 favourite = self._train(env)
             else:
                 self._search(env)
             plan, measurement, cost = self._finals(self._best_known(favourite))
         steps, seconds = self._spent()
         return TuningResult(
-            method=self._method,
+            method=self.method,
             plan=plan,
             measurement=measurement,
             cost=cost,
-            baseline=self._reference,
+            baseline=self.reference,
             tuning_s=seconds,
             tuning_steps=steps,
-            trials=tuple(self._trials),
+            trials=tuple(self.trials),
         )
 
     def _spent(self) -> tuple[int, float]:
-        """Return real steps and seconds so far."""
-        steps = self._metered.steps_spent + self._references.steps
-        seconds = self._clock() - self._began + self._references.seconds
-        if self._method in PROFILED and self._profile is not None:
-            # A planner pays for the profile, also where it was there already.
-            return steps + self._profile.steps, seconds + self._profile.seconds
+        """Return the real steps and the seconds spent so far."""
+        steps = self.metered.steps_spent + self.references.steps
+        seconds = self.clock() - self.began + self.references.seconds
+        if self.method in PROFILED and self.profile is not None:
+            # The cost of a profile counts, also if it was cached.
+            return steps + self.profile.steps, seconds + self.profile.seconds
         return steps, seconds
 
     def _environment(self) -> TuningEnv:
-        budget = self._references.memory_budget_bytes
+        budget = self.references.memory_budget_bytes
         return TuningEnv(
-            self._job,
-            lambda _seed: self._metered,
+            self.job,
+            lambda _seed: self.metered,
             memory_budget_bytes=budget,
             window_steps=WINDOW_STEPS,
             max_windows=_EPISODE_WINDOWS,
-            objective=self._settings.objective,
+            objective=self.settings.objective,
             evaluate=False,
             run_length=math.inf,
         )
 
     def _search(self, env: TuningEnv) -> None:
         search = self._make_search(env)
-        env.reset(seed=self._settings.seed)
+        env.reset(seed=self.settings.seed)
         asked: deque[Plan] = deque()
         repeats = 0
-        # Repeats cost no steps, so a search that only repeats itself must end too.
+        # Repeats cost no steps, so a search that only repeats itself must be stopped.
         while repeats < _REPEATS:
-            while not asked or (len(asked) < self._metered.ahead and self._metered.affords(WINDOW_STEPS)):
+            while not asked or (len(asked) < self.metered.ahead and self.metered.affords(WINDOW_STEPS)):
                 asked.append(search.ask())
-                self._metered.prepare(asked[-1], WINDOW_STEPS)
+                self.metered.prepare(asked[-1], WINDOW_STEPS)
             plan = asked.popleft()
-            repeats = repeats + 1 if plan in self._metered.known else 0
+            repeats = repeats + 1 if plan in self.metered.known else 0
             try:
                 _, reward, _, truncated, _ = env.step(_array(env, plan))
             except StepsSpentError:
@@ -262,46 +256,46 @@ class _Tuning:
         search.close()
 
     def _make_search(self, env: TuningEnv) -> Search:
-        if self._method == "random":
-            return RandomSearch(env.plan_space, self._settings.seed)
-        if self._method == "optuna-prices":
-            assert self._profile is not None
-            priced = PricedPlans(self._profile, self._references.memory_budget_bytes)
+        if self.method == "random":
+            return RandomSearch(env.plan_space, self.settings.seed)
+        if self.method == "optuna-prices":
+            assert self.profile is not None
+            priced = PricedPlans(self.profile, self.references.memory_budget_bytes)
             return OptunaPriceSearch(
-                priced, env.plan_space, self._store(), self._settings.seed, ahead=self._metered.ahead
+                priced, env.plan_space, self._store(), self.settings.seed, ahead=self.metered.ahead
             )
         rules = [env.plan_space.baseline(), env.plan_space.leanest(), *_first_plans(env)]
-        first = rules if self._settings.warm_start else []
-        return OptunaSearch(env.plan_space, self._store(), self._settings.seed, first, ahead=self._metered.ahead)
+        first = rules if self.settings.warm_start else []
+        return OptunaSearch(env.plan_space, self._store(), self.settings.seed, first, ahead=self.metered.ahead)
 
     def _store(self) -> Path | StudyStore:
-        storage = self._settings.storage
-        return self._run.path if storage is None else StudyStore.shared(storage, self._run.path.name)
+        storage = self.settings.storage
+        return self.run.path if storage is None else StudyStore.shared(storage, self.run.path.name)
 
     def _train(self, env: TuningEnv) -> Plan:
-        """Train PPO from the best hand-made rule that fits; return what it would choose."""
+        """Train PPO from the best rule that fits; return the plan that the trained policy chooses."""
         from autotune.agents import policy_folder, ppo
         from autotune.agents.plan_network import LearnedPolicy
 
-        env.reset(seed=self._settings.seed)
+        env.reset(seed=self.settings.seed)
         start = self._best_rule(env)
         recipe = ppo.Recipe()
         with isolated():
-            trained = ppo.train(env, recipe, seed=self._settings.seed, start=start)
+            trained = ppo.train(env, recipe, seed=self.settings.seed, start=start)
         training = policy_folder.Training(
-            job=self._job.name,
-            seed=self._settings.seed,
+            job=self.job.name,
+            seed=self.settings.seed,
             windows=trained.windows,
-            steps=self._metered.steps_spent + self._references.steps,
-            memory_budget_bytes=self._references.memory_budget_bytes,
+            steps=self.metered.steps_spent + self.references.steps,
+            memory_budget_bytes=self.references.memory_budget_bytes,
         )
-        policy_folder.save_policy(self._run.path / "policy", trained.network, training)
+        policy_folder.save_policy(self.run.path / "policy", trained.network, training)
         env.reset()
         assert env.observation is not None
         return LearnedPolicy(trained.network).decide(env.observation, env.plan_space.baseline())
 
     def _best_rule(self, env: TuningEnv) -> Plan:
-        """Measure the hand-made rules and return the cheapest plan that fits."""
+        """Measure the rules' plans and return the cheapest plan that fits."""
         costs = {}
         for plan in [env.plan_space.baseline(), env.plan_space.leanest(), *_first_plans(env)]:
             try:
@@ -312,39 +306,39 @@ class _Tuning:
         return min(costs, key=costs.__getitem__)
 
     def _plan(self) -> tuple[Plan, Measurement, float]:
-        """Measure what a planner proposes; if none of it fits, plan again for a smaller budget."""
-        assert self._profile is not None
-        budget = self._references.memory_budget_bytes
+        """Measure the planner's plans; if none fits, plan again for a smaller budget."""
+        assert self.profile is not None
+        budget = self.references.memory_budget_bytes
         goal = self._goal()
         for share in _REPLANS:
             wanted = None if budget is None else int(budget * share)
-            plans = planned(self._method, self._profile, wanted, goal)[:FINALISTS]
+            plans = planned(self.method, self.profile, wanted, goal)[:FINALISTS]
             plan, measurement, cost = self._finals(plans)
             if self._is_feasible(plan, measurement):
                 return plan, measurement, cost
         raise InputError(
-            f"no planned plan fits: {measurement.failure_detail}",
-            where=f"method {self._method}",
-            allowed="a profile of the job as it is now; autotune profile --fresh makes one",
+            f"none of the planner's plans fits: {measurement.failure_detail}",
+            where=f"method {self.method}",
+            allowed="a current profile of the job: autotune profile --fresh",
         )
 
     def _goal(self) -> Goal:
-        gradient = self._references.baseline.gradient
+        gradient = self.references.baseline.gradient
         noise = None if gradient is None else gradient.noise_scale
-        weights = self._settings.objective.weights
+        weights = self.settings.objective.weights
         return Goal(weights=weights, noise_scale=noise)
 
     def _best_known(self, favourite: Plan | None) -> list[Plan]:
-        """Return the best plans measured so far, and a policy's favourite."""
+        """Return the best plans measured so far, and the plan that a policy chooses."""
         fitting = {
             plan: cost
-            for plan, window in self._metered.known.items()
+            for plan, window in self.metered.known.items()
             if self._is_feasible(plan, window) and (cost := self._cost(plan, window)) < math.inf
         }
         if not fitting:
             raise InputError(
-                "no plan that was measured is feasible",
-                where=f"method {self._method}",
+                "no measured plan is feasible",
+                where=f"method {self.method}",
                 allowed="more --steps",
             )
         finalists = sorted(fitting, key=fitting.__getitem__)[:FINALISTS]
@@ -354,69 +348,64 @@ class _Tuning:
 
     def _finals(self, finalists: Sequence[Plan]) -> tuple[Plan, Measurement, float]:
         """Measure the finalists again, interleaved, and return the cheapest."""
-        self._final = True
-        self._metered.step_budget = self._metered.steps_spent + _RESERVE
-        self._metered.window_budget = None
-        baseline = self._metered.space.baseline()
+        self.final = True
+        self.metered.step_budget = self.metered.steps_spent + _RESERVE
+        self.metered.window_budget = None
+        baseline = self.metered.space.baseline()
         candidates = list(dict.fromkeys([*finalists, baseline]))
         windows: dict[Plan, list[Measurement]] = {plan: [] for plan in candidates}
         for round_number in range(FINAL_ROUNDS):
             for plan in candidates if round_number % 2 == 0 else reversed(candidates):
-                # The baseline is held to no budget.
-                within = None if plan == baseline else self._references.memory_budget_bytes
-                self._metered.memory_budget_bytes = within
-                self._metered.apply(plan)
-                windows[plan].append(self._metered.measure(_FINAL_STEPS))
+                # The budget does not apply to the baseline.
+                within = None if plan == baseline else self.references.memory_budget_bytes
+                self.metered.memory_budget_bytes = within
+                self.metered.apply(plan)
+                windows[plan].append(self.metered.measure(_FINAL_STEPS))
         merged = {plan: merge_windows(seen) for plan, seen in windows.items()}
         if merged[baseline].failure is None:
-            self._reference = merged[baseline]
+            self.reference = merged[baseline]
         if baseline in finalists:
-            merged[baseline] = _held_to(merged[baseline], self._references.memory_budget_bytes)
+            merged[baseline] = _held_to(merged[baseline], self.references.memory_budget_bytes)
         costs = {plan: self._cost(plan, merged[plan]) for plan in finalists}
         feasible = [plan for plan in finalists if self._is_feasible(plan, merged[plan])]
         best = min(feasible or finalists, key=costs.__getitem__)
         return best, merged[best], costs[best]
 
     def _is_feasible(self, plan: Plan, window: Measurement) -> bool:
-        return self._settings.objective.feasible(self._observe(plan, window))
+        return self.settings.objective.feasible(self._observe(plan, window))
 
     def _cost(self, plan: Plan, window: Measurement) -> float:
-        return self._settings.objective.cost(self._observe(plan, window))
+        return self.settings.objective.cost(self._observe(plan, window))
 
     def _observe(self, plan: Plan, window: Measurement) -> Observation:
         return Observation(
-            space=self._metered.space,
+            space=self.metered.space,
             plan=plan,
             window=window,
-            reference=self._reference,
-            memory_budget_bytes=self._references.memory_budget_bytes,
-            batch_size=self._job.batch_size,
-            adaptive=self._job.batching == "adaptive",
+            reference=self.reference,
+            memory_budget_bytes=self.references.memory_budget_bytes,
+            batch_size=self.job.batch_size,
+            adaptive=self.job.batching == "adaptive",
         )
 
     def _note(self, plan: Plan, window: Measurement) -> None:
         steps, seconds = self._spent()
         trial = Trial(
-            number=len(self._trials),
+            number=len(self.trials),
             plan=plan,
             measurement=window,
             cost=self._cost(plan, window),
-            final=self._final,
+            final=self.final,
             tuning_steps=steps,
             tuning_s=seconds,
         )
-        self._trials.append(trial)
-        if trial.number >= self._recorded:
-            self._run.append("trials.jsonl", {"method": self._method, **trial.to_json()})
-        if self._tracker is not None:
-            track(self._tracker, self._method + suffix(self._job.launch), trial)
-        if self._on_progress is not None:
-            self._on_progress(self._metered.steps_spent + self._references.steps, self._settings.steps)
-
-
-def save_tuned_plan(run: RunDirectory, result: TuningResult, name: str = "plan.json") -> Path:
-    """Write the chosen plan and return its path."""
-    return run.write(name, result.plan.to_json())
+        self.trials.append(trial)
+        if trial.number >= self.recorded:
+            self.run.append("trials.jsonl", {"method": self.method, **trial.to_json()})
+        if self.tracker is not None:
+            track(self.tracker, self.method + suffix(self.job.launch), trial)
+        if self.on_progress is not None:
+            self.on_progress(self.metered.steps_spent + self.references.steps, self.settings.steps)
 
 
 def _first_plans(env: TuningEnv) -> list[Plan]:

@@ -1,4 +1,4 @@
-"""The criteria that a policy is judged by, and the judged policy: its folder and all networks of its training."""
+"""Settings of a policy's evaluation, and the evaluated policy: its folder and all networks of its training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from autotune.gym.levers import (
 from autotune.io.files import read_bytes, read_json, require_plain
 from autotune.simulator.online_planner import PlannerSettings
 
-# Which strengths are on in each world; "all_half" and "all_double" are those that nothing was fitted to.
+# Active strengths in each world; the recipe was not fitted to "all_half" and "all_double".
 MECHANISMS: dict[str, tuple[str, ...]] = {
     "none": (),
     "noise_scale": ("noise_error",),
@@ -35,11 +35,11 @@ MECHANISMS: dict[str, tuple[str, ...]] = {
     "events": ("event_every",),
     "switching": ("switch_windows", "event_every"),
 }
-# By how much all strengths are larger than fitted in the worlds in which everything moves.
+# Factor of all strengths, relative to the fitted ones, in the worlds in which everything changes.
 FACTORS = {"all": 1.0, "all_half": 0.5, "all_double": 2.0}
 VARIANTS = ("depth48", "shifted", "misjudged")
 
-# Moving jobs are drawn this far from the given seed, static ones by the seed itself.
+# Offset of the random seed for moving jobs; static jobs use the seed itself.
 MOVING_SEED = 10_000
 _LARGEST_NETWORK_BYTES = 64 * 2**20
 
@@ -52,15 +52,15 @@ class BenchSettings:
     """What is measured.
 
     Attributes:
-        jobs: held-out jobs in each table.
-        seed: of their draw.
-        depth: recomputable units of the static jobs, from and to.
-        variants: the static tables besides the first; any of ``VARIANTS``.
+        jobs: number of held-out jobs in each table.
+        seed: random seed for the jobs.
+        depth: smallest and largest number of recomputable units of the static jobs.
+        variants: further static tables; any of ``VARIANTS``.
         mechanisms: the moving worlds; keys of ``MECHANISMS``, "all", "all_half" and "all_double".
-        lanes: moving runs at once, at least.
-        evaluations: plans that each search may measure.
-        optuna_jobs: static jobs that Optuna, which is slow, is run on at most.
-        units: of the job on which decisions are timed.
+        lanes: smallest number of parallel moving runs.
+        evaluations: number of plans that each search may measure.
+        optuna_jobs: largest number of static jobs for Optuna, which is slow.
+        units: number of units of the job on which decisions are timed.
     """
 
     jobs: int = 200
@@ -80,11 +80,11 @@ class Judged:
 
     Attributes:
         folder: the policy folder.
-        settings: of the planner that it leans on.
-        ranges: what features came to in training.
-        shipped: the folder's own network.
-        networks: the networks to judge, by name; the shipped one alone, if no training run is given.
-        hashes: what the document says of where these came from.
+        settings: settings of the planner that it adjusts.
+        ranges: ranges of the features in training.
+        shipped: the network in the folder.
+        networks: the networks to evaluate, by name; without a training run, only the shipped one.
+        hashes: hashes of the files, for the document.
     """
 
     folder: Path
@@ -96,20 +96,20 @@ class Judged:
 
 
 def load_judged(policy: Path, train_run: Path | None = None) -> Judged:
-    """Load what is judged.
+    """Load the policy to evaluate.
 
     Args:
         policy: a policy folder that ``train`` wrote.
-        train_run: a training's run directory, all networks of which are judged; ``None`` judges the policy alone.
+        train_run: run directory of a training, whose networks are all evaluated; ``None`` for the policy alone.
 
     Raises:
-        PolicyFileError: if the folder holds no such policy, or a network's file is damaged.
-        RunDirectoryError: if the run directory holds no networks.
+        PolicyFileError: if the folder has no such policy, or the file of a network is damaged.
+        RunDirectoryError: if the run directory has no networks.
     """
     loaded = load_policy(policy)
     if not isinstance(loaded, PlannerPolicy):
-        raise PolicyFileError("chooses plans by itself", where=str(policy), allowed="a policy that leans on a planner")
-    # Loading has checked both files already.
+        raise PolicyFileError("chooses plans by itself", where=str(policy), allowed="a policy that adjusts a planner")
+    # Both files were checked by loading the policy.
     manifest, shipped = read_json(policy / MANIFEST), _network(policy / WEIGHTS)
     files = {"policy": policy / WEIGHTS}
     if train_run is not None:
@@ -152,21 +152,21 @@ def _network(path: Path) -> LeverNetwork:
 
 
 def untrained_network(width: int) -> LeverNetwork:
-    """Return a network as training begins with."""
+    """Return a network in the initial state of training."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return LeverNetwork(width)
 
 
 class Guarded:
-    """A policy as it leads real runs: where a feature lies outside what was trained on, the planner acts alone.
+    """A policy as it controls real runs: if a feature is outside the range of training, the planner acts alone.
 
     Args:
         judged: the policy.
 
     Attributes:
-        decisions: how many were made.
-        alone: how many of them the planner made alone.
+        decisions: number of decisions.
+        alone: number of decisions that the planner made alone.
     """
 
     def __init__(self, judged: Judged) -> None:

@@ -1,7 +1,7 @@
-"""Train the policy that leans on a planner: several seeds side by side, each resumable, the best of them kept.
+"""Training of the policy that adjusts a planner: several seeds in parallel, of which the best is kept.
 
-Seeds train in processes of their own, which write what they reach as files; whoever watches reads those. A training
-that is interrupted, at whatever point, is taken up where its files end.
+Seeds train in separate processes and write their state to files, which this process reads to follow them. An
+interrupted training is resumed from these files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from autotune.campaign.seed_files import (
     write_result,
 )
 from autotune.campaign.seed_processes import ClusterSeeds, LocalSeeds, SeedProcess
-from autotune.cost_model.cost_arrays import Floats
 from autotune.engines.ray_cluster import ClusterOptions
 from autotune.errors import AutotuneError, WorkerLostError
 from autotune.gym.moving_env import MovingEnv
@@ -40,16 +39,16 @@ from autotune.records.tracking import Tracker
 from autotune.simulator.moving_conditions import Strengths
 from autotune.simulator.random_jobs import draw_job
 from autotune.simulator.simulated_job import SimulatedJob
+from autotune.stats import clustered_mean_interval
 
 logger = logging.getLogger(__name__)
 
 POLICY = "policy"
 _POLL_S = 1.0
-_RESAMPLES = 2000
 
 
 def jobs_of(recipe: Recipe, *, validation: bool = False) -> list[SimulatedJob]:
-    """Return the simulated jobs that a recipe trains on, or judges on."""
+    """Return the simulated jobs on which a recipe trains, or validates."""
     jobs = recipe.jobs
     generator = np.random.default_rng(jobs.seed + validation)
     count = jobs.validation if validation else jobs.training
@@ -57,7 +56,7 @@ def jobs_of(recipe: Recipe, *, validation: bool = False) -> list[SimulatedJob]:
 
 
 def validation_env(recipe: Recipe, strengths: Strengths | None = None, lanes: int = VALIDATION_LANES) -> MovingEnv:
-    """Return the environment that networks are judged in: jobs and courses that none was trained on."""
+    """Return the environment that evaluates networks on validation jobs and courses."""
     return MovingEnv(
         jobs_of(recipe, validation=True),
         strengths or recipe.strengths,
@@ -69,13 +68,13 @@ def validation_env(recipe: Recipe, strengths: Strengths | None = None, lanes: in
 
 
 def train_seed(document: dict[str, Any], seed: int, folder: str, parent: int) -> None:
-    """Train and judge one seed, in a process of its own.
+    """Train and evaluate one seed; the main function of its process.
 
     Args:
         document: the recipe as a JSON object.
-        seed: of the network, the courses and the actions.
+        seed: random seed for the network, the courses and the actions.
         folder: the run directory.
-        parent: the process that waits for it; without it, training ends.
+        parent: process id of the waiting process; training ends when it has ended.
     """
     import torch
     from safetensors.torch import save
@@ -100,7 +99,7 @@ def train_seed(document: dict[str, Any], seed: int, folder: str, parent: int) ->
 
     def on_rollout(decisions: int, won: float) -> None:
         if os.getppid() != parent:
-            # Whoever began this training is gone; what is saved can be taken up.
+            # The parent process has ended; the training can be resumed from its checkpoints.
             raise SystemExit(1)
         if decisions in told:
             return
@@ -133,22 +132,22 @@ def train(
     processes: int | None = None,
     cluster: ClusterOptions | None = None,
 ) -> dict[str, Any]:
-    """Train every seed that is not done yet, and write the policy of the best.
+    """Train every unfinished seed, and write the policy of the best seed.
 
     Args:
-        recipe: what to train on, and how.
-        run: the run directory; one that an interrupted training left is taken up.
-        tracker: where progress is logged.
+        recipe: the training recipe.
+        run: the run directory; an interrupted training in it is resumed.
+        tracker: logs progress.
         reporter: shows progress.
-        processes: seeds at once; ``None`` takes the number of cores, or of a cluster's places.
-        cluster: where seeds train; ``None`` for this machine.
+        processes: number of parallel seeds; ``None`` for the number of cores, or of places in the cluster.
+        cluster: cluster that trains the seeds; ``None`` for this machine.
 
     Returns:
-        What ``train --json`` prints.
+        The document that ``train --json`` prints.
 
     Raises:
         InputError: if the cluster does not answer.
-        AutotuneError: if a seed's process ended without a result, or all machines of the cluster were lost.
+        AutotuneError: if the process of a seed ended without a result, or all machines of the cluster were lost.
     """
     began = time.perf_counter()
     seeds = [SeedFiles(folder=run.path, seed=seed) for seed in recipe.seeds]
@@ -168,7 +167,7 @@ def train(
         while waiting or running:
             while waiting and len(running) < places.at_once:
                 files = waiting.pop(0)
-                # What is damaged is named here: a seed's process may run on another machine.
+                # Damaged files are reported here, since the seed's process may run on another machine.
                 taken_up(files, recipe)
                 running[files.seed] = places.begin(recipe.to_json(), files.seed, run.path)
             time.sleep(_POLL_S)
@@ -186,14 +185,14 @@ def train(
 
 
 def _ended(running: dict[int, SeedProcess], run: RunDirectory) -> list[SeedFiles]:
-    """Take away the processes that ended, and return the seeds whose machine was lost."""
+    """Remove the processes that ended, and return the seeds whose machine was lost."""
     lost = []
     for seed, process in list(running.items()):
         files = SeedFiles(folder=run.path, seed=seed)
         try:
             code = process.exitcode
         except WorkerLostError as error:
-            logger.warning("seed %d goes on elsewhere: %s", seed, error)
+            logger.warning("seed %d continues on another machine: %s", seed, error)
             del running[seed]
             lost.append(files)
             continue
@@ -202,7 +201,7 @@ def _ended(running: dict[int, SeedProcess], run: RunDirectory) -> list[SeedFiles
         del running[seed]
         if not files.result.is_file():
             raise AutotuneError(
-                f"seed {seed} ended with exit code {code}; take it up again: autotune train --resume {run.path}"
+                f"seed {seed} ended with exit code {code}; resume it: autotune train --resume {run.path}"
             )
     return lost
 
@@ -215,7 +214,7 @@ def _log(
     reporter: Reporter,
     decisions: int,
 ) -> None:
-    """Send on what the seeds wrote since the last time."""
+    """Log and show the progress that the seeds wrote since the last call."""
     done, last = 0, 0.0
     for files in seeds:
         rows = files.rows()
@@ -237,7 +236,7 @@ def _finish(
 
     results = [read_result(files, recipe) for files in seeds]
     won = np.array([result.won for result in results])
-    interval = interval_over_jobs_and_seeds(won, results[0].job)
+    interval = clustered_mean_interval(won, results[0].job)
     best = int(won.mean(axis=1).argmax())
     network = results[best].network(recipe.ppo.width)
     training = LeverTraining(
@@ -273,57 +272,32 @@ def _finish(
     return document
 
 
-def interval_over_jobs_and_seeds(
-    values: Floats, job: np.ndarray[Any, Any], *, resamples: int = _RESAMPLES, confidence: float = 0.95
-) -> tuple[float, float]:
-    """Return a bootstrap interval of a mean over seeds and lanes, both jobs and seeds drawn again.
-
-    Args:
-        values: shape (seeds, lanes).
-        job: shape (lanes,), each lane's job: lanes of one job are drawn together.
-        resamples: how often is drawn.
-        confidence: of the interval.
-    """
-    generator = np.random.default_rng(0)
-    jobs, place = np.unique(job, return_inverse=True)
-    count = np.bincount(place)
-    sums = np.stack([np.bincount(place, row) for row in values])
-    means = []
-    for _ in range(resamples):
-        drawn = generator.integers(0, len(jobs), len(jobs))
-        seeds = generator.integers(0, len(values), len(values))
-        means.append(sums[np.ix_(seeds, drawn)].sum() / (count[drawn].sum() * len(seeds)))
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(means, [tail, 1 - tail])
-    return float(low), float(high)
-
-
 def card(recipe: Recipe, training: Any, document: dict[str, Any]) -> str:
-    """Return the text of a policy's card."""
+    """Return the text of a policy card."""
     seeds = ", ".join(f"{seed}: {value:+.2f} %" for seed, value in document["won_percent"].items())
     low, high = document["won_percent_ci95"]
     minutes = document["training_s"] / 60
     return f"""# Policy
 
-A network of {document["parameters"]:,} parameters that leans on a planner while a run's conditions move: whether to
-brace for less memory than announced, how cautious to be about longer sequences, how to value a larger k, 16-bit formats
-and what has not been measured, and how sticky to be. The planner makes the plans; untrained, the network leaves it
-alone.
+A network of {document["parameters"]:,} parameters that adjusts a planner while the conditions of a run change: whether
+to prepare for less memory than announced, the margin for longer sequences, the value of a larger k, of 16-bit formats
+and of unmeasured plans, and the threshold for switching. The planner makes the plans; an untrained network does not
+adjust it.
 
 | | |
 |---|---|
 | trained by | PPO, {training.decisions:,} windows for each of {training.seeds} seeds, in {minutes:.0f} minutes |
 | trained on | {recipe.jobs.training} simulated jobs of {recipe.jobs.shallowest} to {recipe.jobs.deepest} blocks, \
 {recipe.jobs.windows} windows each |
-| time won over the planner alone, on {recipe.jobs.validation} other jobs | {document["won_percent_mean"]:+.2f} % \
+| time saved against the planner, on {recipe.jobs.validation} other jobs | {document["won_percent_mean"]:+.2f} % \
 (95 % interval over jobs and seeds {low:+.2f} to {high:+.2f}) |
 | the seeds | {seeds}; seed {training.seed} is this one |
 | recipe, SHA-256 | `{training.recipe_sha256}` |
-| how strongly conditions move, SHA-256 | `{training.strengths_sha256}` |
+| strengths of changing conditions, SHA-256 | `{training.strengths_sha256}` |
 
 ## When not to use it
 
-- Where nothing moves, it has nothing to win: the planner alone is as good.
-- Where a feature of a run lies outside what it was trained on, the planner acts alone and says so.
-- It was trained on simulated runs. What it won on real ones is in the project's README, and is little data.
+- If the conditions of a run do not change, the planner alone is as good.
+- If a feature of a run is outside the range of training, the planner acts alone and reports it.
+- It was trained on simulated runs. The project's README has its few results on real runs.
 """

@@ -1,9 +1,9 @@
-"""Search for the values that a recipe trains best with: many short trainings, judged as full ones are.
+"""Search for the best PPO settings of a recipe by many short trainings, evaluated as full trainings are.
 
-A trial trains one seed, in a process of its own, for a share of the recipe's decisions. What it gains over the planner
-on validation jobs, the figure that a full training picks its best seed by, is what the search is told. No trial is cut
-short: what a rollout reports is won by sampled actions on training jobs, which says little of that figure and would
-punish values that explore. A search that is interrupted, at whatever point, is taken up where its files end.
+A trial trains one seed in a separate process for a share of the recipe's decisions. Its score is the gain over the
+planner on validation jobs, by which a full training selects its best seed. No trial is pruned: the gain in a rollout
+comes from sampled actions on training jobs, predicts the score poorly, and would penalise settings that explore. An
+interrupted search is resumed from its files.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from autotune.agents.optuna_search import Outcome, Proposal, RecipeStudy
 from autotune.agents.recipe import Recipe
 from autotune.agents.recipe_space import own_values, space_around, with_values
-from autotune.campaign.policy_training import interval_over_jobs_and_seeds, train_seed
+from autotune.campaign.policy_training import train_seed
 from autotune.campaign.seed_files import SeedFiles, SeedResult, finished, own_folder, read_result, taken_up
-from autotune.campaign.seed_processes import begin_seed
+from autotune.campaign.seed_processes import SeedProcess, begin_seed
 from autotune.errors import AutotuneError, InputError
 from autotune.io.files import write_atomic
 from autotune.io.progress import Reporter
 from autotune.records.run_directory import RunDirectory
+from autotune.records.run_documents import SearchSettings
 from autotune.records.tracking import Tracker
+from autotune.stats import clustered_mean_interval
 
 logger = logging.getLogger(__name__)
 
@@ -36,61 +38,24 @@ _SHARE = 5
 _POLL_S = 0.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchSettings:
-    """How much a search may spend.
-
-    Attributes:
-        trials: how many, those of earlier, interrupted commands included; failed ones count.
-        decisions: that each trial trains on.
-
-    Raises:
-        InputError: if there are none.
-    """
-
-    trials: int
-    decisions: int
-
-    def __post_init__(self) -> None:
-        for option, value in (("--search", self.trials), ("--search-decisions", self.decisions)):
-            if value < 1:
-                raise InputError(f"is {value}", where=option, allowed="at least 1")
+# Starts the training of a trial.
+Begin = Callable[[Recipe, SeedFiles], SeedProcess]
 
 
-class Training(Protocol):
-    """One trial's training, while it runs and after; a process is one."""
-
-    @property
-    def exitcode(self) -> int | None:
-        """Return ``None`` while it runs, then 0, or what else it ended with; below 0 if it was killed."""
-        ...
-
-    def terminate(self) -> None:
-        """End it."""
-        ...
-
-    def join(self) -> None:
-        """Wait until it has ended."""
-        ...
-
-
-Begin = Callable[[Recipe, SeedFiles], Training]
-
-
-def begin_process(recipe: Recipe, files: SeedFiles) -> Training:
-    """Begin to train a seed in a process of its own, which ends with this one."""
+def begin_process(recipe: Recipe, files: SeedFiles) -> SeedProcess:
+    """Start the training of a seed in a separate process, which ends with this one."""
     return begin_seed(train_seed, recipe.to_json(), files.seed, files.folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """A search that is begun; see :func:`opened`.
+    """An open search; see :func:`opened`.
 
     Attributes:
-        recipe: whose values are searched.
-        settings: how much is searched.
+        recipe: the recipe whose settings are searched.
+        settings: limits of the search.
         run: the run directory.
-        study: what was proposed and told.
+        study: proposals and their outcomes.
     """
 
     recipe: Recipe
@@ -103,32 +68,32 @@ class Search:
         return SeedFiles(folder=self.run.path / TRIALS / f"{proposal.number:04d}", seed=self.recipe.seeds[0])
 
     def short(self, proposal: Proposal) -> Recipe:
-        """Return the recipe that a trial trains by: one seed, fewer decisions."""
+        """Return the recipe of a trial: one seed, fewer decisions."""
         recipe = with_values(self.recipe, proposal.values)
         return replace(recipe, seeds=recipe.seeds[:1], ppo=replace(recipe.ppo, decisions=self.settings.decisions))
 
     def decisions(self, proposal: Proposal) -> int:
-        """Return how many decisions a trial has made so far."""
+        """Return the number of decisions that a trial has made so far."""
         rows = self.files(proposal).rows()
         return min(rows[-1]["decisions"], self.settings.decisions) if rows else 0
 
     def result(self, proposal: Proposal) -> SeedResult | None:
-        """Return what a trial's training came to, or ``None`` where it has not ended, or its result was damaged."""
+        """Return the result of a trial; ``None`` if it has not finished, or its result was damaged."""
         return finished(self.files(proposal), self.short(proposal))
 
 
 def share_of(recipe: Recipe) -> int:
-    """Return the decisions of a trial where nobody says otherwise."""
+    """Return the default number of decisions in a trial."""
     return max(recipe.ppo.decisions // _SHARE, 1)
 
 
 @contextmanager
 def opened(recipe: Recipe, settings: SearchSettings, run: RunDirectory) -> Iterator[Search]:
-    """Open a search, one that an interruption left or a new one, and close it at the end.
+    """Open a new or an interrupted search, and close it at the end.
 
     Raises:
-        InputError: if more trials have begun than there shall be, or an own value cannot be searched.
-        RunDirectoryError: if the folder's study is damaged.
+        InputError: if more trials have begun than the limit, or a setting of the recipe is outside the search space.
+        RunDirectoryError: if the study in the run directory is damaged.
     """
     study = RecipeStudy(space_around(recipe.ppo), run.path, recipe.seeds[0], own_values(recipe.ppo))
     try:
@@ -150,18 +115,18 @@ def run_search(
     processes: int | None = None,
     begin: Begin = begin_process,
 ) -> dict[str, Any]:
-    """Train every trial that is not told of yet, and write the best recipe.
+    """Train every trial without an outcome, and write the best recipe.
 
     Args:
-        search: the search; one that an interruption left is taken up.
-        tracker: where trials are logged.
+        search: the search, new or interrupted.
+        tracker: logs trials.
         reporter: shows progress.
-        processes: trials at once; ``None`` takes the number of cores. With more than one, what is proposed depends on
-            which ends first.
-        begin: begins to train a trial.
+        processes: number of parallel trials; ``None`` for the number of cores. With more than one, proposals depend on
+            which trial ends first.
+        begin: starts the training of a trial.
 
     Returns:
-        What ``train --search --json`` prints.
+        The document that ``train --search --json`` prints.
 
     Raises:
         AutotuneError: if a trial was killed, or every trial failed.
@@ -172,7 +137,7 @@ def run_search(
     reporter.stage(f"search {settings.trials} recipes", settings.trials * settings.decisions)
     for outcome in search.study.outcomes():
         _track(outcome, tracker)
-    running: dict[int, tuple[Proposal, Training]] = {}
+    running: dict[int, tuple[Proposal, SeedProcess]] = {}
     try:
         for proposal in search.study.untold():
             running[proposal.number] = (proposal, _begin(search, proposal, begin))
@@ -186,13 +151,13 @@ def run_search(
 
 def _train_all(
     search: Search,
-    running: dict[int, tuple[Proposal, Training]],
+    running: dict[int, tuple[Proposal, SeedProcess]],
     tracker: Tracker,
     reporter: Reporter,
     at_once: int,
     begin: Begin,
 ) -> None:
-    """Ask and tell until there are as many trials as there shall be; ``running`` holds those that have not ended."""
+    """Propose and train until the number of trials is reached; ``running`` has the trials that have not ended."""
     outcomes = search.study.outcomes()
     while running or len(outcomes) < search.settings.trials:
         while len(running) < min(at_once, search.settings.trials - len(outcomes)):
@@ -208,7 +173,7 @@ def _train_all(
 
 
 class _Done:
-    """A training that an earlier command finished but could not report."""
+    """A training that finished before an interruption, without its outcome being recorded."""
 
     exitcode = 0
 
@@ -219,7 +184,7 @@ class _Done:
         """Do nothing."""
 
 
-def _begin(search: Search, proposal: Proposal, begin: Begin) -> Training:
+def _begin(search: Search, proposal: Proposal, begin: Begin) -> SeedProcess:
     files, recipe = search.files(proposal), search.short(proposal)
     if search.result(proposal) is not None:
         return _Done()
@@ -229,12 +194,12 @@ def _begin(search: Search, proposal: Proposal, begin: Begin) -> Training:
     return begin(recipe, files)
 
 
-def _tell(search: Search, proposal: Proposal, training: Training) -> Outcome:
-    """Tell the study what a training that has ended gained; one that raised has failed, its values with it."""
+def _tell(search: Search, proposal: Proposal, training: SeedProcess) -> Outcome:
+    """Record the outcome of a training that has ended; a training that raised is a failed trial."""
     code = training.exitcode
     if code is not None and code < 0:
         raise AutotuneError(
-            f"trial {proposal.number} was killed (exit code {code}); take the search up again: "
+            f"trial {proposal.number} was killed (exit code {code}); resume the search: "
             f"autotune train --search {search.settings.trials} --resume {search.run.path}"
         )
     result = search.result(proposal)
@@ -257,7 +222,7 @@ def _report(search: Search, outcomes: list[Outcome], running: list[Proposal], re
 
 
 def best_first(outcomes: list[Outcome]) -> list[Outcome]:
-    """Return outcomes by what they gained, the recipe's own before its equals, failed ones last."""
+    """Return outcomes by gain, the recipe's own settings before equal ones, failed trials last."""
     return sorted(
         outcomes,
         key=lambda outcome: (
@@ -273,7 +238,7 @@ def _finish(search: Search, tracker: Tracker, seconds: float) -> dict[str, Any]:
     ranked = best_first(search.study.outcomes())
     best = ranked[0]
     if best.gain is None:
-        raise AutotuneError(f"no trial of {len(ranked)} ended well; what they met is on stderr")
+        raise AutotuneError(f"all {len(ranked)} trials failed; their errors are on stderr")
     recipe = with_values(search.recipe, best.proposal.values)
     path = search.run.path / RECIPE_FILE
     write_atomic(path, _heading(search, best) + recipe.to_toml())
@@ -298,7 +263,7 @@ def _finish(search: Search, tracker: Tracker, seconds: float) -> dict[str, Any]:
 
 
 def _heading(search: Search, best: Outcome) -> str:
-    what = "the recipe's own values remain the best" if best.proposal.own else f"trial {best.proposal.number}"
+    what = "the recipe's own settings remain the best" if best.proposal.own else f"trial {best.proposal.number}"
     settings = search.settings
     return (
         f"# Found by autotune train --search {settings.trials}: {what}, {best.gain:+.2f} % against the planner\n"
@@ -317,9 +282,9 @@ def _row(outcome: Outcome) -> dict[str, Any]:
 
 
 def _ahead(search: Search, ranked: list[Outcome]) -> dict[str, Any] | None:
-    """Return by how much the best is ahead of the recipe's own values on the same runs; ``None`` if that is not known.
+    """Return the lead of the best trial over the recipe's own settings on the same runs; ``None`` if it is unknown.
 
-    The interval is over jobs alone: one seed says nothing of others, and the best of many looks better than it is.
+    The interval covers jobs alone: one seed says nothing about others, and the best of many trials is overestimated.
     """
     own = next((outcome for outcome in ranked if outcome.proposal.own and outcome.gain is not None), None)
     if own is None:
@@ -329,8 +294,8 @@ def _ahead(search: Search, ranked: list[Outcome]) -> dict[str, Any] | None:
             read_result(search.files(one), search.short(one)) for one in (ranked[0].proposal, own.proposal)
         )
     except InputError as error:
-        # What the two gained was told, and stands.
-        logger.warning("%s: %s; by how much the best is ahead is not known", error.where, error.problem)
+        # The recorded gains of the two trials remain valid.
+        logger.warning("%s: %s; the lead of the best trial is unknown", error.where, error.problem)
         return None
     ahead = best.won - reference.won
-    return {"percent": float(ahead.mean()), "percent_ci95": list(interval_over_jobs_and_seeds(ahead[None], best.job))}
+    return {"percent": float(ahead.mean()), "percent_ci95": list(clustered_mean_interval(ahead[None], best.job))}

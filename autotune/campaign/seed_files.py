@@ -1,6 +1,6 @@
-"""Keep the files of one seed's training: how far it has come, what each rollout won, and its result.
+"""Files of one seed's training: its checkpoints, its progress per rollout, and its result.
 
-A file that is damaged is named once and taken away: the seed then goes on from the save before it, or begins anew.
+A damaged file is reported once and removed: the seed then continues from the previous checkpoint, or starts again.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Interval, Len
 
 from autotune.agents.policy_folder import fill
 from autotune.agents.policy_network import LeverNetwork
@@ -24,27 +25,41 @@ from autotune.agents.saved_training import SavedTraining
 from autotune.cost_model.cost_arrays import Floats, Indices
 from autotune.errors import InputError, RunDirectoryError
 from autotune.gym.levers import RUN_FEATURES
-from autotune.io.files import parse_json, read_bytes, refuse_unknown_keys, write_atomic, write_json
+from autotune.io.documents import Count, Seed, document, validated
+from autotune.io.files import parse_json, read_bytes, write_atomic, write_json
 from autotune.records.generations import Generations, remove
 
 logger = logging.getLogger(__name__)
 
-# Lanes that networks are judged in.
+# Number of lanes in which networks are evaluated.
 VALIDATION_LANES = 512
-# A line of progress has some 80 bytes.
+# A line of progress has about 80 bytes.
 _RESULT_BYTES, _WEIGHTS_BYTES, _PROGRESS_BYTES, _LARGEST_BYTES = 2**20, 2**24, 2**24, 2**26
-_ALLOWED = "what a training wrote"
 _VERSION = 1
-_RESULT_KEYS = frozenset(
-    ("version", "recipe_sha256", "seed", "won_percent", "job", "lowest", "highest", "weights_sha256", "sha256")
-)
-# No count and no percentage comes near it.
+# Counts and percentages are far below this limit.
 _LARGEST = 2**53
+_Number = Annotated[float, Interval(gt=-_LARGEST, lt=_LARGEST)]
+_Lanes = Len(VALIDATION_LANES, VALIDATION_LANES)
+_Features = Annotated[list[_Number], Len(len(RUN_FEATURES), len(RUN_FEATURES))]
+
+
+@document
+class _ResultDocument:
+    """Document of a seed's result."""
+
+    recipe_sha256: str
+    seed: Seed
+    won_percent: Annotated[list[_Number], _Lanes]
+    job: Annotated[list[Count], _Lanes]
+    lowest: _Features
+    highest: _Features
+    weights_sha256: str
+    sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeedFiles:
-    """Name the files of one seed's training.
+    """Paths of the files of one seed's training.
 
     Attributes:
         folder: the run directory.
@@ -56,36 +71,36 @@ class SeedFiles:
 
     @property
     def checkpoint(self) -> Path:
-        """Return where training is saved."""
+        """Return the path of the newest checkpoint."""
         return self.folder / f"seed-{self.seed}.checkpoint"
 
     @property
     def checkpoint_before(self) -> Path:
-        """Return where the save before it is kept."""
+        """Return the path of the previous checkpoint."""
         return self.folder / f"seed-{self.seed}.checkpoint.1"
 
     @property
     def progress(self) -> Path:
-        """Return where each rollout leaves a line."""
+        """Return the path of the progress, which has one line per rollout."""
         return self.folder / f"seed-{self.seed}.jsonl"
 
     @property
     def result(self) -> Path:
-        """Return what says that the seed is done."""
+        """Return the path of the result, which exists once the seed is finished."""
         return self.folder / f"seed-{self.seed}.json"
 
     @property
     def weights(self) -> Path:
-        """Return the trained network."""
+        """Return the path of the trained network."""
         return self.folder / f"seed-{self.seed}.safetensors"
 
     @property
     def all(self) -> tuple[Path, ...]:
-        """Return every file, in the order in which copies are made: each rests on none that comes after it."""
+        """Return all paths in the order of copying: no file depends on a later one."""
         return self.weights, self.progress, self.checkpoint_before, self.checkpoint, self.result
 
     def contents(self) -> dict[str, bytes]:
-        """Return what the files hold, by name; what is missing, a link or no file is left out."""
+        """Return the contents of the files by name, without missing files, links and special files."""
         found = {}
         for path in self.all:
             with contextlib.suppress(InputError):
@@ -93,11 +108,11 @@ class SeedFiles:
         return found
 
     def generations(self) -> Generations:
-        """Return what writes and reads the saves."""
+        """Return the reader and writer of the checkpoints."""
         return Generations(self.checkpoint, self.checkpoint_before)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return what each rollout left; lines that are torn or damaged are left out."""
+        """Return the progress of each rollout; incomplete and damaged lines are skipped."""
         try:
             content = read_bytes(self.progress, limit_bytes=_PROGRESS_BYTES, follow=False)
         except InputError:
@@ -105,29 +120,29 @@ class SeedFiles:
         return [row for line in content.split(b"\n") if (row := _row(line)) is not None]
 
     def keep_rows(self) -> None:
-        """Take out of the progress what is damaged.
+        """Remove damaged lines from the progress.
 
-        Rollouts that were told and not saved are made once more, and come to the same: what they left stays.
+        Rollouts after the last checkpoint are repeated with the same outcome, so that their lines stay.
 
         Raises:
-            RunDirectoryError: if what stands in the file's place cannot be taken away.
+            RunDirectoryError: if something other than a file is there and cannot be removed.
         """
         if not self.progress.exists() and not self.progress.is_symlink():
             return
         try:
             content = read_bytes(self.progress, limit_bytes=_PROGRESS_BYTES, follow=False)
         except InputError as error:
-            logger.warning("%s: %s; what it told of rollouts is lost", self.progress, error.problem)
+            logger.warning("%s: %s; the progress of earlier rollouts is lost", self.progress, error.problem)
             remove(self.progress)
             return
-        # Behind the last line's end stands nothing, or what a kill tore.
-        *lines, torn = content.split(b"\n")
+        # After the last line end there is nothing, or an incomplete line that a kill left.
+        *lines, incomplete = content.split(b"\n")
         rows = [(line, _row(line)) for line in lines]
         kept = [line for line, row in rows if row is not None]
         damaged = sum(row is None for _, row in rows)
         if damaged:
-            logger.warning("%s: %d damaged lines are left out", self.progress, damaged)
-        if torn or len(kept) < len(lines):
+            logger.warning("%s: %d damaged lines are skipped", self.progress, damaged)
+        if incomplete or len(kept) < len(lines):
             write_atomic(self.progress, b"".join(line + b"\n" for line in kept))
 
 
@@ -136,10 +151,10 @@ class SeedResult:
     """Result of a seed's training.
 
     Attributes:
-        won: shape (lanes,), what the network won over the planner on jobs to judge by, in percent.
-        job: shape (lanes,), each lane's job.
-        lowest: shape (features of a run,), the least that was seen of each.
-        highest: the most, likewise.
+        won: shape (lanes,), time that the network saved against the planner on validation jobs, in percent.
+        job: shape (lanes,), index of each lane's job.
+        lowest: shape (features of a run,), smallest value of each feature.
+        highest: shape (features of a run,), largest value of each feature.
         weights: the network as safetensors.
     """
 
@@ -157,9 +172,9 @@ class SeedResult:
 
 
 def write_result(files: SeedFiles, recipe: Recipe, result: SeedResult) -> None:
-    """Write what a seed's training came to; the result comes last, and says that the seed is done."""
+    """Write the result of a seed's training; the document comes last and marks the seed as finished."""
     write_atomic(files.weights, result.weights)
-    document = {
+    result_document = {
         "version": _VERSION,
         "recipe_sha256": recipe.sha256,
         "seed": files.seed,
@@ -169,43 +184,41 @@ def write_result(files: SeedFiles, recipe: Recipe, result: SeedResult) -> None:
         "highest": result.highest.tolist(),
         "weights_sha256": hashlib.sha256(result.weights).hexdigest(),
     }
-    write_json(files.result, document | {"sha256": _digest(document)})
+    write_json(files.result, result_document | {"sha256": _digest(result_document)})
 
 
 def read_result(files: SeedFiles, recipe: Recipe) -> SeedResult:
-    """Read what a seed's training by a recipe came to.
+    """Read the result of a seed's training.
 
     Raises:
         InputError: if a file is missing, damaged, or of another recipe or seed.
     """
     where = str(files.result)
     content = read_bytes(files.result, limit_bytes=_RESULT_BYTES, follow=False)
-    document = parse_json(content.decode(errors="replace"), where=where)
-    refuse_unknown_keys(document, _RESULT_KEYS, where=where)
-    result = SeedResult(
-        won=_numbers(document, "won_percent", VALIDATION_LANES, where),
-        job=_numbers(document, "job", VALIDATION_LANES, where).astype(np.int64),
-        lowest=_numbers(document, "lowest", len(RUN_FEATURES), where),
-        highest=_numbers(document, "highest", len(RUN_FEATURES), where),
-        weights=read_bytes(files.weights, limit_bytes=_WEIGHTS_BYTES, follow=False),
+    found = parse_json(content.decode(errors="replace"), where=where)
+    read = validated(_ResultDocument, found, where=where, version=_VERSION)
+    _require(read.sha256 == _digest(found), "its SHA-256 is wrong", where)
+    of_this = (read.recipe_sha256, read.seed) == (recipe.sha256, files.seed)
+    _require(of_this, "belongs to another training", where)
+    _require(max(read.job) < recipe.jobs.validation, "names jobs that do not exist", where)
+    weights = read_bytes(files.weights, limit_bytes=_WEIGHTS_BYTES, follow=False)
+    digest = hashlib.sha256(weights).hexdigest()
+    _require(read.weights_sha256 == digest, "is not the file that the result names", str(files.weights))
+    fill(LeverNetwork(recipe.ppo.width), weights, str(files.weights))
+    return SeedResult(
+        won=np.array(read.won_percent),
+        job=np.array(read.job, dtype=np.int64),
+        lowest=np.array(read.lowest),
+        highest=np.array(read.highest),
+        weights=weights,
     )
-    named = {key: document.get(key) for key in ("version", "recipe_sha256", "seed", "weights_sha256", "sha256")}
-    _require(all(type(value) in (str, int) for value in named.values()), "says not what it is of", where)
-    _require(named["sha256"] == _digest(document), "its SHA-256 is not the one it names", where)
-    ours = {"version": _VERSION, "recipe_sha256": recipe.sha256, "seed": files.seed}
-    _require(named.items() >= ours.items(), "is of another training", where)
-    _require(bool(((result.job >= 0) & (result.job < recipe.jobs.validation)).all()), "names jobs that are none", where)
-    digest = hashlib.sha256(result.weights).hexdigest()
-    _require(named["weights_sha256"] == digest, "is not what the result names", str(files.weights))
-    fill(LeverNetwork(recipe.ppo.width), result.weights, str(files.weights))
-    return result
 
 
 def finished(files: SeedFiles, recipe: Recipe) -> SeedResult | None:
-    """Return what a seed's training came to, or ``None`` where it has not ended; a damaged result is taken away.
+    """Return the result of a seed's training; ``None`` if it has not finished. A damaged result is removed.
 
     Raises:
-        RunDirectoryError: if it cannot be.
+        RunDirectoryError: if a damaged result cannot be removed.
     """
     if not files.result.exists() and not files.result.is_symlink():
         return None
@@ -218,43 +231,43 @@ def finished(files: SeedFiles, recipe: Recipe) -> SeedResult | None:
 
 
 def taken_up(files: SeedFiles, recipe: Recipe, generations: Generations | None = None) -> SavedTraining | None:
-    """Return how far a seed's training has come, or ``None`` where it begins; damaged saves are taken away.
+    """Return the state from which a seed continues training; ``None`` for the start. Damaged checkpoints are removed.
 
     Args:
-        files: the seed's.
-        recipe: what it is trained by.
-        generations: the seed's saves, where the training is saved on.
+        files: the seed's files.
+        recipe: the training recipe.
+        generations: the seed's checkpoints, if training goes on to write them; ``None`` opens them for reading.
 
     Raises:
-        RunDirectoryError: if a damaged file cannot be taken away.
+        RunDirectoryError: if a damaged file cannot be removed.
     """
     rollout = recipe.ppo.lanes * recipe.jobs.windows
     read = functools.partial(
         SavedTraining.from_bytes, identity=identity(files, recipe), recipe=recipe.ppo, rollout=rollout
     )
     saves = generations or files.generations()
-    saved = saves.read(read, begins_anew=f"seed {files.seed} begins anew")
+    saved = saves.read(read, begins_anew=f"seed {files.seed} starts again")
     files.keep_rows()
     return saved
 
 
 def own_folder(path: Path) -> Path:
-    """Return a folder in a run's, made if it is missing; a link would lead out of the run.
+    """Return a folder inside a run directory, made if it is missing.
 
     Raises:
-        RunDirectoryError: if something else stands in its place.
+        RunDirectoryError: if it cannot be made, or is a link, which could lead out of the run directory.
     """
     try:
         path.mkdir(exist_ok=True)
     except OSError as error:
         raise RunDirectoryError(f"cannot be made ({error.strerror})", where=str(path), allowed="a folder") from error
     if path.is_symlink():
-        raise RunDirectoryError("is a link", where=str(path), allowed="a folder of the run")
+        raise RunDirectoryError("is a link", where=str(path), allowed="a folder inside the run directory")
     return path
 
 
 def identity(files: SeedFiles, recipe: Recipe) -> str:
-    """Return which training a save is of."""
+    """Return the text that identifies the training of a checkpoint."""
     return f"recipe {recipe.sha256} seed {files.seed}"
 
 
@@ -268,24 +281,17 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return row if counted and _is_number(row.get("won_percent")) else None
 
 
-def _numbers(document: Mapping[str, Any], key: str, count: int, where: str) -> Floats:
-    values = document.get(key)
-    whole = isinstance(values, list) and len(values) == count and all(_is_number(value) for value in values)
-    _require(whole, f"{key} is not {count} numbers", where)
-    return np.array(values, dtype=np.float64)
-
-
 def _is_number(value: object) -> bool:
-    """Tell whether a value of JSON, where all are finite, is one that can be computed with."""
+    """Return whether a JSON value is a number within the limits."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
 def _require(holds: bool, problem: str, where: str) -> None:
     if not holds:
-        raise InputError(problem, where=where, allowed=_ALLOWED)
+        raise InputError(problem, where=where, allowed="the files of this training")
 
 
 def _digest(document: Mapping[str, Any]) -> str:
-    """Return a SHA-256 of all that a result says but for its own."""
-    said = {key: value for key, value in document.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    """Return the SHA-256 of a result without its own ``sha256``."""
+    rest = {key: value for key, value in document.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""Train seeds in processes: on this machine, or on a cluster, whose files come here while they train.
+"""Training of seeds in separate processes, on this machine or on a cluster.
 
-Wherever a seed trains, what it reached lies in the run directory: a seed whose machine is lost goes on elsewhere from
-the last checkpoint that arrived.
+Files that a seed writes on a cluster are copied to the run directory while it trains: if its machine is lost, the seed
+continues elsewhere from the last checkpoint that arrived.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from autotune.io.environment_variables import variable
 from autotune.io.files import write_atomic
 from autotune.io.scratch import ScratchFolder
 
-# Trains one seed: the recipe as a JSON object, the seed, the folder of its files, the process that waits for it.
+# Trains one seed. Arguments: recipe as a JSON object, seed, folder of its files, process id of the waiting process.
 Train = Callable[[dict[str, Any], int, str, int], None]
-# Seconds that a machine may take to send what a seed wrote.
+# Time limit in seconds for a machine to send the files of a seed.
 _NEWS_S = 60.0
 
 
 class SeedProcess(Protocol):
-    """A seed in training."""
+    """The training of a seed; a process is one."""
 
     @property
     def exitcode(self) -> int | None:
-        """Return how it ended; ``None`` while it trains.
+        """Return the exit code, negative for a signal; ``None`` while it trains.
 
         Raises:
-            WorkerLostError: if its machine is gone.
+            WorkerLostError: if its machine is lost.
         """
         ...
 
     def terminate(self) -> None:
-        """End it."""
+        """Stop the training."""
         ...
 
     def join(self) -> None:
-        """Wait until it has ended."""
+        """Wait for the end of the training."""
         ...
 
 
 def begin_seed(train: Train, recipe: dict[str, Any], seed: int, folder: Path) -> BaseProcess:
-    """Begin to train a seed in a process of its own, which ends with this one.
+    """Start the training of a seed in a separate process, which ends with this one.
 
     Args:
-        train: trains it.
+        train: trains the seed.
         recipe: the recipe as a JSON object.
         seed: the seed.
-        folder: where its files are.
+        folder: folder of the seed's files.
     """
     arguments = (train, recipe, seed, str(folder), os.getpid())
     process = multiprocessing.get_context("spawn").Process(target=_train, args=arguments)
@@ -68,30 +68,30 @@ def begin_seed(train: Train, recipe: dict[str, Any], seed: int, folder: Path) ->
 
 
 def _train(train: Train, recipe: dict[str, Any], seed: int, folder: str, parent: int) -> None:
-    # One that goes on alone would write where whoever takes the training up writes.
+    # Without its parent, it would write to the same files as a resumed training.
     die_with_parent(parent)
-    # The keyboard interrupts the whole group, and the parent ends its seeds itself.
+    # An interrupt from the keyboard reaches the whole process group; the parent stops its seeds itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     train(recipe, seed, folder, parent)
 
 
 def _without_working_directory() -> AbstractContextManager[None]:
-    """Have Python processes that are started meanwhile not look into the working directory for libraries.
+    """Keep Python processes that start meanwhile from importing modules from the working directory.
 
-    What is started with ``-c``, as multiprocessing does it, looks there first, for the standard library too.
+    A process that is started with ``-c``, as by multiprocessing, searches it first, also for the standard library.
     """
     return variable("PYTHONSAFEPATH", "1")
 
 
 class LocalSeeds:
-    """Train seeds on this machine.
+    """Training of seeds on this machine.
 
     Args:
-        train: trains one.
-        processes: at once; ``None`` takes the number of cores.
+        train: trains one seed.
+        processes: number of parallel processes; ``None`` for the number of cores.
 
     Attributes:
-        at_once: how many train at once.
+        at_once: number of seeds that train in parallel.
     """
 
     def __init__(self, train: Train, processes: int | None) -> None:
@@ -99,20 +99,20 @@ class LocalSeeds:
         self.at_once = processes or max(os.cpu_count() or 1, 1)
 
     def begin(self, recipe: dict[str, Any], seed: int, folder: Path) -> SeedProcess:
-        """Begin to train a seed, or go on from its files."""
+        """Start the training of a seed, or continue it from its files."""
         return begin_seed(self._train, recipe, seed, folder)
 
     def close(self) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing."""
 
 
 class ClusterSeeds:
-    """Train seeds on a cluster, one at each place.
+    """Training of seeds on a cluster, one in each place.
 
     Args:
-        train: trains one; every machine of the cluster can import it.
-        options: which cluster.
-        processes: at once; ``None`` takes as many as there are places.
+        train: trains one seed; every machine of the cluster can import it.
+        options: address of the cluster and cores per place.
+        processes: number of parallel processes; ``None`` for the number of places.
 
     Raises:
         InputError: if the cluster does not answer.
@@ -126,39 +126,39 @@ class ClusterSeeds:
 
     @property
     def at_once(self) -> int:
-        """Return how many can train at once; fewer after machines were lost.
+        """Return the number of seeds that can train in parallel; it falls when machines are lost.
 
         Raises:
-            WorkerLostError: if all machines were.
+            WorkerLostError: if all machines are lost.
         """
         count = len(self._free) + sum(seed.holds_its_place for seed in self._running)
         if not count:
-            raise WorkerLostError("all of the cluster's workers were lost")
+            raise WorkerLostError("all workers of the cluster were lost")
         return count
 
     def begin(self, recipe: dict[str, Any], seed: int, folder: Path) -> SeedProcess:
-        """Begin to train a seed, or go on from its files."""
+        """Start the training of a seed, or continue it from its files."""
         begun = _RemoteSeed(self._cluster, self._free.pop(0), self._free, self._train, recipe, seed, folder)
         self._running.append(begun)
         return begun
 
     def close(self) -> None:
-        """Leave the cluster."""
+        """Disconnect from the cluster."""
         self._cluster.close()
 
 
 class SeedHost:
-    """Train a seed on a machine of the cluster, in a process and a folder of its own.
+    """Training of a seed on a machine of the cluster, in a separate process and folder.
 
     Args:
-        train: trains it.
+        train: trains the seed.
         recipe: the recipe as a JSON object.
         seed: the seed.
-        files: what it has reached so far, by file name.
+        files: contents of its files so far, by name.
     """
 
     def __init__(self, train: Train, recipe: dict[str, Any], seed: int, files: dict[str, bytes]) -> None:
-        # Never closed: whoever is done with this object kills its process.
+        # Never closed: the process of this object is killed in the end.
         self._folder = ScratchFolder()
         self._path = self._folder.path
         self._files = SeedFiles(folder=self._path, seed=seed)
@@ -169,14 +169,14 @@ class SeedHost:
         self._process = begin_seed(train, recipe, seed, self._path)
 
     def news(self) -> tuple[int | None, dict[str, bytes | None]]:
-        """Return how the process ended, and what changed in the folder since the last time; ``None`` is gone."""
-        # Asked first: what is written until then is whole.
+        """Return the exit code and the files that changed since the last call; ``None`` for a removed file."""
+        # Read first: files that were written before the process ended are complete.
         code = self._process.exitcode
-        # The result comes first: where it is, all that it rests on was written before.
+        # The result is read first: the files that it depends on were written before it.
         seen: dict[str, tuple[int, int]] = {}
         changed: dict[str, bytes | None] = {}
         for path in reversed(self._files.all):
-            # A seed that ends takes its saves away.
+            # A seed removes its checkpoints when it ends.
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
                 mark = status.st_mtime_ns, status.st_size
@@ -189,7 +189,7 @@ class SeedHost:
 
 
 class _RemoteSeed:
-    """Follow a seed that trains elsewhere."""
+    """A seed that trains on another machine."""
 
     def __init__(
         self,
@@ -209,14 +209,14 @@ class _RemoteSeed:
 
     @property
     def exitcode(self) -> int | None:
-        """Take in what it wrote, and return how it ended."""
+        """Copy the files that it wrote, and return its exit code."""
         if self._code is None:
             try:
                 self._code, changed = self._host.begin("news")(_NEWS_S)
             except WorkerLostError:
                 self.holds_its_place = False
                 raise
-            # And the result is written last.
+            # Here the result is written last.
             for path in self._files.all:
                 content = changed.get(path.name)
                 if content is not None:
@@ -228,11 +228,11 @@ class _RemoteSeed:
         return self._code
 
     def terminate(self) -> None:
-        """End it."""
+        """Stop the training."""
         self._host.kill()
 
     def join(self) -> None:
-        """Do nothing: its machine ends it."""
+        """Do nothing: the other machine stops the training."""
 
     def _leave(self) -> None:
         self._host.kill()

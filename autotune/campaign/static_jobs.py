@@ -1,4 +1,4 @@
-"""Judge planners, policies and searches on jobs that stand still: one plan for a known profile, against the optimum."""
+"""Evaluation of planners, policies and searches on static jobs: one plan for a known profile, against the optimum."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from autotune.campaign.policy_judging import (
     Judged,
     untrained_network,
 )
-from autotune.campaign.policy_training import interval_over_jobs_and_seeds
 from autotune.cost_model.cost_arrays import CostArrays
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.plan_pool import PlanPool
@@ -36,9 +35,10 @@ from autotune.measurement import Failure, GradientStatistics, Measurement
 from autotune.plan import Plan
 from autotune.simulator.online_planner import LOOK_AHEAD, Lanes, Planner, Situation
 from autotune.simulator.random_jobs import draw_job
+from autotune.stats import clustered_mean_interval
 
 _DEEP = 48
-# Largest factor by which costs differ from those that were drawn, where they are shifted.
+# Largest factor by which shifted costs differ from the drawn ones.
 _SHIFT = 2.0
 _ROUNDING = 1e-9
 
@@ -48,10 +48,10 @@ class Case:
     """One static job.
 
     Attributes:
-        told: the profile that planners are told.
-        truth: what plans really cost, and searches measure.
+        told: the profile that planners know.
+        truth: the true costs, which searches measure.
         budget_bytes: the memory budget.
-        noise_scale: of the job at its start, in samples.
+        noise_scale: noise scale of the job at its start, in samples.
         best: the exact optimum under the true costs, in seconds per sample of progress.
     """
 
@@ -63,21 +63,21 @@ class Case:
 
     @property
     def usable_bytes(self) -> float:
-        """Return what a plan may be predicted to need."""
+        """Return the bytes that a plan's predicted peak may reach."""
         return self.budget_bytes * (1 - SAFETY_MARGIN)
 
     def fits(self, plan: Plan) -> bool:
-        """Tell whether a plan's predicted peak fits the usable budget."""
+        """Return whether a plan's predicted peak fits the usable budget."""
         return peak_bytes(self.truth, plan) <= self.usable_bytes * (1 + _ROUNDING)
 
     def regret(self, plan: Plan) -> float:
-        """Return by how much more time than the optimum a plan takes per progress, in percent."""
+        """Return the additional time of a plan per unit of progress against the optimum, in percent."""
         return 100 * (_seconds(self.truth, plan, self.noise_scale) / self.best - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A method's plan for a case, ``None`` where it found none, and the seconds that it took to decide."""
+    """A method's plan for a case, ``None`` if it found none, and the seconds of the decision."""
 
     plan: Plan | None
     seconds: float
@@ -92,9 +92,9 @@ def static_cases(settings: BenchSettings, variant: str = "") -> list[Case]:
     """Return the static jobs of a table, each with a budget between the leanest plan's peak and the baseline's.
 
     Args:
-        settings: how many, how deep, and the seed of the draw.
-        variant: "depth48" draws deep ones; in "shifted" ones units cost up to a factor more or less than any that were
-            drawn to train on, as profiles say; in "misjudged" ones they do, and profiles do not know.
+        settings: number of jobs, their depth and the random seed.
+        variant: "depth48" draws deep jobs; in "shifted" jobs, units cost up to a factor more or less than in all
+            jobs of training, and profiles know it; in "misjudged" jobs, profiles do not know it.
     """
     generator, shifts = np.random.default_rng(settings.seed), np.random.default_rng([settings.seed, 1])
     depth = (_DEEP, _DEEP) if variant == "depth48" else settings.depth
@@ -115,7 +115,7 @@ def static_cases(settings: BenchSettings, variant: str = "") -> list[Case]:
 
 
 def _shifted(generator: np.random.Generator, profile: Profile) -> Profile:
-    """Return a profile whose seconds differ by a factor per unit and precision; bytes stay."""
+    """Return a profile whose times are changed by a factor per unit and precision; bytes are unchanged."""
     factors = {
         (unit.name, str(precision)): math.exp(generator.uniform(-1, 1) * math.log(_SHIFT))
         for unit in profile.units
@@ -143,14 +143,14 @@ def _shifted(generator: np.random.Generator, profile: Profile) -> Profile:
 def static_table(cases: Sequence[Case], judged: Judged, settings: BenchSettings, windows: int) -> dict[str, Any]:
     """Return one entry per method over static jobs.
 
-    Planners and searches know the noise scale. Planners are told the profile; searches measure the truth. Random
-    search begins with nothing; Optuna with the baseline and the leanest plan, as ``tune`` has it.
+    Planners and searches know the noise scale. Planners know the profile; searches measure the true costs. Optuna
+    starts with the baseline and the leanest plan, as in ``tune``; random search starts with no plan.
 
     Args:
         cases: the jobs.
         judged: the policy.
         settings: what is measured.
-        windows: of the runs that the policy is told to be at the beginning of.
+        windows: number of windows that the policy expects in a run.
     """
     found: dict[str, list[list[Proposal]]] = {}
     setup_s = []
@@ -160,20 +160,20 @@ def static_table(cases: Sequence[Case], judged: Judged, settings: BenchSettings,
         arrays = CostArrays([case.told])
         pool = launch_pool(case.told, arrays, case.budget_bytes)
         setup_s.append(time.perf_counter() - began)
-        for name, (still, choosers) in _leaning(judged).items():
+        for name, (still, choosers) in _planner_based(judged).items():
             lane = one_lane(pool, arrays, still=still)
             made[name] = [_first_plan(case, arrays, Planner(lane, judged.settings), c, windows) for c in choosers]
         for name, proposals in made.items():
             found.setdefault(name, []).append(proposals)
     searches = ("random", "optuna")
     table = {name: _entry(cases, made, settings.evaluations * (name in searches)) for name, made in found.items()}
-    for name in _leaning(judged):
+    for name in _planner_based(judged):
         table[name]["setup_s"] = float(np.median(setup_s))
     return table
 
 
 def _alone(case: Case, settings: BenchSettings, *, optuna: bool) -> dict[str, list[Proposal]]:
-    """Return what methods propose that need no pool of plans."""
+    """Return the proposals of the methods that need no pool of plans."""
     goal = Goal(noise_scale=case.noise_scale)
     made = {
         "exact": _timed(lambda: solve(case.told, case.budget_bytes, goal).plan),
@@ -185,10 +185,10 @@ def _alone(case: Case, settings: BenchSettings, *, optuna: bool) -> dict[str, li
     return {name: [proposal] for name, proposal in made.items()}
 
 
-def _leaning(judged: Judged) -> dict[str, tuple[bool, tuple[Choose | None, ...]]]:
-    """Return whether each method that leans on a planner knows that lengths are all alike, and what leans.
+def _planner_based(judged: Judged) -> dict[str, tuple[bool, tuple[Choose | None, ...]]]:
+    """Return, for each method based on a planner, whether it knows that all lengths are equal, and its choosers.
 
-    The wary ones do not: they weigh the risk that the first window's longest batch exceeds what was profiled.
+    The wary methods do not know it: they weigh the risk that the first window has a longer batch than was profiled.
     """
     networks = tuple(network.most_likely for network in judged.networks.values())
     untrained = (untrained_network(judged.shipped.width).most_likely,)
@@ -229,12 +229,12 @@ def _first_plan(case: Case, arrays: CostArrays, planner: Planner, choose: Choose
 
 
 def one_lane(pool: PlanPool, arrays: CostArrays, *, still: bool) -> Lanes:
-    """Return the lane of the only job there is."""
+    """Return the single lane of a job."""
     return Lanes.of(pool, arrays, np.zeros(1, dtype=np.int64), np.array([still]))
 
 
 def _searched(method: str, case: Case, settings: BenchSettings) -> Plan | None:
-    """Return the best plan that a search finds, or ``None`` where none of its plans fits."""
+    """Return the best plan that a search finds; ``None`` if none of its plans fits."""
     space = case.truth.space
     if method == "random":
         return _best_told(RandomSearch(space, settings.seed), case, settings.evaluations)
@@ -269,7 +269,7 @@ def _best_told(search: Search, case: Case, evaluations: int) -> Plan | None:
 
 
 def _window(case: Case, plan: Plan, *, limited: bool = True) -> Measurement:
-    """Return what a window of one step would measure if all were as predicted."""
+    """Return the measurement of a window of one step, as predicted."""
     profile, peak, seconds = case.truth, peak_bytes(case.truth, plan), seconds_per_step(case.truth, plan)
     samples = profile.batch_size * (plan.accumulation_steps if profile.batching == "adaptive" else 1)
     fits = not limited or case.fits(plan)
@@ -288,12 +288,12 @@ def _window(case: Case, plan: Plan, *, limited: bool = True) -> Measurement:
 
 
 def _entry(cases: Sequence[Case], proposals: Sequence[Sequence[Proposal]], evaluations: int) -> dict[str, Any]:
-    """Return a method's figures; plans that do not fit are counted, and left out of the regret.
+    """Return the figures of a method; plans that do not fit are counted, and excluded from the regret.
 
     Args:
-        cases: the jobs, of which the first ``len(proposals)`` count.
-        proposals: per job, one per network that is judged.
-        evaluations: plans that were measured for each job.
+        cases: the jobs; only the first ``len(proposals)`` are used.
+        proposals: per job, one proposal per network.
+        evaluations: number of plans that were measured for each job.
     """
     regret = np.full((len(proposals), len(proposals[0])), np.nan)
     over = infeasible = 0
@@ -311,7 +311,7 @@ def _entry(cases: Sequence[Case], proposals: Sequence[Sequence[Proposal]], evalu
         "regret_median": float(np.median(known)) if known.size else None,
         "regret_p95": float(np.quantile(known, 0.95)) if known.size else None,
         "regret_mean": float(whole.mean()) if whole.size else None,
-        "regret_mean_ci95": list(interval_over_jobs_and_seeds(whole.T, np.arange(len(whole)))) if whole.size else None,
+        "regret_mean_ci95": list(clustered_mean_interval(whole.T, np.arange(len(whole)))) if whole.size else None,
         "over_budget": over,
         "infeasible": infeasible,
         "evaluations": evaluations,

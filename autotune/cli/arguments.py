@@ -1,6 +1,6 @@
-"""Check what stands on a command line before any verb sees it: that it is text, and that paths can be what they must.
+"""Checks of command-line arguments before any verb sees them: they are text, and paths lead to what is expected.
 
-What a file holds is not looked at here.
+The contents of files are not checked here.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from autotune.errors import InputError, RunDirectoryError
 
 
 def require_text(arguments: Sequence[str]) -> None:
-    """Refuse arguments that no file name, document or database could hold.
+    """Refuse arguments that no file name, document or database can hold.
 
     Raises:
-        InputError: if one holds a NUL, or bytes that are not UTF-8.
+        InputError: if an argument contains a NUL, or bytes that are not UTF-8.
     """
     for number, argument in enumerate(arguments, 1):
         if "\0" in argument or not _is_unicode(argument):
@@ -27,28 +27,27 @@ def require_text(arguments: Sequence[str]) -> None:
 
 
 def require_working_folder() -> None:
-    """Refuse to work in a folder that is gone: libraries in C end the process there, with words of their own.
+    """Refuse to work in a folder that no longer exists: there, C libraries end the process with their own messages.
 
     Raises:
-        InputError: if it is.
+        InputError: if the working folder does not exist.
     """
     try:
         Path.cwd()
     except OSError as error:
-        raise InputError(
-            f"cannot be used ({error.strerror})", where="working folder", allowed="one that is there"
-        ) from error
+        problem = f"the working folder cannot be used ({error.strerror})"
+        raise InputError(problem, allowed="a folder that exists") from error
 
 
 def input_path(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Check the path of something that is read; a callback of Typer's."""
+    """Check the path of an input; a Typer callback."""
     if path is not None:
         require_readable(path, where=_named(parameter, path))
     return path
 
 
 def output_file(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Check the path of a file that will be written; a callback of Typer's."""
+    """Check the path of a file that will be written; a Typer callback."""
     if path is not None:
         where = _named(parameter, path)
         try:
@@ -58,14 +57,14 @@ def output_file(parameter: typer.CallbackParam, path: Path | None) -> Path | Non
         except OSError as error:
             raise RunDirectoryError(f"cannot be written ({error.strerror})", where=where) from error
         if not stat.S_ISREG(mode):
-            raise RunDirectoryError("is not a regular file", where=where, allowed="a file, or a new name")
+            raise RunDirectoryError("is not a regular file", where=where, allowed="a regular file, or a new name")
         if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
             raise RunDirectoryError("cannot be written", where=where, allowed="a file in a writable folder")
     return path
 
 
 def output_folder(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Check the path of a folder that will be written to, or made; a callback of Typer's."""
+    """Check the path of a folder that will be made or written to; a Typer callback."""
     from autotune.records.run_directory import require_writable
 
     if path is not None:
@@ -74,12 +73,16 @@ def output_folder(parameter: typer.CallbackParam, path: Path | None) -> Path | N
 
 
 def require_readable(path: Path, *, where: str) -> None:
-    """Refuse a path that leads to something other than a file or a folder, or that may not be read.
+    """Refuse a path to something other than a readable file or folder.
 
-    A path that leads nowhere is left to the verb, which knows what belongs there.
+    A path that does not exist is accepted: the verb knows what is expected there.
+
+    Args:
+        path: the path.
+        where: name of the path in errors.
 
     Raises:
-        InputError: saying why.
+        InputError: if the path is refused.
     """
     allowed = "a file or a folder"
     try:
@@ -88,11 +91,11 @@ def require_readable(path: Path, *, where: str) -> None:
         return
     except OSError as error:
         raise InputError(f"cannot be read ({error.strerror})", where=where, allowed=allowed) from error
-    # To open a pipe would wait for its writer, and some devices never end.
+    # Opening a pipe would wait for its writer, and some devices never end.
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise InputError("is neither a file nor a folder", where=where, allowed=allowed)
     if not os.access(path, os.R_OK | (os.X_OK if stat.S_ISDIR(mode) else 0)):
-        raise InputError("may not be read", where=where, allowed=allowed)
+        raise InputError("cannot be read (permission denied)", where=where, allowed=allowed)
 
 
 def _is_unicode(text: str) -> bool:
@@ -104,6 +107,6 @@ def _is_unicode(text: str) -> bool:
 
 
 def _named(parameter: typer.CallbackParam, path: Path) -> str:
-    """Return how an error calls a path: behind its option, if it has one."""
+    """Return a path as errors name it: after its option, if it has one."""
     option = parameter.opts[0] if parameter.opts else ""
     return f"{option} {path}" if option.startswith("-") else str(path)

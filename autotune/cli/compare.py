@@ -26,16 +26,18 @@ if TYPE_CHECKING:
 def command(
     job: Annotated[
         list[str],
-        typer.Argument(help="A catalog name, package.module:attribute, or file.py:attribute; several for all of them."),
+        typer.Argument(help="Jobs: catalog names, package.module:attribute, or file.py:attribute."),
     ],
     arms: Annotated[
-        str, typer.Option("--arms", help="Rules, methods, plan files or policy folders, separated by commas.")
+        str, typer.Option("--arms", help="Arms: rules, methods, plan files or policy folders, separated by commas.")
     ] = "baseline,uniform-bf16,recompute-all,sqrt,paper,random,optuna,ppo",
-    seeds: Annotated[int, typer.Option("--seeds", help="Paired fresh seeds; fewer than 6 give an indication.")] = 10,
+    seeds: Annotated[
+        int, typer.Option("--seeds", help="Number of paired fresh seeds; fewer than 6 give an indication.")
+    ] = 10,
     memory_budget: BudgetOption = None,
     dips: Annotated[
         str | None,
-        typer.Option("--dips", help="EVERY:SHARE: the budget shrinks to this share in every such window, as in 5:70%."),
+        typer.Option("--dips", help="EVERY:SHARE, as in 5:70%: in every 5th window the budget shrinks to 70%."),
     ] = None,
     steps: StepsOption = 120,
     trials: TrialsOption = None,
@@ -45,7 +47,7 @@ def command(
     carbon_intensity: Annotated[
         str | None,
         typer.Option(
-            "--carbon-intensity", help="gCO2/kWh as a number, or a CSV file of them: each run's grams are then shown."
+            "--carbon-intensity", help="gCO2/kWh, as a number or a CSV file; the grams of each run are then shown."
         ),
     ] = None,
     seed: SeedOption = 0,
@@ -54,32 +56,37 @@ def command(
 ) -> None:
     """Find the arms that must be searched for, then compare all of them on paired, interleaved, fresh seeds."""
     from autotune import commands
+    from autotune.campaign.arms import arm_names
+    from autotune.campaign.trusted_inputs import TrustedInputs
+    from autotune.records.requests import CompareOptions, recorded_address
 
-    output = shared.console(as_json=as_json)
-    settings: dict[str, Any] = {
-        "seeds": seeds,
-        "memory_budget": memory_budget,
-        "dips": dips,
-        "steps": steps,
-        "trials": trials,
-        "lean": lean,
-        "storage": storage,
-        "watts": watts,
-        "carbon_intensity": carbon_intensity,
-        "seed": seed,
-        "runs_dir": runs_dir,
-    }
+    options = CompareOptions(
+        seeds=seeds,
+        memory_budget=memory_budget,
+        dips=dips,
+        steps=steps,
+        trials=trials,
+        lean=lean,
+        storage=recorded_address(storage),
+        watts=watts,
+        carbon_intensity=carbon_intensity,
+        seed=seed,
+    )
     names = [name.strip() for name in arms.split(",")]
+    output = shared.console(as_json=as_json)
     with shared.Bars(output) as bars:
         if len(job) > 1:
-            document = commands.compare_jobs(job, names, **settings, reporter=bars)
+            trusted = TrustedInputs(jobs=job, arms=names, storage=storage, carbon_intensity=carbon_intensity)
+            document = commands.compare_jobs(job, names, options, trusted, runs_dir, bars)
         else:
-            document = commands.compare(job[0], names, **settings, reporter=bars)
+            names = arm_names(names)
+            trusted = TrustedInputs(jobs=job, arms=names, storage=storage, carbon_intensity=carbon_intensity)
+            document = commands.run_comparison(options.request(job[0], names), trusted, runs_dir, bars)
     (show_jobs if len(job) > 1 else show)(document, output, as_json=as_json)
 
 
 def show_jobs(document: dict[str, Any], output: Console, *, as_json: bool) -> None:
-    """Print what comparisons of several jobs come to together; or the document itself."""
+    """Print the combined result of several jobs; with ``as_json`` also the document."""
     from autotune.report.terminal_tables import jobs_table
 
     output.print(jobs_table(document))
@@ -91,7 +98,7 @@ def show_jobs(document: dict[str, Any], output: Console, *, as_json: bool) -> No
 
 
 def show(document: dict[str, Any], output: Console, *, as_json: bool) -> None:
-    """Print a comparison: a table, one sentence, and where the files are; or the document itself."""
+    """Print a comparison: a table, one sentence and the paths of the files; with ``as_json`` also the document."""
     from autotune.report.terminal_tables import alone_lines, comparison_table, energy_lines, plan_lines, verdict_line
 
     output.print(comparison_table(document))

@@ -1,6 +1,6 @@
-"""What the verbs share: options, progress bars, and where output goes.
+"""Options, progress bars and output streams that the verbs share.
 
-Under ``--json`` stdout carries one document and nothing else; bars appear only on a terminal.
+With ``--json``, stdout carries one document and nothing else; bars are drawn only on a terminal.
 """
 
 from __future__ import annotations
@@ -24,25 +24,27 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
     from rich.table import Table
 
-    from autotune.engines.isolated_engine import RankOptions
     from autotune.engines.ray_cluster import ClusterOptions
+    from autotune.engines.registry import RankOptions
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, the rest on stderr.")]
-RunsOption = Annotated[Path, typer.Option("--runs-dir", help="Where run directories are written.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, all else on stderr.")]
+RunsOption = Annotated[Path, typer.Option("--runs-dir", help="Folder in which run directories are made.")]
 LeanOption = Annotated[
-    bool, typer.Option("--lean/--full", help="Profile in a tenth of the steps, or each plan several times.")
+    bool, typer.Option("--lean/--full", help="Profile in a tenth of the steps, or measure each plan several times.")
 ]
-# Beyond these a number is a mistake, and would only be found after hours or by running out of memory.
+# Larger numbers are mistakes that would only be noticed after hours, or when memory runs out.
 MOST_STEPS = 1_000_000
 LONGEST_S = 86_400
 MOST_WATTS = 1_000_000
 
 SeedOption = Annotated[
-    int, typer.Option("--seed", min=0, max=LARGEST_SEED, help="Seed of the search and of the tuning engine.")
+    int, typer.Option("--seed", min=0, max=LARGEST_SEED, help="Random seed for the search and the tuning engine.")
 ]
 BudgetOption = Annotated[
     str | None,
-    typer.Option("--memory-budget", help="A size (20GiB, 900MiB) or a share of the FP32 baseline's peak (75%)."),
+    typer.Option(
+        "--memory-budget", help="Memory: a size (20GiB, 900MiB) or a share of the FP32 baseline's peak (75%)."
+    ),
 ]
 StepsOption = Annotated[
     int, typer.Option("--steps", max=MOST_STEPS, help="Real optimizer steps that each search may spend.")
@@ -52,51 +54,57 @@ StorageOption = Annotated[
     typer.Option("--storage", help="A database for Optuna's studies: postgresql://user@host:port/database."),
 ]
 TrialsOption = Annotated[
-    int | None, typer.Option("--trials", max=100_000, help="Plans that each search may measure at most.")
+    int | None, typer.Option("--trials", max=100_000, help="Number of plans that each search may measure.")
 ]
 ClusterOption = Annotated[
     str | None, typer.Option("--cluster", help="Spread the work over Ray workers: local:N, auto, or ray://HOST:PORT.")
 ]
 WorkerCoresOption = Annotated[
-    int, typer.Option("--worker-cores", min=1, max=1024, help="With a cluster: cores that each worker is pinned to.")
+    int,
+    typer.Option("--worker-cores", min=1, max=1024, help="With --cluster: cores that each worker is pinned to."),
 ]
 WattsOption = Annotated[
     float | None,
     typer.Option(
-        "--watts", max=MOST_WATTS, help="The device's power, to estimate energy by where it cannot be measured."
+        "--watts", max=MOST_WATTS, help="Power of the device in watts, to estimate energy where it cannot be measured."
     ),
+]
+SeedsOption = Annotated[
+    int, typer.Option("--seeds", help="Number of paired fresh seeds; fewer than 6 give an indication.")
+]
+JobArgument = Annotated[
+    str, typer.Argument(help="Job: a catalog name, package.module:attribute, or file.py:attribute.")
 ]
 RUNS = Path("runs")
 
-
-EngineOption = Annotated[str, typer.Option("--engine", help="torch, or deepspeed for several ranks.")]
+EngineOption = Annotated[str, typer.Option("--engine", help="Training engine: torch, or deepspeed for several ranks.")]
 DEFAULT_RANKS = 2
 RanksOption = Annotated[
     int | None,
-    typer.Option("--ranks", min=1, max=256, help="With deepspeed: how many ranks, on this machine (2, if left out)."),
+    typer.Option("--ranks", min=1, max=256, help="With deepspeed: number of ranks on this machine (default 2)."),
 ]
 ConfigOption = Annotated[
     Path | None,
-    typer.Option("--ds-config", callback=input_path, help="With deepspeed: a configuration of your own (JSON)."),
+    typer.Option("--ds-config", callback=input_path, help="With deepspeed: your own configuration (JSON file)."),
 ]
 
 
 def console(*, as_json: bool) -> Console:
-    """Return where people's output goes: stdout, or stderr while stdout carries JSON."""
+    """Return the console for readable output: stdout, or stderr while stdout carries JSON."""
     from autotune.cli.plain_console import PlainConsole
 
     return PlainConsole(sys.stderr if as_json else sys.stdout)
 
 
 def table(**settings: Any) -> Table:
-    """Return an empty table of Rich's, which takes a while to be imported."""
+    """Return an empty Rich table; importing Rich takes a while."""
     from rich.table import Table
 
     return Table(**settings)
 
 
 def cluster(address: str | None, cores: int) -> ClusterOptions | None:
-    """Return what ``--cluster`` and ``--worker-cores`` ask for; ``None`` for this process alone."""
+    """Return the options of the cluster; ``None`` if no address is given."""
     if address is None:
         return None
     from autotune.engines.ray_cluster import ClusterOptions
@@ -108,7 +116,7 @@ _document_stream: TextIO | None = None
 
 
 def keep_stdout_for_json() -> None:
-    """Send all that this process prints to stderr from now on, libraries in C and jobs too, but for the document."""
+    """Redirect all further output of this process, C libraries included, to stderr, except the JSON document."""
     global _document_stream
     sys.stdout.flush()
     _document_stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -116,14 +124,14 @@ def keep_stdout_for_json() -> None:
 
 
 def open_closed_streams() -> None:
-    """Open the standard streams that this process was started without: else the next file would take their place."""
+    """Open the standard streams that are closed: otherwise the next file that is opened would take their place."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
 
 
 def let_go_of_stdout() -> None:
-    """Let nothing more go to a stdout that nobody reads, not even what a buffer still holds."""
+    """Discard further output to stdout, which nobody reads, including what is still buffered."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in _document_streams():
         os.dup2(null, stream.fileno())
@@ -131,7 +139,7 @@ def let_go_of_stdout() -> None:
 
 
 def stdout_has_no_reader() -> bool:
-    """Tell whether whoever read stdout is gone, as after ``autotune ... | head``."""
+    """Return whether the reader of stdout has ended, as in ``autotune ... | head``."""
     poller = select.poll()
     for stream in _document_streams():
         poller.register(stream.fileno(), 0)
@@ -148,7 +156,7 @@ def print_json(document: Any) -> None:
 
 
 class Bars:
-    """Draw one bar per stage with the time left; on something other than a terminal, one line per stage."""
+    """Progress bars, one per stage, with the remaining time; on anything but a terminal, one line per stage."""
 
     def __init__(self, output: Console) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -187,39 +195,46 @@ class Bars:
         self._total = total
 
     def advance(self, done: float, detail: str = "") -> None:
-        """Report how much of the stage is done."""
+        """Show how much of the stage is done."""
         if self._task is not None:
             self._progress.update(self._task, completed=min(done, self._total), detail=printable(detail))
 
     def _finish(self) -> None:
-        """Fill the bar: a pilot that arrives early, say, is done all the same."""
+        """Fill the bar, since a stage may end early."""
         if self._task is not None:
             self._progress.update(self._task, completed=self._total, detail="")
             self._task = None
 
 
 def ranks(engine: str, count: int | None, zero_stage: str, config: Path | None) -> RankOptions | None:
-    """Return what was asked of DeepSpeed; two ranks where no number was.
+    """Return the options of an engine of several ranks; ``None`` for the default engine.
+
+    Args:
+        engine: value of ``--engine``.
+        count: value of ``--ranks``; ``None`` for the default.
+        zero_stage: value of ``--zero-stage``; ``all`` becomes stage 0.
+        config: value of ``--ds-config``.
 
     Raises:
         InputError: if an option is wrong, or cannot be combined with the engine.
     """
-    if engine not in ("torch", "deepspeed"):
-        raise InputError(f"engine is {engine!r}", where="--engine", allowed="torch, deepspeed")
-    if engine == "torch":
-        asked = {"--ranks": count, "--zero-stage": None if zero_stage == "0" else zero_stage, "--ds-config": config}
-        given = [name for name, value in asked.items() if value is not None]
+    from autotune.engines.registry import DEFAULT_ENGINE, ENGINES, RankOptions
+    from autotune.io.files import read_json
+
+    if engine not in ENGINES:
+        raise InputError(f"engine is {engine!r}", where="--engine", allowed=list(ENGINES))
+    if engine == DEFAULT_ENGINE:
+        options = {"--ranks": count, "--zero-stage": None if zero_stage == "0" else zero_stage, "--ds-config": config}
+        given = [name for name, value in options.items() if value is not None]
         if given:
-            raise InputError("is for DeepSpeed", where=", ".join(given), allowed="--engine deepspeed beside")
+            raise InputError(f"--engine torch cannot be combined with {', '.join(given)}", allowed="--engine deepspeed")
         return None
     if zero_stage not in ("0", "1", "2", "3", "all"):
         raise InputError(f"ZeRO stage is {zero_stage!r}", where="--zero-stage", allowed="0, 1, 2, 3, all")
-    from autotune.engines.isolated_engine import RankOptions
-    from autotune.io.files import read_json
-
     stage = 0 if zero_stage == "all" else int(zero_stage)
     return RankOptions(
         count=DEFAULT_RANKS if count is None else count,
         zero_stage=stage,
         config=None if config is None else read_json(config),
+        engine=engine,
     )

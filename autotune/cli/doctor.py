@@ -1,4 +1,4 @@
-"""``autotune doctor``: what this machine has and can do."""
+"""``autotune doctor``: show the capabilities of this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _EXTRAS = ("deepspeed", "transformers", "lightning", "ray", "zeus", "psycopg", "
 
 
 def command(runs_dir: RunsOption = shared.RUNS, as_json: JsonOption = False) -> None:
-    """Show versions, the device, the precisions it does well, the jobs, and whether runs can be written."""
+    """Show versions, the device, its useful precisions, the jobs, and whether runs can be written."""
     document = _examine(runs_dir)
     if as_json:
         shared.print_json(document)

@@ -1,7 +1,7 @@
-"""The command line: every verb, one way to fail.
+"""The command line: all verbs, and one way to report failures.
 
-Wrong input is one line on stderr and exit code 2; anything else that fails on purpose, and what the operating system
-refuses while a verb runs, is one line and 1. A traceback is a defect of ours.
+Wrong input is reported in one line on stderr with exit code 2; any other intended failure, and a refusal of the
+operating system, in one line with exit code 1. A traceback is a defect of this package.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ for module in _COMMANDS:
     app.command(module.__name__.rpartition(".")[2])(module.command)
 app.add_typer(bench.app, name="bench")
 
-# Typer carries its own copy of click or uses an installed one; both are reached through its exceptions.
+# Typer has its own copy of click or uses an installed one; its exceptions lead to both.
 _UsageError, _ClickException = cast("tuple[type[Exception], type[Exception]]", typer.BadParameter.__mro__[1:3])
 
 
@@ -83,7 +83,7 @@ def _root(
         bool,
         typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show_version),
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Log what is done, on stderr.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log progress on stderr.")] = False,
 ) -> None:
     require_working_folder()
     handler = logging.StreamHandler(sys.stderr)
@@ -92,7 +92,7 @@ def _root(
 
 
 class _EscapedFormatter(logging.Formatter):
-    """Format a record so that a terminal does not act on what it quotes."""
+    """A log formatter that escapes control characters, so that a terminal does not act on quoted text."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record's text."""
@@ -103,7 +103,7 @@ def main() -> None:
     """Run the command line and exit."""
     open_closed_streams()
     end_in_order()
-    # Metering frees blocks that are older than the profile, which is right and not worth a warning from C++.
+    # Memory metering frees blocks that are older than the profile; the warning from C++ about it is not useful.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if "--json" in sys.argv:
         keep_stdout_for_json()
@@ -114,7 +114,7 @@ def run(arguments: list[str]) -> int:
     """Run the command line on arguments and return the exit code."""
     try:
         code = _run(arguments)
-        # Now, while it can still be told that nobody reads it or that the disk is full.
+        # Flush now, while a missing reader or a full disk can still be reported.
         print(end="", flush=True)
     except InputError as error:
         return _fail(str(error), 2)
@@ -123,13 +123,13 @@ def run(arguments: list[str]) -> int:
     except BrokenPipeError as error:
         return _broken_pipe(error)
     except SystemExit as leaving:
-        # Typer leaves without a word where any pipe breaks, a worker's as well.
+        # Typer exits silently when any pipe breaks, also one to a worker.
         if isinstance(leaving.__context__, BrokenPipeError):
             return _broken_pipe(leaving.__context__)
         raise
     except (OSError, MemoryError, RecursionError, OverflowError, UnicodeError) as error:
-        _log.info("what was being done:", exc_info=error)
-        # A name that no file can have was given to us.
+        _log.info("the operation that failed:", exc_info=error)
+        # A name that is too long for a file is wrong input.
         return _fail(_refusal(error), 2 if getattr(error, "errno", None) == errno.ENAMETOOLONG else 1)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
@@ -139,7 +139,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _broken_pipe(error: BrokenPipeError) -> int:
-    """End quietly if nobody reads stdout any more, as after ``autotune ... | head``."""
+    """Exit quietly if the reader of stdout has ended, as in ``autotune ... | head``."""
     if not stdout_has_no_reader():
         return _fail(_refusal(error), 1)
     let_go_of_stdout()
@@ -152,7 +152,7 @@ def _run(arguments: list[str]) -> int:
     try:
         code = command.main(args=arguments, prog_name="autotune", standalone_mode=False)
     except RuntimeError as error:
-        # Torch's, which is not imported for it.
+        # Compared by name: importing torch only for this class would be slow.
         if type(error).__name__ != "AcceleratorError":
             raise
         raise EngineError(f"the device fails: {first_line(error)}") from error
@@ -169,7 +169,7 @@ def _fail(message: str, code: int) -> int:
 
 
 def _fail_usage(error: BaseException, code: int) -> int:
-    """Print a usage error in one line; the help text, where no verb was given."""
+    """Print a usage error in one line, or the help text if no verb was given."""
     context = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError" and context is not None:
         print(context.get_help(), file=sys.stderr)
@@ -179,7 +179,7 @@ def _fail_usage(error: BaseException, code: int) -> int:
 
 
 def _refusal(error: BaseException) -> str:
-    """Return in a few words what the operating system, or Python, refused."""
+    """Return what the operating system or Python refused, in a few words."""
     if isinstance(error, MemoryError):
         return f"out of memory ({error})" if str(error) else "out of memory"
     if not isinstance(error, OSError) or error.strerror is None:

@@ -1,4 +1,4 @@
-"""Print text as it is."""
+"""A console that prints text unchanged."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from autotune.errors import escaped
 
 
 class PlainConsole(Console):
-    """A console on which text is text: names and paths in it are neither markup nor orders to the terminal.
+    """A console that treats names and paths as text, not as markup or terminal commands.
 
     Args:
-        stream: where it prints.
+        stream: output stream.
     """
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(file=stream, highlight=False, markup=False, emoji=False)
 
     def render_str(self, text: str, **settings: Any) -> Text:
-        """Return text for the screen; Rich calls this for all that is printed, cells and titles of tables included."""
+        """Return text for the screen; Rich calls this for everything it prints, including table cells and titles."""
         return super().render_str(escaped(text), **{**settings, "markup": False, "emoji": False})
 
     def on_broken_pipe(self) -> None:
-        """Leave it to the command line what to do where nobody reads any more."""
-        # Rich calls this while it handles the exception.
+        """Raise the error, which the command line handles."""
+        # Rich calls this method while it handles the exception.
         raise

@@ -1,4 +1,4 @@
-"""``autotune plan``: which plan to launch with on a device that is not here, from estimates."""
+"""``autotune plan``: estimate which plan to launch with on another device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from autotune.cli import console as shared
 from autotune.cli.arguments import output_file
-from autotune.cli.console import BudgetOption, JsonOption
+from autotune.cli.console import BudgetOption, JobArgument, JsonOption
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from autotune.cost_model.profile import Profile
     from autotune.errors import BudgetError
 
-# Left free of what the driver leaves of a device's capacity, for what an estimate does not see: what kernels need for
-# themselves, and fragmentation.
+# Share of the usable memory that stays free for what an estimate does not include: memory of the kernels themselves,
+# and fragmentation.
 _HEADROOM = 0.1
 
 
 def command(
-    job: Annotated[str, typer.Argument(help="A catalog name, package.module:attribute, or file.py:attribute.")],
-    device: Annotated[str, typer.Option("--device", help="The device: b200, h100, a100, rtx4090, mi300x, ...")],
+    job: JobArgument,
+    device: Annotated[str, typer.Option("--device", help="Device: b200, h100, a100, rtx4090, mi300x, ...")],
     memory_budget: BudgetOption = None,
     output: Annotated[
-        Path | None, typer.Option("--output", callback=output_file, help="Write the plan to this file.")
+        Path | None, typer.Option("--output", callback=output_file, help="File to write the plan to.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Estimate a job's memory and time on a device that is not here, and compute the plan to launch with.
+    """Estimate a job's memory and time on another device, and compute the plan to launch with.
 
-    Nothing of the model is allocated: a job far larger than this machine can be planned. Every figure is an estimate.
+    The model is not allocated: jobs far larger than this machine can be planned. All numbers are estimates.
     """
     from autotune.budget import format_bytes
     from autotune.catalog import load_job
@@ -80,7 +80,7 @@ def command(
     console = shared.console(as_json=False)
     console.print(_table(rows, f"{found.name} on {spec.name}: estimated, not measured"))
     console.print(
-        f"Rates from {spec.source}. Every peak holds {format_bytes(spec.workspace_bytes)} of library workspaces. "
+        f"Rates from {spec.source}. All peaks include {format_bytes(spec.workspace_bytes)} of library workspaces. "
         f"{_limit(memory_budget, spec, budget)} "
         f"Measure on the device before you rely on it: autotune profile, then tune --method exact.",
         soft_wrap=True,
@@ -88,7 +88,7 @@ def command(
 
 
 def _with_advice(error: BudgetError, profile: Profile) -> BudgetError:
-    """Return a refusal that says so where no plan can help: the optimizer's own update is what needs the memory."""
+    """Return the error; if the optimizer's update needs the memory, it says that no plan can help."""
     from autotune.cost_model.solver import smallest
     from autotune.errors import BudgetError
 
@@ -96,7 +96,7 @@ def _with_advice(error: BudgetError, profile: Profile) -> BudgetError:
     table = profile.table_for(least.plan)
     if profile.static_bytes + table.batch_bytes + table.update_peak_bytes < least.peak_bytes:
         return error
-    problem = f"{error.problem}: its peak is the optimizer's update, which no plan changes (fused=True may)"
+    problem = f"{error.problem}: the peak is in the optimizer's update, which no plan changes (fused=True may)"
     return BudgetError(problem, where=error.where, allowed=error.allowed)
 
 
@@ -108,12 +108,12 @@ def _budget(given: str | None, spec: DeviceSpec, profile: Profile) -> int:
         return int(spec.usable_bytes * (1 - _HEADROOM))
     budget = MemoryBudget.parse(given)
     resolved = budget.resolve(peak_bytes(profile, profile.space.baseline()))
-    # How much of what is reserved stays unused, only a measured step shows.
+    # Only a measured step shows how much reserved memory stays unused.
     return int(resolved * (1 - _HEADROOM)) if budget.reserved else resolved
 
 
 def _limit(given: str | None, spec: DeviceSpec, budget: int) -> str:
-    """Return a sentence that says where the budget comes from."""
+    """Return a sentence about the origin of the budget."""
     from autotune.budget import format_bytes
 
     if given is not None:
@@ -125,7 +125,7 @@ def _limit(given: str | None, spec: DeviceSpec, budget: int) -> str:
 
 
 def _rows(profile: Profile, best: Any, budget: int) -> list[dict[str, Any]]:
-    """Return the hand-made rules' plans and the best one, with what is estimated of them."""
+    """Return the plans of the rules and the best plan, with their estimates."""
     from autotune.agents.rules import RULES
     from autotune.cost_model.memory_model import peak_bytes
     from autotune.cost_model.time_model import seconds_per_step

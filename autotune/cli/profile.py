@@ -1,4 +1,4 @@
-"""``autotune profile``: measure what a job's pieces cost, once."""
+"""``autotune profile``: measure the cost of each unit of a job."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ import typer
 
 from autotune.budget import format_bytes
 from autotune.cli import console as shared
-from autotune.cli.console import ConfigOption, EngineOption, JsonOption, LeanOption, RanksOption, RunsOption
+from autotune.cli.console import (
+    ConfigOption,
+    EngineOption,
+    JobArgument,
+    JsonOption,
+    LeanOption,
+    RanksOption,
+    RunsOption,
+)
 from autotune.errors import InputError
 from autotune.io.documents import LARGEST_SEED
 
@@ -20,39 +28,38 @@ if TYPE_CHECKING:
 
 
 def command(
-    job: Annotated[str, typer.Argument(help="A catalog name, package.module:attribute, or file.py:attribute.")],
+    job: JobArgument,
     validate: Annotated[
-        int, typer.Option("--validate", min=0, max=10_000, help="Measure so many random plans as well.")
+        int, typer.Option("--validate", min=0, max=10_000, help="Also measure this number of random plans.")
     ] = 0,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure even if a profile is cached.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure even if a cached profile exists.")] = False,
     convergence: Annotated[
-        bool, typer.Option("--convergence", help="Fit how the job converges to a few short real runs as well.")
+        bool, typer.Option("--convergence", help="Also fit a model of convergence to a few short real runs.")
     ] = False,
     seconds: Annotated[
-        float, typer.Option("--seconds", min=5, max=shared.LONGEST_S, help="About how long profiling may take.")
+        float,
+        typer.Option("--seconds", min=5, max=shared.LONGEST_S, help="Approximate seconds for profiling."),
     ] = 50.0,
     lean: LeanOption = False,
     engine: EngineOption = "torch",
     ranks: RanksOption = None,
-    zero_stage: Annotated[str, typer.Option("--zero-stage", help="With deepspeed: 0, 1, 2 or 3.")] = "0",
+    zero_stage: Annotated[str, typer.Option("--zero-stage", help="With deepspeed: ZeRO stage 0, 1, 2 or 3.")] = "0",
     ds_config: ConfigOption = None,
     seed: Annotated[
         int,
-        typer.Option("--seed", min=0, max=LARGEST_SEED, help="Seed of weights, batches and calibration plans."),
+        typer.Option("--seed", min=0, max=LARGEST_SEED, help="Random seed for weights, batches and calibration plans."),
     ] = 0,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure what every unit of a job costs, so that the time and memory of any plan can be predicted."""
+    """Measure the cost of every unit of a job, so that the time and memory of any plan can be predicted."""
     from autotune.profiling.profile_index import indexed_profile
 
-    asked = shared.ranks(engine, ranks, zero_stage, ds_config)
-    if asked is not None and (validate or convergence or zero_stage == "all"):
-        told = "--zero-stage all" if zero_stage == "all" else "--validate or --convergence"
-        raise InputError(
-            f"cannot be combined with {told}", where="--engine deepspeed", allowed="one stage's profile alone"
-        )
-    known = None if fresh or validate or convergence or asked else indexed_profile(job, runs_dir)
+    rank_options = shared.ranks(engine, ranks, zero_stage, ds_config)
+    if rank_options is not None and (validate or convergence or zero_stage == "all"):
+        option = "--zero-stage all" if zero_stage == "all" else "--validate or --convergence"
+        raise InputError(f"--engine deepspeed cannot be combined with {option}: only one stage is profiled")
+    known = None if fresh or validate or convergence or rank_options else indexed_profile(job, runs_dir)
     if known is not None:
         _show(known[0], known[1], {}, cached=True, as_json=as_json)
         return
@@ -75,9 +82,9 @@ def command(
             options=options,
             fresh=fresh,
             on_progress=bars.advance,
-            ranked=None if asked is None else profile_cache.Ranked(job, asked),
+            ranked=None if rank_options is None else profile_cache.Ranked(job, rank_options),
         )
-        if asked is None:
+        if rank_options is None:
             remember(job, path, runs_dir)
         if validate:
             bars.stage(f"measure {validate} random plans", 2 * validate)
@@ -129,7 +136,7 @@ def _convergence_line(document: dict[str, Any]) -> str:
 
 
 def _table(profile: Profile) -> Table:
-    """Return each unit's costs at the smallest k."""
+    """Return a table of each unit's costs at the smallest k."""
     k = profile.accumulation_choices[0]
     table = shared.table(title=f"{profile.job} on {profile.device}: one step at k = {k}", title_justify="left")
     table.add_column("unit")

@@ -1,4 +1,4 @@
-"""``autotune replay``: lead a run along a decision log, and say where predictions were wrong."""
+"""``autotune replay``: repeat a run from its decision log, and show where predictions were wrong."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 def command(
     log: Annotated[
-        Path, typer.Argument(callback=input_path, help="The run directory of an attached run, or its decisions.jsonl.")
+        Path, typer.Argument(callback=input_path, help="Run directory of an attached run, or its decisions.jsonl.")
     ],
-    job: Annotated[str | None, typer.Option("--job", help="Run this job along it; left out, nothing is run.")] = None,
+    job: Annotated[str | None, typer.Option("--job", help="Job to train with the recorded plans.")] = None,
     steps: Annotated[
         int | None,
-        typer.Option("--steps", min=1, max=shared.MOST_STEPS, help="Steps to run; as recorded, if left out."),
+        typer.Option("--steps", min=1, max=shared.MOST_STEPS, help="Number of steps; by default as recorded."),
     ] = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,

@@ -1,4 +1,4 @@
-"""``autotune reproduce``: repeat one of the paper's tables, and set its numbers beside ours."""
+"""``autotune reproduce``: repeat one of the paper's tables and compare its numbers with ours."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def command(
     table: Annotated[str, typer.Argument(help="table1, table2, table3, table4 or error-analysis.")],
     data: Annotated[
         Path | None,
-        typer.Option(
-            "--data", callback=input_path, help="The folder that CIFAR-10 and WikiText-2 lie in, as published."
-        ),
+        typer.Option("--data", callback=input_path, help="Folder with CIFAR-10 and WikiText-2, as published."),
     ] = None,
     scale: Annotated[
-        str, typer.Option("--scale", help="paper: its own jobs; cpu: small ones on data that every machine has.")
+        str, typer.Option("--scale", help="paper: the paper's jobs; cpu: small jobs on data that every machine has.")
     ] = "paper",
-    seeds: Annotated[int, typer.Option("--seeds", help="Paired fresh seeds; fewer than 6 give an indication.")] = 6,
+    seeds: Annotated[
+        int, typer.Option("--seeds", help="Number of paired fresh seeds; fewer than 6 give an indication.")
+    ] = 6,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
 ) -> None:
-    """Repeat one of the paper's tables: its number, ours, and the ratio."""
+    """Repeat one of the paper's tables: the paper's number, ours, and the ratio."""
     from autotune import commands
 
     output = shared.console(as_json=as_json)
@@ -40,7 +40,7 @@ def command(
 
 
 def show(document: dict[str, Any], output: Console, *, as_json: bool) -> None:
-    """Print a reproduced table with its notes; or the document itself."""
+    """Print a reproduced table with its notes, and with ``as_json`` the document."""
     from autotune.report.reproduction import missing_lines, reproduction_table
 
     output.print(reproduction_table(document))

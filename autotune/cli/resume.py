@@ -1,7 +1,8 @@
-"""``autotune resume``: take up a tuning or a comparison that was interrupted."""
+"""``autotune resume``: finish a tuning, a comparison or a reproduction that was interrupted."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,34 +16,33 @@ from autotune.cli.console import JsonOption
 
 def command(
     run: Annotated[
-        Path, typer.Argument(callback=input_path, help="The run directory of a tune, a compare, a demo or a reproduce.")
+        Path, typer.Argument(callback=input_path, help="Run directory of tune, compare, demo or reproduce.")
     ],
     job: Annotated[
         list[str] | None,
-        typer.Option("--job", help="The job, if it is not in the catalog; several times for a run on several jobs."),
+        typer.Option("--job", help="Job of the run, if it is not in the catalog; repeat the option for several jobs."),
     ] = None,
     arms: Annotated[
-        str | None, typer.Option("--arms", help="The arms again, if plan files or policy folders are among them.")
+        str | None,
+        typer.Option("--arms", help="Arms of the original command, if some are files or folders."),
     ] = None,
-    storage: Annotated[str | None, typer.Option("--storage", help="The database again, if there was one.")] = None,
-    cluster: Annotated[str | None, typer.Option("--cluster", help="The Ray cluster again, if there was one.")] = None,
+    storage: Annotated[str | None, typer.Option("--storage", help="Database of the original command.")] = None,
+    cluster: Annotated[str | None, typer.Option("--cluster", help="Ray cluster of the original command.")] = None,
     ds_config: Annotated[
         Path | None,
-        typer.Option(
-            "--ds-config", callback=input_path, help="The configuration of DeepSpeed again, if there was one."
-        ),
+        typer.Option("--ds-config", callback=input_path, help="DeepSpeed configuration of the original command."),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option("--data", callback=input_path, help="A reproduction's data again, if it was given.")
+        Path | None, typer.Option("--data", callback=input_path, help="Data folder of the original reproduce.")
     ] = None,
     carbon_intensity: Annotated[
-        str | None, typer.Option("--carbon-intensity", help="The file of carbon intensities again, if there was one.")
+        str | None, typer.Option("--carbon-intensity", help="File of carbon intensities of the original command.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take up a campaign that was killed at any instant: what it measured stays, and it is finished.
+    """Finish a campaign that was interrupted at any instant; what it has measured is kept.
 
-    A run's folder is data: code, files outside it and addresses that it was begun with must be named again.
+    A run directory is data: code, files outside it and addresses must be given again, as in the original command.
     """
     from autotune import commands
     from autotune.io.files import read_json
@@ -71,4 +71,5 @@ def command(
         compare.show(document, output, as_json=as_json)
     else:
         assert isinstance(config, TuneConfig)
-        tune.show(document, config.asked.job or config.job, config.method, output, as_json=as_json)
+        request = replace(config.asked, job=config.asked.job or config.job)
+        tune.show(document, request, output, as_json=as_json)

@@ -1,4 +1,4 @@
-"""``autotune schedule``: when to start a run so that it emits least."""
+"""``autotune schedule``: find the start time at which a run emits the least CO2."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 
 
 def command(
-    length: Annotated[str, typer.Option("--length", help="How long the run takes, as in 6h, 90min or 1d12h.")],
+    length: Annotated[str, typer.Option("--length", help="Length of the run, as in 6h, 90min or 1d12h.")],
     carbon_intensity: Annotated[
         Path,
         typer.Option(
-            "--carbon-intensity", callback=input_path, help="A CSV file of two columns: ISO time with zone, gCO2/kWh."
+            "--carbon-intensity", callback=input_path, help="CSV file with two columns: ISO time with zone, gCO2/kWh."
         ),
     ],
     earliest: Annotated[
-        str | None, typer.Option("--earliest", help="When it can start, as an ISO time with zone; now if left out.")
+        str | None, typer.Option("--earliest", help="Earliest start, as an ISO time with zone; by default now.")
     ] = None,
     deadline: Annotated[
-        str | None, typer.Option("--deadline", help="When it must have ended; the series' end if left out.")
+        str | None, typer.Option("--deadline", help="Latest end; by default the end of the series.")
     ] = None,
     watts: Annotated[
         float | None,
-        typer.Option("--watts", max=shared.MOST_WATTS, help="The run's mean power; without it no grams are known."),
+        typer.Option("--watts", max=shared.MOST_WATTS, help="Mean power of the run in watts, to compute grams."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Pick the start time of a run of known length under a series of carbon intensities: exact, not sampled."""
+    """Compute the best start time for a run of known length from a series of carbon intensities."""
     from autotune.cost_model import carbon
     from autotune.mechanics.energy_meter import require_watts
 
@@ -61,7 +61,7 @@ def command(
 
 
 def show(document: dict[str, Any], *, now: bool) -> None:
-    """Print the three starts for people."""
+    """Print a table of the best, the earliest and the worst start."""
     at_once = "now" if now else "earliest"
     called = {"best": "best", "earliest": at_once, "worst": "worst"}
     with_grams = document["energy_j"] is not None
@@ -80,7 +80,7 @@ def show(document: dict[str, Any], *, now: bool) -> None:
         soft_wrap=True,
     )
     if not with_grams:
-        output.print("How many grams that is depends on the run's power: --watts N.")
+        output.print("The grams depend on the power of the run; give it with --watts.")
 
 
 def _row(start: Start, energy_j: float | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Turn signals that ask the command line to end into an exception, so that whatever is under way is cleaned up."""
+"""Conversion of termination signals into an exception, so that work in progress is cleaned up."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import time
 from types import FrameType
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
-# Seconds in which the same request counts once: ``timeout`` and others send it to the process and to its group.
+# A repeated signal within this time counts once: ``timeout`` sends it to the process and to its group.
 _AGAIN_S = 1.0
 
 
 class EndedError(BaseException):
-    """A signal asked this process to end.
+    """A termination signal reached this process.
 
     Args:
-        number: the signal's.
+        number: number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -26,13 +26,13 @@ class EndedError(BaseException):
 
 
 def end_in_order() -> None:
-    """Have signals that ask this process to end raise :class:`EndedError` in the main thread; ignored ones stay so."""
+    """Make termination signals raise :class:`EndedError` in the main thread; ignored signals stay ignored."""
     process, last = os.getpid(), -math.inf
 
     def end(number: int, _: FrameType | None) -> None:
         nonlocal last
         if os.getpid() != process:
-            # What the job forked ends as it would without this.
+            # A process that the job forked ends as it would without this handler.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif time.monotonic() - last > _AGAIN_S:

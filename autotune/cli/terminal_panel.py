@@ -11,20 +11,22 @@ from rich.table import Table
 from rich.text import Text
 
 from autotune.budget import format_bytes
+from autotune.choices import REDUCED_PRECISIONS
 from autotune.errors import printable
 from autotune.live.replaying import time_error
-from autotune.plan import Plan, Precision, Storage
-from autotune.report.standing import Snapshot, Watched, told_steps
+from autotune.plan import Plan, Precision
+from autotune.report.standing import Snapshot, Watched
+from autotune.report.wording import progress
 
 # Cells of a plan's strip at most: neighbours share one beyond it.
 _CELLS = 40
+_LEGEND = ", ".join(f"{precision.letter} {precision}" for precision in (*REDUCED_PRECISIONS, Precision.FP32))
 _BAR = 12
 # Above this share of the budget a bar warns.
 _TIGHT = 0.92
 _NOT_KNOWN = "not known yet"
 _SHOWN = {"kept": ("▪", "#", "green"), "recomputed": ("▫", "o", "yellow"), "both": ("◧", "+", "yellow")}
 _FIXED = ("·", ".", "dim")
-_LETTERS = {Precision.INHERIT: ".", Precision.FP32: "f", Precision.BF16: "b", Precision.FP16: "h"}
 
 
 def panel(snapshot: Snapshot, silent_s: float | None = None, *, plain: bool = False) -> Panel:
@@ -79,8 +81,8 @@ def strip(snapshot: Snapshot, *, plain: bool = False) -> Text:
     text = Text()
     for start in range(0, len(snapshot.units), each):
         names = [name for name in snapshot.units[start : start + each] if name in snapshot.recomputable]
-        kinds = {snapshot.plan.storage_of(name) for name in names}
-        both = "both" if len(kinds) > 1 else "recomputed" if Storage.RECOMPUTE in kinds else "kept"
+        kinds = {snapshot.plan.storage_of(name).label for name in names}
+        both = "both" if len(kinds) > 1 else "".join(kinds)
         mark, ascii_mark, style = _SHOWN[both] if kinds else _FIXED
         text.append(ascii_mark if plain else mark, style=style)
     return text
@@ -88,7 +90,7 @@ def strip(snapshot: Snapshot, *, plain: bool = False) -> Text:
 
 def told_plan(plan: Plan, recomputable: frozenset[str]) -> str:
     """Return a plan in a few words."""
-    count = sum(plan.storage_of(name) is Storage.RECOMPUTE for name in recomputable)
+    count = sum(plan.storage_of(name).recomputes for name in recomputable)
     return f"{count} of {len(recomputable)} recomputed, k = {plan.accumulation_steps}"
 
 
@@ -110,7 +112,7 @@ def told_silence(silent_s: float) -> str:
 
 
 def _progress(snapshot: Snapshot, silent_s: float | None) -> str:
-    steps = told_steps(snapshot.steps, snapshot.total_steps)
+    steps = progress(snapshot.steps, snapshot.total_steps)
     return steps if silent_s is None or snapshot.ended is not None else f"{steps}, {told_silence(silent_s)}"
 
 
@@ -121,7 +123,7 @@ def _milliseconds(seconds: float) -> str:
 def _precisions(snapshot: Snapshot) -> str:
     if len(snapshot.units) > _CELLS:
         return str(snapshot.plan)
-    return "".join(_LETTERS[snapshot.plan.precision_of(name)] for name in snapshot.units) + "  b bf16, h fp16, f fp32"
+    return "".join(snapshot.plan.precision_of(name).letter for name in snapshot.units) + f"  {_LEGEND}"
 
 
 def _memory(snapshot: Snapshot, *, plain: bool) -> Text:

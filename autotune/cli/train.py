@@ -1,8 +1,7 @@
-"""``autotune train``: train the policy that leans on the planner."""
+"""``autotune train``: train the policy that adjusts the planner."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,102 +16,77 @@ if TYPE_CHECKING:
 
 
 def command(
-    job: Annotated[str | None, typer.Argument(help="A real job to train a policy on with; see --from.")] = None,
+    job: Annotated[str | None, typer.Argument(help="Real job to continue training a policy on; see --from.")] = None,
     start: Annotated[
-        Path | None, typer.Option("--from", callback=input_path, help="The policy folder to begin with.")
+        Path | None, typer.Option("--from", callback=input_path, help="Policy folder to start from.")
     ] = None,
-    engine: Annotated[str, typer.Option("--engine", help="What a real job runs on: torch.")] = "torch",
+    engine: Annotated[str, typer.Option("--engine", help="Engine for a real job: torch.")] = "torch",
     windows: Annotated[
-        int, typer.Option("--windows", min=16, max=shared.MOST_STEPS, help="Windows of a real job to train on.")
+        int,
+        typer.Option("--windows", min=16, max=shared.MOST_STEPS, help="Number of windows of a real job."),
     ] = 96,
     memory_budget: BudgetOption = None,
     seed: SeedOption = 0,
     recipe: Annotated[
-        Path | None, typer.Option("--recipe", callback=input_path, help="A recipe (.toml); see policies/ppo.toml.")
+        Path | None, typer.Option("--recipe", callback=input_path, help="Recipe file (.toml); see policies/ppo.toml.")
     ] = None,
     search: Annotated[
         int | None,
-        typer.Option("--search", max=10_000, help="Search for better PPO settings: so many short trainings."),
+        typer.Option("--search", max=10_000, help="Number of short trainings to search for better PPO settings."),
     ] = None,
     search_decisions: Annotated[
         int | None,
         typer.Option(
             "--search-decisions",
             max=10**9,
-            help="Decisions of each short training; by default a fifth of the recipe's.",
+            help="Number of decisions in each short training; by default a fifth of the recipe's.",
         ),
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option("--resume", callback=input_path, help="The run directory of an interrupted training or search."),
+        typer.Option("--resume", callback=input_path, help="Run directory of an interrupted training or search."),
     ] = None,
     processes: Annotated[
-        int | None, typer.Option("--processes", min=1, max=256, help="Seeds or trials trained at once.")
+        int | None, typer.Option("--processes", min=1, max=256, help="Number of seeds or trials trained in parallel.")
     ] = None,
     cluster: ClusterOption = None,
     worker_cores: WorkerCoresOption = 1,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a policy by PPO: on simulated jobs whose conditions move, or on with one real job.
+    """Train a policy by PPO on simulated jobs with changing conditions, or continue training one on a real job.
 
-    The policy's folder is left in the run directory. With --search, a recipe is searched for instead.
+    The policy folder is written to the run directory. With --search, a recipe is searched for instead.
     """
     from autotune import commands
+    from autotune.commands.training import FineTuneRequest, TrainRequest
     from autotune.errors import InputError
 
     if engine != "torch":
         raise InputError(f"engine is {engine!r}", where="--engine", allowed="torch")
-    if search_decisions is not None and search is None:
-        raise InputError("--search-decisions is given without --search", where="train", allowed="--search N beside it")
+    if start is not None and job is None:
+        raise InputError("--from requires a job: autotune train JOB --from POLICY")
     workers = shared.cluster(cluster, worker_cores)
-    if workers is not None and (job is not None or search is not None):
-        raise InputError(
-            "a job, or --search, is given", where="--cluster", allowed="a training on simulated jobs: its seeds spread"
-        )
+    request = TrainRequest(
+        recipe=recipe, resume=resume, processes=processes, cluster=workers, trials=search, decisions=search_decisions
+    )
     output = shared.console(as_json=as_json)
-    if job is not None:
-        if recipe is not None or resume is not None or search is not None:
-            raise InputError("a job is given", where="train", allowed="no --recipe, --search and --resume beside it")
-        with shared.Bars(output) as bars:
-            document = commands.fine_tune(
-                job,
-                start,
-                memory_budget=memory_budget,
-                windows=windows,
-                seed=seed,
-                runs_dir=runs_dir,
-                reporter=bars,
-            )
-        _show(document, output, _print_fine_tuned, as_json=as_json)
-        return
-    if start is not None:
-        raise InputError("--from is given without a job", where="train", allowed="autotune train JOB --from POLICY")
     with shared.Bars(output) as bars:
-        if search is not None:
-            document = commands.search_recipe(
-                recipe,
-                trials=search,
-                decisions=search_decisions,
-                resume=resume,
-                processes=processes,
-                runs_dir=runs_dir,
-                reporter=bars,
-            )
+        if job is None:
+            document = commands.train(request, runs_dir=runs_dir, reporter=bars)
+        elif (recipe, resume, search, workers) != (None, None, None, None):
+            raise InputError("a job cannot be combined with --recipe, --search, --resume or --cluster")
         else:
-            document = commands.train(
-                recipe, resume=resume, processes=processes, cluster=workers, runs_dir=runs_dir, reporter=bars
-            )
-    _show(document, output, _print_trained if search is None else _print_searched, as_json=as_json)
-
-
-def _show(
-    document: dict[str, Any], output: Console, show: Callable[[dict[str, Any], Console], None], *, as_json: bool
-) -> None:
+            real = FineTuneRequest(job=job, policy=start, memory_budget=memory_budget, windows=windows, seed=seed)
+            document = commands.fine_tune(real, runs_dir=runs_dir, reporter=bars)
     if as_json:
         shared.print_json(document)
+    elif job is not None:
+        _print_fine_tuned(document, output)
+    elif search is not None:
+        _print_searched(document, output)
     else:
-        show(document, output)
+        _print_trained(document, output)
 
 
 def _print_fine_tuned(document: dict[str, Any], output: Console) -> None:

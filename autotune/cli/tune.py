@@ -13,6 +13,7 @@ from autotune.cli.console import (
     ClusterOption,
     ConfigOption,
     EngineOption,
+    JobArgument,
     JsonOption,
     LeanOption,
     RanksOption,
@@ -28,23 +29,26 @@ from autotune.cli.console import (
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from autotune.records.requests import TuneRequest
+
 
 def command(
-    job: Annotated[str, typer.Argument(help="A catalog name, package.module:attribute, or file.py:attribute.")],
+    job: JobArgument,
     method: Annotated[
-        str, typer.Option("--method", help="ppo, planner, exact, greedy, random, optuna, optuna-prices or ppo-scratch.")
+        str,
+        typer.Option("--method", help="ppo, planner, exact, greedy, random, optuna, optuna-prices or ppo-scratch."),
     ] = "ppo",
     memory_budget: BudgetOption = None,
     steps: StepsOption = 120,
     trials: TrialsOption = None,
     lean: LeanOption = True,
     isolate: Annotated[
-        bool, typer.Option("--isolate", help="Train in a process of its own: what kills or hangs it is a failed trial.")
+        bool, typer.Option("--isolate", help="Train in a separate process: a crash or a hang is a failed trial.")
     ] = False,
     engine: EngineOption = "torch",
     ranks: RanksOption = None,
     zero_stage: Annotated[
-        str, typer.Option("--zero-stage", help="With deepspeed: 0, 1, 2, 3, or all to choose the fastest.")
+        str, typer.Option("--zero-stage", help="With deepspeed: ZeRO stage 0, 1, 2 or 3, or all to choose the fastest.")
     ] = "0",
     ds_config: ConfigOption = None,
     cluster: ClusterOption = None,
@@ -52,7 +56,7 @@ def command(
     storage: StorageOption = None,
     weights: Annotated[
         str | None,
-        typer.Option("--weights", help="w1,w2,w3 of time, memory and energy in what is minimised, as in 1,0,0.5."),
+        typer.Option("--weights", help="Weights of time, memory and energy in the cost, as in 1,0,0.5."),
     ] = None,
     watts: WattsOption = None,
     seed: SeedOption = 0,
@@ -61,42 +65,50 @@ def command(
 ) -> None:
     """Find the fastest plan within a memory budget by measuring plans on the real job."""
     from autotune import commands
+    from autotune.campaign.trusted_inputs import TrustedInputs
+    from autotune.records.requests import Cluster, Ranks, TuneRequest, recorded_address
 
-    asked = shared.ranks(engine, ranks, zero_stage, ds_config)
+    rank_options = shared.ranks(engine, ranks, zero_stage, ds_config)
     workers = shared.cluster(cluster, worker_cores)
+    request = TuneRequest(
+        job=job,
+        method=method,
+        memory_budget=memory_budget,
+        steps=steps,
+        trials=trials,
+        seed=seed,
+        lean=lean,
+        isolate=isolate,
+        ranks=Ranks.of(rank_options),
+        cluster=Cluster.of(workers),
+        storage=recorded_address(storage),
+        weights=weights,
+        watts=watts,
+    )
+    trusted = TrustedInputs(
+        jobs=[job],
+        storage=storage,
+        cluster=cluster,
+        ds_config=None if rank_options is None else rank_options.config,
+    )
     output = shared.console(as_json=as_json)
+    every_stage = rank_options is not None and zero_stage == "all" and workers is None
     with shared.Bars(output) as bars:
-        settings: dict[str, Any] = {
-            "memory_budget": memory_budget,
-            "steps": steps,
-            "trials": trials,
-            "seed": seed,
-            "lean": lean,
-            "storage": storage,
-            "weights": weights,
-            "watts": watts,
-            "runs_dir": runs_dir,
-            "reporter": bars,
-        }
-        if asked is not None and zero_stage == "all" and workers is None:
-            document = commands.tune_stages(job, method, asked.count, config=asked.config, **settings)
-        else:
-            document = commands.tune(job, method, isolate=isolate, ranks=asked, cluster=workers, **settings)
-    show(document, job, method, output, as_json=as_json, weights=weights)
+        run = commands.tune_stages if every_stage else commands.run_tuning
+        document = run(request, trusted, runs_dir, bars)
+    show(document, request, output, as_json=as_json)
 
 
-def show(
-    document: dict[str, Any], job: str, method: str, output: Console, *, as_json: bool, weights: str | None = None
-) -> None:
-    """Print what a tuning found: one document for programs, or a table for people."""
+def show(document: dict[str, Any], request: TuneRequest, output: Console, *, as_json: bool) -> None:
+    """Print the result of a tuning: the document, or a table for people."""
     if as_json:
         shared.print_json(document)
         return
     from autotune.cost_model.paper_equations import Weights
     from autotune.plan import Plan
 
-    measured = document["measured"]
-    table = shared.table(title=f"{job}: {method}", title_justify="left")
+    job, weights, measured = request.job or "JOB", request.weights, document["measured"]
+    table = shared.table(title=f"{job}: {request.method}", title_justify="left")
     for name in ("", "plan", "step", "peak"):
         table.add_column(name)
     baseline = format_bytes(measured["baseline_peak_bytes"])

@@ -1,20 +1,23 @@
-"""The functions behind the verbs: tune, compare, train, resume and reproduce, down to the documents on disk."""
+"""Functions behind the verbs: tune, compare, train, resume and reproduce, down to the documents on disk."""
 
 from __future__ import annotations
 
-from autotune.commands.comparing import compare
+from autotune.commands.comparing import compare, run_comparison
 from autotune.commands.reproducing import reproduce
 from autotune.commands.resuming import compare_jobs, resume
-from autotune.commands.training import fine_tune, search_recipe, train
-from autotune.commands.tuning import tune, tune_stages
+from autotune.commands.training import FineTuneRequest, TrainRequest, fine_tune, train
+from autotune.commands.tuning import run_tuning, tune, tune_stages
 
 __all__ = [
+    "FineTuneRequest",
+    "TrainRequest",
     "compare",
     "compare_jobs",
     "fine_tune",
     "reproduce",
     "resume",
-    "search_recipe",
+    "run_comparison",
+    "run_tuning",
     "train",
     "tune",
     "tune_stages",

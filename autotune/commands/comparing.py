@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autotune.campaign.arms import (
-    arm_names,
-)
-from autotune.campaign.session import session_of
-from autotune.cost_model.carbon import Intensity
-from autotune.errors import InputError
-from autotune.io.progress import Reporter
+from autotune.campaign import comparison_campaign
+from autotune.campaign.arms import arm_names
+from autotune.campaign.setup import prepare
+from autotune.campaign.trusted_inputs import TrustedInputs
+from autotune.io.progress import Reporter, Silent
 from autotune.job import Job
-from autotune.records.protocol import Dips, paired_seeds
+from autotune.records.requests import CompareOptions, CompareRequest, recorded_address
 
 
 def compare(
@@ -35,29 +32,25 @@ def compare(
     carbon_intensity: str | None = None,
     runs_dir: str | Path = "runs",
     reporter: Reporter | None = None,
-    verb: str = "compare",
-    within: str | None = None,
 ) -> dict[str, Any]:
     """Compare arms on paired, interleaved, fresh seeds; methods among them are searched for first.
 
     Args:
         job: the job, or its reference.
         arms: rules, methods, plan files or policy folders.
-        seeds: how many paired seeds; fewer than six give an indication.
+        seeds: number of paired seeds; fewer than six give an indication.
         memory_budget: as for :func:`tune`.
         steps: as for :func:`tune`, for each search.
         trials: as for :func:`tune`, for each search.
-        seed: of the searches and of the tuning engine.
-        dips: how the budget dips in compared runs, ``EVERY:SHARE`` as in ``5:70%``; ``None`` if it stays.
+        seed: random seed for the searches and for the tuning engine.
+        dips: how the budget dips in compared runs, ``EVERY:SHARE`` as in ``5:70%``; ``None`` for a constant budget.
         lean: as for :func:`tune`.
         storage: as for :func:`tune`.
         watts: as for :func:`tune`.
-        carbon_intensity: grams of CO2 per kWh, or a file with a series of them that covers the runs; the grams of each
-            run whose energy is known then stand in the document.
-        runs_dir: where the run directory is made.
+        carbon_intensity: grams of CO2 per kWh, or a file with a series of them that covers the runs; the document then
+            has the grams of each run whose energy is known.
+        runs_dir: folder in which the run directory is made.
         reporter: shows progress; ``None`` shows nothing.
-        verb: what the run directory is called after.
-        within: the run directory of a comparison of several jobs that this one belongs to; ``None`` for none.
 
     Returns:
         The document ``comparison.json``.
@@ -65,17 +58,42 @@ def compare(
     Raises:
         InputError: for wrong input, before anything is written.
     """
-    names, drawn = arm_names(arms), paired_seeds(seeds)
-    moves = None if dips is None else Dips.parse(dips)
-    if moves is not None and memory_budget is None:
-        raise InputError("dips are given without a memory budget", where="--dips", allowed="--memory-budget beside it")
-    intensity = None if carbon_intensity is None else Intensity.parse(carbon_intensity)
-    if intensity is not None:
-        intensity.require_covered(time.time(), where="--carbon-intensity")
-    session = session_of(
-        job, memory_budget, steps, trials, seed, runs_dir, reporter, lean=lean, storage=storage, watts=watts
+    options = CompareOptions(
+        seeds=seeds,
+        memory_budget=memory_budget,
+        steps=steps,
+        trials=trials,
+        seed=seed,
+        dips=dips,
+        lean=lean,
+        storage=recorded_address(storage),
+        watts=watts,
+        carbon_intensity=carbon_intensity,
     )
-    asked = {**session.asked, "dips": dips, "carbon_intensity": carbon_intensity, "within": within}
-    session = replace(session, dips=moves, intensity=intensity, asked=asked)
-    with session.opened:
-        return session.compare(names, drawn, verb=verb)
+    names = arm_names(arms)
+    trusted = TrustedInputs(jobs=[job], arms=names, storage=storage, carbon_intensity=carbon_intensity)
+    return run_comparison(options.request(job, names), trusted, Path(runs_dir), reporter or Silent())
+
+
+def run_comparison(
+    request: CompareRequest, trusted: TrustedInputs, runs: Path, reporter: Reporter, *, verb: str = "compare"
+) -> dict[str, Any]:
+    """Run the comparison that a request describes.
+
+    Args:
+        request: the request.
+        trusted: what the caller supplies for it.
+        runs: folder in which the run directory is made.
+        reporter: shows progress.
+        verb: the command that the run directory is named after.
+
+    Returns:
+        The document ``comparison.json``.
+
+    Raises:
+        InputError: for wrong input, before anything is written.
+    """
+    campaign = prepare(request, trusted, runs, reporter)
+    if campaign.intensity is not None:
+        campaign.intensity.require_covered(time.time(), where="--carbon-intensity")
+    return comparison_campaign.compare(campaign, request, verb=verb)

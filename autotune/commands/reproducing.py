@@ -1,4 +1,4 @@
-"""Repeat the paper's tables: ``autotune reproduce``."""
+"""Repeat the paper's tables: ``autotune.reproduce``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autotune.io.progress import Reporter, Silent
 from autotune.records.journal import Journal
 from autotune.records.protocol import paired_seeds
 from autotune.records.run_directory import RunDirectory, require_writable
-from autotune.records.run_documents import AskedTable
+from autotune.records.run_documents import TableRequest
 from autotune.records.tracking import Tracker
 from autotune.report.figures import draw_reproduction
 
@@ -26,15 +26,15 @@ def reproduce(
     runs_dir: str | Path = "runs",
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
-    """Repeat one of the paper's tables: its numbers, ours, and the ratio.
+    """Repeat one of the paper's tables: the paper's numbers, ours, and the ratio.
 
     Args:
         table: ``table1`` to ``table4``, or ``error-analysis``.
-        data: the folder that CIFAR-10 and WikiText-2 lie in, in a published format; ``None`` for the one that the
-            environment names, or for a scale that needs none.
+        data: folder with CIFAR-10 and WikiText-2 in a published format; ``None`` for the folder that the environment
+            names, or for a scale that needs no data.
         scale: ``paper`` for the paper's own jobs; ``cpu`` for small ones on data that every machine has.
-        seeds: how many paired seeds; fewer than six give an indication.
-        runs_dir: where the run directory is made.
+        seeds: number of paired seeds; fewer than six give an indication.
+        runs_dir: folder in which the run directory is made.
         reporter: shows progress; ``None`` shows nothing.
 
     Returns:
@@ -45,41 +45,36 @@ def reproduce(
     """
     from autotune.paper.paper_tables import experiments_for, sources_of
 
-    runs = Path(runs_dir)
+    folder = None if data is None else str(Path(data).absolute())
+    request = TableRequest(table=table, data=folder, scale=scale, seeds=seeds)
     paired_seeds(seeds)
     with pointed_at(data):
         sources = sources_of(experiments_for(table, scale))
-    require_writable(runs)
-    asked = AskedTable(table=table, data=None if data is None else str(Path(data).absolute()), scale=scale, seeds=seeds)
-    config = {"asked": asdict(asked), "data": [asdict(source) for source in sources]}
-    with RunDirectory.create(runs, "reproduce", table, config) as run:
+    require_writable(Path(runs_dir))
+    config = {"asked": asdict(request), "data": [asdict(source) for source in sources]}
+    with RunDirectory.create(Path(runs_dir), "reproduce", table, config) as run:
         journal = Journal()
         journal.keep_in(run.path)
-        return reproduced_run(asked, run, journal, reporter or Silent())
+        return reproduced_run(request, run, journal, reporter or Silent())
 
 
-def reproduced_run(asked: AskedTable, run: RunDirectory, journal: Journal, reporter: Reporter) -> dict[str, Any]:
+def reproduced_run(request: TableRequest, run: RunDirectory, journal: Journal, reporter: Reporter) -> dict[str, Any]:
     """Measure what is missing of a table, and return its document."""
     from autotune.paper.paper_tables import experiments_for, reproduced
     from autotune.paper.table_comparisons import Campaign
 
     began = journal.clock()
-    with pointed_at(asked.data):
-        experiments = experiments_for(asked.table, asked.scale)
-        campaign = Campaign(
-            run=run,
-            journal=journal,
-            seeds=paired_seeds(asked.seeds),
-            reporter=reporter,
-        )
-        document = reproduced(asked.table, asked.scale, experiments, campaign)
+    with pointed_at(request.data):
+        experiments = experiments_for(request.table, request.scale)
+        campaign = Campaign(run=run, journal=journal, seeds=paired_seeds(request.seeds), reporter=reporter)
+        document = reproduced(request.table, request.scale, experiments, campaign)
     document = {**document, "seconds": journal.clock() - began, "run": str(run.path)}
-    _log(document, run)
+    _publish(document, run)
     return document
 
 
-def _log(document: Mapping[str, Any], run: RunDirectory) -> None:
-    """Write the table and its figure, and send both and every number of ours to MLflow."""
+def _publish(document: Mapping[str, Any], run: RunDirectory) -> None:
+    """Write the table and its figure, and send both and all our numbers to MLflow."""
     tracker = Tracker(run.path.parent, run.path, f"reproduce {document['table']}")
     tracker.params({name: document[name] for name in ("table", "scale", "jobs", "seeds", "device")})
     tracker.metrics({f"{row['metric']} of {row['configuration']}": row["ours"] for row in document["rows"]})

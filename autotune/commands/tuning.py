@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from autotune.budget import MemoryBudget
-from autotune.campaign.session import session_of
+from autotune.campaign import tuning_campaign
+from autotune.campaign.setup import prepare
+from autotune.campaign.trusted_inputs import TrustedInputs
 from autotune.engines.deepspeed_config import STAGES
-from autotune.engines.isolated_engine import RankOptions
 from autotune.engines.ray_cluster import ClusterOptions
+from autotune.engines.registry import RankOptions
 from autotune.errors import BudgetError
-from autotune.io.progress import Reporter
+from autotune.io.progress import Reporter, Silent
 from autotune.job import Job
+from autotune.records.requests import Cluster, Ranks, TuneRequest, recorded_address, reference_of
 
 
 def tune(
@@ -42,21 +45,21 @@ def tune(
         method: ``exact``, ``greedy``, ``planner``, ``ppo``, ``random``, ``optuna``, ``optuna-prices`` or
             ``ppo-scratch``.
         memory_budget: a size (``20GiB``) or a share of the FP32 baseline's peak (``75%``); ``None`` for no budget.
-        steps: real optimizer steps that may be spent.
-        trials: plans that may be measured; ``None`` for as many as the steps allow.
-        seed: of the search and of the engine.
-        lean: whether a profile, where there is none yet, may be one in a tenth of the steps.
-        isolate: whether windows run in a process of their own, so that what kills or hangs it is a failed window. The
+        steps: number of real optimizer steps that may be spent.
+        trials: number of plans that may be measured; ``None`` for as many as the steps allow.
+        seed: random seed for the search and for the engine.
+        lean: whether a profile, if there is none yet, may be measured in a tenth of the steps.
+        isolate: whether windows run in a separate process, so that a crash or a hang of the job is a failed window. The
             job is then given by its reference.
-        ranks: how many such processes train it together, through DeepSpeed, at which ZeRO stage; ``None`` for one
-            without.
-        cluster: a Ray cluster on whose workers plans are measured at once, each in a process of its own; ``None`` for
-            one after another, here. For ``random``, ``optuna`` and ``optuna-prices``.
+        ranks: number of processes that train the job together through DeepSpeed, and their ZeRO stage; ``None`` for
+            one process without DeepSpeed.
+        cluster: a Ray cluster whose workers measure plans in parallel, each in a separate process; ``None`` to
+            measure one plan after another on this machine. For ``random``, ``optuna`` and ``optuna-prices``.
         storage: a database for Optuna's studies, ``postgresql://user@host:port/database``; ``None`` keeps them in the
             run directory.
-        weights: of time, memory and energy in what is minimised, ``1,0,0.5``; ``None`` for time alone.
-        watts: the device's power, for an estimate of energy where it cannot be measured; ``None`` makes none.
-        runs_dir: where the run directory is made.
+        weights: weights of time, memory and energy in what is minimised, ``1,0,0.5``; ``None`` for time alone.
+        watts: power of the device in watts, to estimate energy where it cannot be measured; ``None`` makes no estimate.
+        runs_dir: folder in which the run directory is made.
         reporter: shows progress; ``None`` shows nothing.
 
     Returns:
@@ -65,61 +68,70 @@ def tune(
     Raises:
         InputError: for wrong input, before anything is written.
     """
-    session = session_of(
-        job,
-        memory_budget,
-        steps,
-        trials,
-        seed,
-        runs_dir,
-        reporter,
+    request = TuneRequest(
+        job=reference_of(job),
+        method=method,
+        memory_budget=memory_budget,
+        steps=steps,
+        trials=trials,
+        seed=seed,
         lean=lean,
         isolate=isolate,
-        ranks=ranks,
-        cluster=cluster,
-        storage=storage,
+        ranks=Ranks.of(ranks),
+        cluster=Cluster.of(cluster),
+        storage=recorded_address(storage),
         weights=weights,
         watts=watts,
     )
-    with session.opened:
-        return session.tune(method)
+    trusted = TrustedInputs(
+        jobs=[job],
+        storage=storage,
+        cluster=None if cluster is None else cluster.address,
+        ds_config=None if ranks is None else ranks.config,
+    )
+    return run_tuning(request, trusted, Path(runs_dir), reporter or Silent())
 
 
-def tune_stages(
-    job: str,
-    method: str,
-    count: int,
-    *,
-    memory_budget: str | None = None,
-    config: Mapping[str, Any] | None = None,
-    **settings: Any,
-) -> dict[str, Any]:
-    """Tune a job at every ZeRO stage in turn, and return the fastest plan of all of them.
+def run_tuning(request: TuneRequest, trusted: TrustedInputs, runs: Path, reporter: Reporter) -> dict[str, Any]:
+    """Run the tuning that a request describes.
 
     Args:
-        job: the job's reference.
-        method: as for :func:`tune`.
-        count: how many ranks.
-        memory_budget: as for :func:`tune`; a share is one of the baseline's peak at stage 0, for all stages.
-        config: a DeepSpeed configuration of the user's own.
-        settings: what else :func:`tune` takes, for each stage.
+        request: the request.
+        trusted: what the caller supplies for it.
+        runs: folder in which the run directory is made.
+        reporter: shows progress.
 
     Returns:
-        The fastest one's document, and under ``stages`` what was measured at each, or why it was not.
+        The document that ``autotune tune --json`` prints.
 
     Raises:
-        InputError: for wrong input; or for a budget that is met at no stage.
+        InputError: for wrong input, before anything is written.
     """
-    budget, found, stages = memory_budget, [], {}
+    return tuning_campaign.tune(prepare(request, trusted, runs, reporter), request.method)
+
+
+def tune_stages(request: TuneRequest, trusted: TrustedInputs, runs: Path, reporter: Reporter) -> dict[str, Any]:
+    """Tune a job at every ZeRO stage in turn, and return the fastest plan of all stages.
+
+    Args:
+        request: the request, with ranks of any stage. A memory budget that is a share refers to the baseline's peak at
+            stage 0, for all stages.
+        trusted: what the caller supplies for it.
+        runs: folder in which the run directories are made.
+        reporter: shows progress.
+
+    Returns:
+        The document of the fastest stage, with ``stages``: what was measured at each stage, or why nothing was.
+
+    Raises:
+        InputError: for wrong input, or for a budget that no stage meets.
+    """
+    assert request.ranks is not None
+    budget, found, stages = request.memory_budget, [], {}
     for stage in STAGES:
+        staged = replace(request, memory_budget=budget, ranks=replace(request.ranks, zero_stage=stage))
         try:
-            document = tune(
-                job,
-                method,
-                memory_budget=budget,
-                ranks=RankOptions(count=count, zero_stage=stage, config=config),
-                **settings,
-            )
+            document = run_tuning(staged, trusted, runs, reporter)
         except BudgetError as error:
             if budget is not None and MemoryBudget.parse(budget).share is not None:
                 raise
@@ -130,6 +142,8 @@ def tune_stages(
         if budget is not None:
             budget = f"{document['measured']['memory_budget_bytes']}B"
     if not found:
-        raise BudgetError(f"{memory_budget} is met at no ZeRO stage", where="--memory-budget", allowed="a larger one")
+        raise BudgetError(
+            f"no ZeRO stage meets {request.memory_budget}", where="--memory-budget", allowed="a larger budget"
+        )
     best = min(found, key=lambda document: document["measured"]["seconds_per_step"] or math.inf)
     return {**best, "stages": stages}

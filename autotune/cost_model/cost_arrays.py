@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.choices import STORAGES
 from autotune.cost_model.memory_model import levels
 from autotune.cost_model.profile import FIXED, Profile, Segment, StepTable, choice_name
 from autotune.errors import ProfileError
@@ -22,12 +23,27 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 # Below every level: padded segments never hold the peak.
 _NEVER = -1e18
-_STORAGES = (Storage.SAVE, Storage.RECOMPUTE)
+_RECOMPUTES = np.array([storage.recomputes for storage in STORAGES])
 
 
 def choice_index(precision_index: int, storage: Storage) -> int:
-    """Return the number of a choice: twice the precision's place among the job's, plus 1 if recomputed."""
-    return 2 * precision_index + _STORAGES.index(storage)
+    """Return the number of a choice: the precision's place times the number of storages, plus the storage's place."""
+    return len(STORAGES) * precision_index + STORAGES.index(storage)
+
+
+def precision_index(choices: Indices) -> Indices:
+    """Return the place among the job's precisions of each numbered choice."""
+    return choices // len(STORAGES)
+
+
+def storage_index(choices: Indices) -> Indices:
+    """Return the place among the storages of each numbered choice."""
+    return choices % len(STORAGES)
+
+
+def recomputes(choices: Indices) -> NDArray[np.bool_]:
+    """Tell of each numbered choice whether it recomputes."""
+    return _RECOMPUTES[storage_index(choices)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +70,8 @@ class CostArrays:
         max_k: accumulation choices of the job that has most.
         variants: sets of costs that a job can have: one per k for plans of different precisions and, where a profile
             says so, one more per k and 16-bit precision for plans that use it everywhere; number regime x max_k + k.
-        max_choices: choices per unit: twice the most precisions.
+        max_precisions: precisions of the job that has most.
+        max_choices: choices per unit: the most precisions times the number of storages.
         num_units: shape (jobs,).
         num_k: shape (jobs,).
         num_precisions: shape (jobs,).
@@ -73,8 +90,9 @@ class CostArrays:
         jobs = len(self.profiles)
         self.max_units = max(max(len(p.units) for p in profiles), max_units or 0)
         self.max_k = max(len(p.tables) for p in profiles)
-        self.max_choices = 2 * max(len(p.precisions) for p in profiles)
-        self.regimes = self.max_choices // 2 if any(p.uniform_tables for p in profiles) else 1
+        self.max_precisions = max(len(p.precisions) for p in profiles)
+        self.max_choices = len(STORAGES) * self.max_precisions
+        self.regimes = self.max_precisions if any(p.uniform_tables for p in profiles) else 1
         self.variants = self.regimes * self.max_k
         tables = [table for p in profiles for table in (*p.tables, *(t for u in p.uniform_tables.values() for t in u))]
         self._segments = max(len(table.segments) for table in tables)
@@ -209,15 +227,15 @@ class CostArrays:
         pairs = list(zip(profile.units, choices.tolist(), strict=False))
         return Plan(
             accumulation_steps=profile.tables[k].accumulation_steps,
-            precision={unit.name: profile.precisions[choice // 2] for unit, choice in pairs},
-            storage={unit.name: _STORAGES[choice % 2] for unit, choice in pairs if unit.recomputable},
+            precision={unit.name: profile.precisions[choice // len(STORAGES)] for unit, choice in pairs},
+            storage={unit.name: STORAGES[choice % len(STORAGES)] for unit, choice in pairs if unit.recomputable},
         )
 
     def variant(self, plans: Plans) -> Indices:
         """Return the set of costs that holds for each plan, shape (n,)."""
         if self.regimes == 1:
             return plans.k
-        precision = plans.choices // 2
+        precision = precision_index(plans.choices)
         first = precision[:, :1]
         there = np.arange(self.max_units)[None, :] < self.num_units[plans.job][:, None]
         uniform = ((precision == first) | ~there).all(axis=1)
@@ -315,6 +333,6 @@ def _names(profile: Profile, segment: Segment, count: int) -> list[str]:
     """Return the name of each numbered choice of a segment; of a storage that it cannot have, that of saving."""
     if segment.unit is None:
         return [FIXED] * count
-    storages = _STORAGES if profile.unit(segment.unit).recomputable else (Storage.SAVE, Storage.SAVE)
-    last = len(profile.precisions) - 1
-    return [choice_name(profile.precisions[min(c // 2, last)], storages[c % 2]) for c in range(count)]
+    each, last = len(STORAGES), len(profile.precisions) - 1
+    storages = STORAGES if profile.unit(segment.unit).recomputable else (Storage.SAVE,) * each
+    return [choice_name(profile.precisions[min(c // each, last)], storages[c % each]) for c in range(count)]

@@ -12,7 +12,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices, Plans
+from autotune.choices import STORAGES
+from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices, Plans, precision_index, storage_index
 from autotune.cost_model.price_solver import PriceSolver
 
 # Factors on the profiled length between which peaks are interpolated, from above: a peak is convex in the length.
@@ -158,8 +159,8 @@ def _filled(arrays: CostArrays, there: NDArray[np.bool_], k: Indices, choices: I
     peaks = np.stack([arrays.peak_bytes(flat, length) for length in LENGTHS], axis=1)
     told = arrays.unit_seconds[flat.job, variant]
     own = np.take_along_axis(told, flat.choices[:, :, None], axis=2)
-    weights = np.zeros((jobs * size, arrays.max_units, arrays.max_choices // 2))
-    np.put_along_axis(weights, flat.choices[:, :, None] // 2, own, axis=2)
+    weights = np.zeros((jobs * size, arrays.max_units, arrays.max_precisions))
+    np.put_along_axis(weights, precision_index(flat.choices)[:, :, None], own, axis=2)
     peaks = peaks.reshape(jobs, size, -1)
     none = (choices == 0).all(axis=2) & (k == 0) & there
     return PlanPool(
@@ -180,7 +181,7 @@ def _job_pool(
 ) -> tuple[Indices, Indices]:
     """Return the numbers of k, shape (m,), and the choices, shape (m, max_units), of one job's plans."""
     generator = np.random.default_rng(settings.seed)
-    shape = (settings.worlds, arrays.max_units, arrays.max_choices // 2)
+    shape = (settings.worlds, arrays.max_units, arrays.max_precisions)
     worlds = np.exp(settings.cost_error * generator.standard_normal(shape))
     # Half of an error is common to a precision, which is what makes one precision or another the one to use.
     worlds *= np.exp(settings.cost_error * generator.standard_normal((settings.worlds, 1, shape[2])))
@@ -259,10 +260,10 @@ def _solved(arrays: CostArrays, solver: PriceSolver, job: int, worlds: Floats, s
 
 def _neighbours(arrays: CostArrays, job: int, rows: Indices, most: int, generator: np.random.Generator) -> Indices:
     """Return plans that differ in one unit: all of them, or so many drawn at random."""
-    choices = 2 * int(arrays.num_precisions[job])
+    choices = len(STORAGES) * int(arrays.num_precisions[job])
     unit, choice = np.nonzero(
         (np.arange(arrays.max_units)[:, None] < arrays.num_units[job])
-        & (arrays.recomputable[job][:, None] | (np.arange(choices) % 2 == 0))
+        & (arrays.recomputable[job][:, None] | (storage_index(np.arange(choices)) == 0))
     )
     changes = len(rows) * len(unit)
     drawn = np.arange(changes) if changes <= most else generator.choice(changes, most, replace=False)
@@ -279,7 +280,7 @@ def _best(arrays: CostArrays, job: int, rows: Indices, worlds: Floats, settings:
     peak = arrays.peak_bytes(plans)
     own = np.take_along_axis(arrays.unit_seconds[plans.job, variant], plans.choices[:, :, None], axis=2)[:, :, 0]
     rest = arrays.between_seconds[job, variant] + arrays.constant_seconds[job, variant]
-    precision = plans.choices // 2
+    precision = precision_index(plans.choices)
     fits = (peak[:, None] <= _bounds(arrays, job, settings.budgets)[None, :]) & (peak[:, None] < _NEVER)
     votes = np.zeros(len(rows))
     for number, world in enumerate(worlds):

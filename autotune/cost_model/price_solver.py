@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices, Plans
+from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices, Plans, precision_index, storage_index
 
 # Seconds that a link costs at least: what is free is taken first, but not for an infinite rate.
 _FREE_S = 1e-12
@@ -88,12 +88,12 @@ class PriceSolver:
         choice = np.arange(arrays.max_choices)
         unit = np.arange(arrays.max_units)
         there = unit[None, :] < arrays.num_units[:, None]
-        has = choice[None, :] < 2 * arrays.num_precisions[:, None]
-        kept = arrays.recomputable[:, :, None] | (choice % 2 == 0)
+        has = precision_index(choice)[None, :] < arrays.num_precisions[:, None]
+        kept = arrays.recomputable[:, :, None] | (storage_index(choice) == 0)
         own = there[:, :, None] & has[:, None, :] & kept
         # In a variant for one 16-bit precision no other can be chosen.
         regime = np.arange(arrays.variants) // arrays.max_k
-        within = (regime[:, None] == 0) | (choice[None, :] // 2 == regime[:, None])
+        within = (regime[:, None] == 0) | (precision_index(choice)[None, :] == regime[:, None])
         # Shape (jobs, variants, max_units, choices).
         self._allowed = own[:, None] & within[None, :, None, :] & ~arrays.missing
         shape = (-1, arrays.max_units, arrays.max_choices)

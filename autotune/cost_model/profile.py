@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from autotune.choices import REDUCED_PRECISIONS
 from autotune.errors import ProfileError
 from autotune.io.documents import STRICT, Bytes, Count, Level, Quantity, Seconds, shown, validated
 from autotune.plan import Plan, PlanSpace, Precision, Storage
@@ -229,7 +230,7 @@ class Profile:
         """
         uniform = plan.changed(
             precision={unit.name: plan.precision_of(unit.name) for unit in self.units}
-        ).uniform_16_bit
+        ).uniform_reduced
         for table in self.uniform_tables.get(str(uniform), ()):
             if table.accumulation_steps == plan.accumulation_steps:
                 return table
@@ -292,7 +293,7 @@ def _require_consistent(profile: Profile) -> None:
     _require(profile.batching in ("fixed", "adaptive"), f"batching is {shown(profile.batching)}")
     _require(profile.batch_size >= 1, "batch_size is 0")
     _require([table.accumulation_steps for table in profile.tables] == list(choices), "tables are not one per k")
-    _require(set(profile.uniform_tables) <= {Precision.BF16, Precision.FP16}, "uniform_tables")
+    _require(set(profile.uniform_tables) <= set(REDUCED_PRECISIONS), "uniform_tables")
     for table in (*profile.tables, *(one for tables in profile.uniform_tables.values() for one in tables)):
         _require_whole(table, set(names))
         _require_costly(profile, table)

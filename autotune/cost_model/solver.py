@@ -313,8 +313,8 @@ class _Program:
                 continue
             if segment.unit not in self._options:
                 # What a lock took away may have been measured all the same.
-                locked = f"/{Storage.RECOMPUTE}" if segment.unit in self._saved_only else None
-                names = [name for name in segment.costs if locked is None or not name.endswith(locked)]
+                locked = segment.unit in self._saved_only
+                names = [name for name in segment.costs if not locked or name.endswith(f"/{Storage.SAVE}")]
                 self._options[segment.unit] = {name: self._column(0, 1, whole=True) for name in names}
                 self._row([(column, 1.0) for column in self._options[segment.unit].values()], 1.0, 1.0)
             for name, column in self._options[segment.unit].items():

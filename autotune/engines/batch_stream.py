@@ -1,4 +1,4 @@
-"""Hand out a job's batches one after another, without end, from a position that can be returned to."""
+"""An endless stream of a job's batches that can return to an earlier position."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ from autotune.errors import JobError
 from autotune.job import Job
 from autotune.mechanics.trees import map_tensors
 
-# Epochs of one seed must not repeat those of its neighbours.
+# Distance between the seeds of epochs: epochs of one seed must not repeat those of a neighbouring seed.
 _EPOCH_STRIDE = 1_000_003
 
 
 class BatchStream:
-    """Iterate over a job's batches on a device.
+    """A job's batches on a device.
+
+    Args:
+        job: the job.
+        seed: random seed for the batches.
+        device: the device to which batches are moved.
 
     Attributes:
-        position: batches handed out so far.
+        position: number of batches taken so far.
     """
 
     def __init__(self, job: Job, seed: int, device: torch.device) -> None:
@@ -28,7 +33,7 @@ class BatchStream:
         self._device = device
         self._epoch = 0
         self._iterator: Iterator[Any] | None = None
-        # A batch that was drawn and could not be handed out.
+        # A batch that was drawn but did not fit on the device.
         self._kept: list[Any] = []
         self.position = 0
 
@@ -42,14 +47,14 @@ class BatchStream:
         try:
             moved = map_tensors(lambda leaf: leaf.to(self._device, non_blocking=True), batch)
         except BaseException:
-            # Where the device has no room for it now, it is the next one still.
+            # If the device has no room now, it remains the next batch.
             self._kept = [batch]
             raise
         self.position += 1
         return moved
 
     def seek(self, position: int) -> None:
-        """Go to a position; going back begins anew and skips."""
+        """Go to a position; to go back, the stream is restarted and batches are skipped."""
         if position < self.position:
             self._epoch, self._iterator, self._kept, self.position = 0, None, [], 0
         while self.position < position:

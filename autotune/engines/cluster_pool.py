@@ -1,7 +1,7 @@
 """Measure a job's plans on the machines of a cluster.
 
-Each worker trains in a child process that may die: a job's crash is a value of its window, and only the loss of the
-worker, its process or its machine, is a lost worker.
+Each worker trains in a child process: the crash of a job is a value of its window. A worker is lost only if its own
+process or machine is gone.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from autotune.engines.engine_calls import described, measured
 from autotune.engines.pool_engine import PoolEngine, Worker
 from autotune.engines.ray_cluster import Cluster, ClusterOptions, Place
 from autotune.engines.torch_engine import EngineOptions
 from autotune.errors import InputError, WorkerLostError
 from autotune.mechanics.devices import device_kind
 
-# Seconds in which a worker must have built the job's model.
+# Seconds for a worker to build the job's model.
 _OPENING_S = 600.0
 
 
 def cluster_pool(options: ClusterOptions, job: str, *, seed: int, measuring: EngineOptions) -> PoolEngine:
-    """Return an engine whose windows run on a cluster's workers.
+    """Return an engine whose windows run on the workers of a cluster.
 
     Args:
-        options: where.
+        options: the cluster and its workers.
         job: the job's reference, which every machine of the cluster must be able to load.
-        seed: of weights, batches and everything random, on each worker.
+        seed: random seed for weights, batches and training on each worker.
         measuring: how to measure.
 
     Raises:
@@ -44,17 +45,17 @@ def cluster_pool(options: ClusterOptions, job: str, *, seed: int, measuring: Eng
 
 
 def workers_on(cluster: Cluster, job: str, *, seed: int, measuring: EngineOptions) -> list[Worker]:
-    """Return a worker at each of a cluster's places; arguments as for :func:`cluster_pool`."""
+    """Return one worker for each place of a cluster; arguments as for :func:`cluster_pool`."""
     opening = {"job": job, "seed": seed, "options": asdict(measuring), "path": sys.path, "folder": str(Path.cwd())}
     return [_ClusterWorker(cluster, place, opening) for place in cluster.places]
 
 
 class Trainer:
-    """Train a job where the cluster says.
+    """A job's training on one machine of the cluster.
 
     Args:
-        opening: the job's reference, seed and options, and where the caller runs.
-        gpu: whether a GPU was given to it.
+        opening: the job's reference, seed and options, and the caller's folder and module search path.
+        gpu: whether the worker has a GPU.
     """
 
     def __init__(self, opening: Mapping[str, Any], gpu: bool) -> None:
@@ -62,25 +63,20 @@ class Trainer:
         self._engine: Any = None
 
     def describe(self) -> dict[str, Any]:
-        """Build the model, and return what plans it allows, or what is wrong with it."""
+        """Build the model, and return the plans that it allows, or the error in the job."""
         if self._engine is None:
             try:
                 self._engine = self._open()
             except InputError as error:
                 return {"input_error": error.to_json()}
-        return {"space": self._engine.space.to_json(), "locks": {**self._engine.locks}}
+        return described(self._engine)
 
     def run(self, plan: dict[str, Any], steps: int, memory_budget_bytes: int | None) -> dict[str, Any]:
-        """Return a window's measurement, or what is wrong with the job here."""
-        from autotune.plan import Plan
-
+        """Run a window, and return its measurement, or the error in the job on this machine."""
         found = self.describe()
         if "input_error" in found:
             return found
-        self._engine.memory_budget_bytes = memory_budget_bytes
-        self._engine.apply(Plan.from_json(plan))
-        measured: dict[str, Any] = self._engine.run(steps).to_json()
-        return measured
+        return measured(self._engine, plan, steps, memory_budget_bytes)
 
     def _open(self) -> Any:
         from autotune.engines.isolated_engine import IsolatedEngine
@@ -96,34 +92,34 @@ class Trainer:
             options=EngineOptions(**self._opening["options"]),
             threads=threads,
         )
-        # The cost of a process's first step is not the plan's.
+        # The first step of a process has costs that no plan causes.
         engine.run(1)
         return engine
 
 
 class _ClusterWorker:
-    """A trainer on another machine."""
+    """A worker of the pool whose trainer runs on another machine."""
 
     def __init__(self, cluster: Cluster, place: Place, opening: Mapping[str, Any]) -> None:
         self._trainer = cluster.start(Trainer, place, opening, bool(place.gpus))
-        # All build their models at once.
+        # All workers build their models at the same time.
         self._described = self._trainer.begin("describe")
 
     def describe(self) -> dict[str, Any]:
-        """Return what plans the job allows."""
+        """Return the plans that the job allows."""
         found: dict[str, Any] = self._described(_OPENING_S)
         if "input_error" in found:
             raise InputError.from_json(found["input_error"])
         return found
 
     def run(self, plan: dict[str, Any], steps: int, memory_budget_bytes: int | None) -> dict[str, Any]:
-        """Return a window's measurement."""
+        """Run a window, and return its measurement."""
         found: dict[str, Any] = self._trainer.begin("run", plan, steps, memory_budget_bytes)(None)
         if "input_error" in found:
-            # The first worker could: this machine lacks something.
+            # The first worker could use the job: this machine lacks something.
             raise WorkerLostError(f"the job cannot be used there: {found['input_error']['problem']}")
         return found
 
     def close(self) -> None:
-        """End the trainer, and the process that it trains in with it."""
+        """End the trainer and its child process."""
         self._trainer.kill()

@@ -1,4 +1,4 @@
-"""Make the configuration that DeepSpeed is started with, from a job, a ZeRO stage and what the user has already."""
+"""Build the DeepSpeed configuration from a job, a ZeRO stage and the user's own configuration."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from autotune.job import Job
 STAGES = (0, 1, 2, 3)
 AUTO = "auto"
 _WHERE = "DeepSpeed configuration"
-# Sections that cannot stand beside a plan, and why.
+# Sections that contradict a plan, and why.
 _REFUSED = {
-    "fp16": "it converts every parameter, so that precision is no choice of a unit",
-    "bf16": "it converts every parameter, so that precision is no choice of a unit",
+    "fp16": "it converts all parameters, so the precision of a unit cannot be chosen",
+    "bf16": "it converts all parameters, so the precision of a unit cannot be chosen",
     "amp": "it wraps the model and the optimizer",
-    "torch_autocast": "precision is the plan's, unit by unit",
-    "pipeline": "a pipeline's accumulation is its own",
-    "activation_checkpointing": "recomputation is the plan's, unit by unit",
-    "data_efficiency": "batches are the job's",
-    "curriculum_learning": "batches are the job's",
+    "torch_autocast": "the plan sets the precision of each unit",
+    "pipeline": "a pipeline controls accumulation itself",
+    "activation_checkpointing": "the plan sets which units are recomputed",
+    "data_efficiency": "the job provides the batches",
+    "curriculum_learning": "the job provides the batches",
     "progressive_layer_drop": "it changes the model from step to step",
-    "gradient_accumulation_plugin": "accumulation is the plan's",
+    "gradient_accumulation_plugin": "the plan sets the accumulation",
 }
 
 
 def engine_config(job: Job, zero_stage: int, user: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the configuration of an engine whose accumulation, precision and recomputation are a plan's.
+    """Return the configuration of an engine whose accumulation, precision and recomputation follow a plan.
 
     Args:
-        job: the job: its clipping and batch size are the ones that hold.
-        zero_stage: 0 to 3.
-        user: a configuration of the user's own; ``"auto"`` and what is not spoken of stay open.
+        job: the job, which determines clipping and batch size.
+        zero_stage: ZeRO stage, 0 to 3.
+        user: the user's own configuration; keys that are missing or ``"auto"`` are filled in.
 
     Returns:
-        A configuration of one micro-batch per step: how many there are is told to the engine step by step.
+        A configuration with one micro-batch per step; the engine is told the actual number at each step.
 
     Raises:
-        InputError: if the stage is unknown, or the user's configuration contradicts; the key and both values are named.
+        InputError: if the stage is unknown or the user's configuration contradicts the job or the plan.
     """
     if zero_stage not in STAGES or isinstance(zero_stage, bool):
         raise InputError(f"ZeRO stage is {zero_stage!r}", where="engine deepspeed", allowed=STAGES)
@@ -50,7 +50,7 @@ def engine_config(job: Job, zero_stage: int, user: Mapping[str, Any] | None = No
         if section is not None and enabled not in (False, AUTO, None):
             raise InputError(f"{name} is set: {reason}", where=_WHERE, allowed=f"no section {name!r}")
     if _is(config.get("compile")) and config["compile"].get("deepcompile"):
-        raise InputError("compile.deepcompile is true: it owns the backward pass", where=_WHERE, allowed="false")
+        raise InputError("compile.deepcompile is true: it replaces the backward pass", where=_WHERE, allowed="false")
     for name, owner in (("optimizer", "optimizer"), ("scheduler", "schedule")):
         if config.pop(name, None) not in (None, AUTO):
             raise InputError(f"{name} is set", where=_WHERE, allowed=f"the job's own {owner}")
@@ -69,7 +69,7 @@ def engine_config(job: Job, zero_stage: int, user: Mapping[str, Any] | None = No
         **{name: value for name, value in config.items() if value != AUTO},
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        # It clips at 1 where nothing is said.
+        # Its default is to clip at 1.
         "gradient_clipping": clip,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {**{k: v for k, v in zero.items() if v != AUTO}, "stage": zero_stage},

@@ -1,8 +1,7 @@
-"""Train a job on several ranks through DeepSpeed, ZeRO stages 0 to 3, under whatever plan is applied.
+"""Train a job on several ranks through DeepSpeed (ZeRO stages 0 to 3) under any plan.
 
-Every rank runs this file with the same arguments, and calls the same methods in the same order. A step's batch is the
-job's own: it is cut into as many shares as there are ranks, and each share into k micro-batches, so that the update is
-the one that a single process would make.
+Every rank runs this file with the same arguments and calls the same methods in the same order. Each batch of the job is
+split into one share per rank, and each share into k micro-batches, so that the update equals that of a single process.
 """
 
 from __future__ import annotations
@@ -31,36 +30,36 @@ from autotune.mechanics.sharded import ShardedProbe, ShardedUpdate
 from autotune.mechanics.trees import tensors
 from autotune.plan import Plan, Precision
 
-# Numbers of a communication buffer where nobody said how many: DeepSpeed's own default.
+# Elements of a communication buffer if the configuration does not say: DeepSpeed's default.
 _BUCKET = 500_000_000
-# Ranks draw their dropout from seeds that lie this far apart.
+# Distance between the seeds from which ranks draw their dropout.
 _RANK_STRIDE = 7919
 
 
 class DeepSpeedEngine(TorchEngine):
-    """Train one job on the ranks of a process group.
+    """An engine that trains one job on the ranks of a process group.
 
-    A step that raises on one rank leaves the others waiting: it ends the process, and whoever started the ranks
-    (:class:`autotune.IsolatedEngine`, ``torchrun``) ends the rest.
+    A step that raises on one rank leaves the others waiting. It therefore ends the process, and the launcher
+    (:class:`autotune.IsolatedEngine`, ``torchrun``) ends the other ranks.
 
     Args:
         job: the job; its batches are the global ones.
-        zero_stage: 0 to 3.
-        seed: of weights, batches and everything random.
-        device: ``cpu``, or an accelerator's type for the one of each rank's own number; ``None`` for what this machine
-            has.
+        zero_stage: ZeRO stage, 0 to 3.
+        seed: random seed for weights, batches and training.
+        device: ``cpu``, or an accelerator's type, of which each rank takes the device with its own number; ``None``
+            for the accelerator of this machine, if any.
         options: how to measure.
-        config: a DeepSpeed configuration of the user's own, as a mapping; ``None`` for none.
+        config: the user's own DeepSpeed configuration; ``None`` for none.
 
     Attributes:
-        rank: this process's number.
-        world: how many ranks there are.
-        zero_stage: the ZeRO stage.
+        rank: number of this process.
+        world: number of ranks.
+        zero_stage: ZeRO stage.
 
     Raises:
-        InputError: if DeepSpeed is missing, the stage unknown, the configuration at odds with the job, or a rank was
-            started with other arguments.
-        JobError: if the job cannot be used, or has fewer samples in a batch than there are ranks.
+        InputError: if DeepSpeed is missing, the stage is unknown, the configuration contradicts the job, or ranks were
+            started with different arguments.
+        JobError: if the job cannot be used, or a batch has fewer samples than there are ranks.
     """
 
     recovers = False
@@ -76,7 +75,7 @@ class DeepSpeedEngine(TorchEngine):
         config: Mapping[str, Any] | None = None,
     ) -> None:
         self.zero_stage = zero_stage
-        # Stage 3 learns in one step in which order modules are used, and gathers ahead from the next.
+        # Stage 3 learns the order of the modules in its first step and prefetches from the second on.
         self.settling_steps = 1 if zero_stage == 3 else 0
         self._config = engine_config(job, zero_stage, config)
         device = device or devices.device_kind(_ranks_here())
@@ -87,7 +86,7 @@ class DeepSpeedEngine(TorchEngine):
             raise JobError(
                 f"batch_size is {job.batch_size}, and there are {self.world} ranks",
                 where=f"job {job.name!r}",
-                allowed="a sample for every rank at least",
+                allowed="at least one sample for each rank",
             )
         where = devices.rank_device(device, int(os.environ.get("LOCAL_RANK", "0")))
         self._bearing: list[bool] = []
@@ -99,17 +98,17 @@ class DeepSpeedEngine(TorchEngine):
         self._require_same_everywhere(seed)
 
     def energy_meter(self) -> EnergyMeter:
-        """Return what reads the machine's processors; several GPUs are not read, since a rank sees its own alone."""
+        """Return the meter of this machine's processors; several GPUs are not metered: a rank sees only its own."""
         if self.world > 1 and devices.is_accelerator(self.device):
             return estimate(self.options.watts)
         return super().energy_meter()
 
     def prepared(self, optimizer: torch.optim.Optimizer) -> stepping.Update:
-        """Put DeepSpeed's engine round the model and the optimizer."""
+        """Wrap the model and the optimizer in DeepSpeed's engine."""
         self._restrict_space()
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._config = sized(self._config, trained)
-        # What it prints is of no use to whoever reads this program's own output.
+        # Keep DeepSpeed's output apart from this program's own.
         with redirect_stdout(sys.stderr):
             engine, *_ = self._deepspeed.initialize(model=self.model, optimizer=optimizer, config=self._config)
         self.called = engine
@@ -117,7 +116,7 @@ class DeepSpeedEngine(TorchEngine):
 
     @property
     def sharded(self) -> ShardedUpdate:
-        """Return what makes the updates."""
+        """Return the object that makes the updates."""
         assert isinstance(self.update, ShardedUpdate)
         return self.update
 
@@ -125,15 +124,15 @@ class DeepSpeedEngine(TorchEngine):
         """Make the next steps run under a plan, the same on every rank.
 
         Raises:
-            PlanError: if the plan lies outside the space; the former plan stays.
+            PlanError: if the plan lies outside the space; the previous plan stays.
             EngineError: if another rank applies another plan.
         """
         if not self._same_everywhere(plan.to_json()):
-            raise EngineError("ranks were given different plans; one decision is made for all of them")
+            raise EngineError("ranks were given different plans; apply the same plan on every rank")
         super().apply(plan)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Return to a snapshot that was taken on this rank of as many."""
+        """Return to a snapshot that was taken on this rank of a group of the same size."""
         self.sharded.settle()
         super().restore(snapshot)
 
@@ -148,10 +147,10 @@ class DeepSpeedEngine(TorchEngine):
         Raises:
             EngineError: always.
         """
-        raise EngineError(f"a gradient that is spread over {self.world} ranks is not handed out")
+        raise EngineError(f"the gradient is spread over {self.world} ranks and cannot be returned")
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return by name what this rank holds of weights, masters and buffers."""
+        """Return this rank's weights, masters and buffers by name."""
         return self.sharded.tensors(self.model)
 
     def resident(self, batches: Sequence[Any]) -> list[torch.Tensor]:
@@ -159,7 +158,7 @@ class DeepSpeedEngine(TorchEngine):
         return self.sharded.resident(self.model, batches)
 
     def agreed(self, value: float) -> float:
-        """Return the largest of every rank's values."""
+        """Return the maximum of a value over all ranks."""
         shared = torch.tensor(value, dtype=torch.float64, device=self.device)
         distributed.all_reduce(shared, distributed.ReduceOp.MAX)
         return float(shared)
@@ -172,15 +171,15 @@ class DeepSpeedEngine(TorchEngine):
         return float(shared)
 
     def may_split(self) -> bool:
-        """Tell whether a whole step may be cut in two to learn the noise scale; several ranks show it as they are."""
+        """Tell whether a step may be split in two to measure the noise scale; several ranks need no split."""
         return self.world == 1 and super().may_split()
 
     def shares(self, pieces: Sequence[Any]) -> stepping.Shares:
-        """Return this rank's part of a step's micro-batches.
+        """Return this rank's micro-batches of a step.
 
-        Under fixed batching, the pieces of one batch are one after another a rank's own; under adaptive batching each
-        batch is cut between the ranks. Every rank runs as many: one without loss-bearing items is replaced by one that
-        has some, at weight 0.
+        Under fixed batching, consecutive pieces of a batch go to one rank; under adaptive batching, each batch is split
+        between the ranks. All ranks run the same number: a micro-batch without loss-bearing items is replaced by one
+        that has some, with weight 0.
         """
         grid = self._grid(pieces)
         counts = [[stepping.count_items(piece, self.job.count) for piece in row] for row in grid]
@@ -199,7 +198,7 @@ class DeepSpeedEngine(TorchEngine):
         )
 
     def _grid(self, pieces: Sequence[Any]) -> list[list[Any]]:
-        """Return every rank's micro-batches, as many for each."""
+        """Return the micro-batches of each rank, the same number for all."""
         if self.job.batching == "fixed":
             batch = self._pending[0]
             size = stepping.num_samples(batch)
@@ -213,14 +212,16 @@ class DeepSpeedEngine(TorchEngine):
         return [[part[rank] for part in parts] for rank in range(self.world)]
 
     def probe(self) -> GradientProbe:
-        """Return what watches a sampled step's gradients on all ranks."""
+        """Return the probe that observes a sampled step's gradients on all ranks."""
         return ShardedProbe(self.sharded, self._bearing)
 
     def _restrict_space(self) -> None:
-        """Leave out what ranks cannot do, and let rank 0 say what a device does well: others may have timed else."""
-        space = self._space
-        precisions = tuple(p for p in space.precisions if p is not Precision.FP16)
-        self.locks["precision fp16"] = "DeepSpeed's loss scaling is not the tuner's"
+        """Remove choices that ranks do not support; rank 0 decides, since the measured timings of ranks may differ."""
+        space = self.space
+        precisions = tuple(precision for precision in space.precisions if not precision.needs_loss_scaling)
+        for precision in Precision:
+            if precision.needs_loss_scaling:
+                self.locks[f"precision {precision}"] = "DeepSpeed scales losses itself, which the tuner cannot control"
         choices = space.accumulation_choices
         if space.k_splits:
             choices = tuple(k for k in choices if k * self.world <= self.job.batch_size)
@@ -228,7 +229,7 @@ class DeepSpeedEngine(TorchEngine):
         distributed.broadcast_object_list(told, src=0)
         precisions, self.locks = told[0]
         self.fp32_borders = "borders" in self.locks
-        self._space = replace(space, precisions=precisions, accumulation_choices=choices)
+        self.space = replace(space, precisions=precisions, accumulation_choices=choices)
 
     def _require_same_everywhere(self, seed: int) -> None:
         shapes = [(name, list(getattr(p, "ds_shape", p.shape))) for name, p in self.model.named_parameters()]
@@ -254,9 +255,9 @@ class DeepSpeedEngine(TorchEngine):
 
 
 def sized(config: Mapping[str, Any], trained: Iterable[torch.nn.Parameter]) -> dict[str, Any]:
-    """Return a configuration whose communication buffer, if nobody said how large, is no larger than the model.
+    """Return a configuration whose communication buffer is at most as large as the model, unless its size is set.
 
-    DeepSpeed makes a buffer of as many numbers as it is told, however few there are: 2 GB by default.
+    DeepSpeed's default buffer takes 2 GB, however small the model is.
     """
     entries = sum(parameter.numel() for parameter in trained)
     zero = {"reduce_bucket_size": min(entries, _BUCKET), **config["zero_optimization"]}
@@ -264,7 +265,7 @@ def sized(config: Mapping[str, Any], trained: Iterable[torch.nn.Parameter]) -> d
 
 
 def _ranks_here() -> int:
-    """Return how many of the ranks are on this machine, and share its devices."""
+    """Return the number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
 
 

@@ -1,9 +1,9 @@
-"""Import DeepSpeed, compile what it needs, and connect this process with its ranks.
+"""Import DeepSpeed, compile the extension that it needs, and connect this process with the other ranks.
 
-On CPUs, DeepSpeed compiles one extension to communicate with. PyTorch guards an extension's folder with a file called
-``lock``, which it creates even to load what is compiled already. A rank that is killed meanwhile leaves the file
-behind, and whoever loads the extension afterwards waits for ever. Here the folder is Autotune's own, and a lock that
-the kernel releases with its holder guards it: under that lock, a ``lock`` found there is of a process that is gone.
+On CPUs, DeepSpeed compiles one extension for communication. PyTorch guards the folder of an extension with a file
+called ``lock``, even to load one that is already compiled. A rank that is killed in between leaves the file behind, and
+every later process waits forever. Autotune therefore uses a folder of its own and guards it with a lock that the
+kernel releases when its holder ends: under that lock, a remaining ``lock`` file belongs to a process that is gone.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _EXTENSIONS = "TORCH_EXTENSIONS_DIR"
 
 
 def imported(device: str) -> ModuleType:
-    """Return the library, made ready for a device.
+    """Import the library and compile its extension for a device.
 
-    One process of a machine compiles, once; the others wait.
+    One process on the machine compiles; the others wait.
 
     Args:
         device: ``cpu``, or an accelerator's type.
 
     Raises:
-        InputError: if it, or what compiles its operations, is missing.
+        InputError: if DeepSpeed or ninja is missing.
     """
     if device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # It compiles with ninja, which lies beside the interpreter.
+    # It compiles with ninja, which is in the folder of the interpreter.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     try:
         with redirect_stdout(sys.stderr):
@@ -58,7 +58,7 @@ def imported(device: str) -> ModuleType:
 
 
 def connect(library: ModuleType, device: str) -> None:
-    """Join the process group of the ranks that this process is one of, or make one of this process alone."""
+    """Join the process group of this process and the other ranks, or make a group of this process alone."""
     place = devices.rank_device(device, int(os.environ.get("LOCAL_RANK", "0")))
     if distributed.is_initialized():
         if not library.comm.is_initialized():
@@ -70,7 +70,7 @@ def connect(library: ModuleType, device: str) -> None:
     rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     with redirect_stdout(sys.stderr):
         if store is not None:
-            # As DeepSpeed does it: a rank alone has nobody whom it could reach.
+            # Like DeepSpeed: a single rank needs no device for communication.
             where = place if devices.is_accelerator(place) and world > 1 else None
             distributed.init_process_group(
                 backend, store=store, rank=rank, world_size=world, timeout=default_pg_timeout, device_id=where
@@ -79,7 +79,7 @@ def connect(library: ModuleType, device: str) -> None:
 
 
 def _compile(library: ModuleType) -> None:
-    """Load the extension, compiled if need be, unless DeepSpeed would do without it; it then finds it loaded."""
+    """Load the extension that DeepSpeed is going to use, if any, and compile it if necessary."""
     builder = library.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is None or not library.ops.__compatible_ops__.get(builder.NAME, False):
         return
@@ -93,7 +93,7 @@ def _compile(library: ModuleType) -> None:
 
 
 def _folder() -> Path:
-    """Return Autotune's folder within the one that this user's extensions are compiled in."""
+    """Return Autotune's own folder for compiled extensions."""
     from torch.utils.cpp_extension import get_default_build_root
 
     root = Path(os.environ.get(_EXTENSIONS) or get_default_build_root())

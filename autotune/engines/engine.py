@@ -1,22 +1,23 @@
-"""State what an engine is: something that turns a plan into a measurement."""
+"""The engine protocol: an engine turns a plan into a measurement."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
+from autotune.errors import EngineError
 from autotune.measurement import Measurement
 from autotune.plan import Plan, PlanSpace
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """Run a job under plans.
+    """Something that runs a job under plans.
 
-    A plan is applied between steps only, is idempotent and fully reversible. Running out of memory, a loss that is not
-    finite and a crash are values of a window (``Measurement.failure``), and leave the training state as it was.
+    A plan is applied only between steps, is idempotent and fully reversible. Running out of memory, a loss that is not
+    finite and a crash are values of a window (``Measurement.failure``) and leave the training state as it was.
 
     Attributes:
-        memory_budget_bytes: the budget that windows are held to, ``None`` for no budget; may change between windows.
+        memory_budget_bytes: memory budget of each window, ``None`` for no budget; may change between windows.
     """
 
     memory_budget_bytes: int | None
@@ -35,24 +36,32 @@ class Engine(Protocol):
         """Make the next steps run under a plan.
 
         Raises:
-            PlanError: if the plan lies outside the space; the former plan stays.
+            PlanError: if the plan lies outside the space; the previous plan stays.
         """
         ...
 
     def run(self, steps: int) -> Measurement:
-        """Run a window of optimizer steps; a failure ends it early."""
+        """Run a window of optimizer steps; a failure ends it early.
+
+        Raises:
+            EngineError: if the engine was closed.
+        """
         ...
 
     def evaluate(self) -> float:
-        """Return the job's metric in the user's own precision; training is not touched."""
+        """Return the job's metric in the user's own precision, without changing the training state."""
         ...
 
     def snapshot(self) -> Any:
-        """Return weights, optimizer, buffers, generators and counters, as an opaque value."""
+        """Return weights, optimizer, buffers, generators and counters as an opaque value.
+
+        Raises:
+            EngineError: if the engine has no single training state.
+        """
         ...
 
     def restore(self, snapshot: Any) -> None:
-        """Return to a snapshot."""
+        """Return to a snapshot; the applied plan stays."""
         ...
 
     def close(self) -> None:
@@ -62,10 +71,10 @@ class Engine(Protocol):
 
 @runtime_checkable
 class PreparingEngine(Engine, Protocol):
-    """Run windows ahead of being asked for them.
+    """An engine that can run several windows at once.
 
     Attributes:
-        ahead: windows that are worth preparing before the first of them is asked for.
+        ahead: number of windows worth preparing before the first of them is run.
     """
 
     ahead: int
@@ -73,3 +82,85 @@ class PreparingEngine(Engine, Protocol):
     def prepare(self, plan: Plan, steps: int) -> None:
         """Begin a window that :meth:`run` will be asked for."""
         ...
+
+
+class EngineBase:
+    """Base of engines: the space, the applied plan, the budget, and whether the engine was closed.
+
+    Args:
+        space: the plans that can be applied; the baseline is applied first.
+    """
+
+    memory_budget_bytes: int | None = None
+    _closed = False
+
+    def __init__(self, space: PlanSpace) -> None:
+        self.space = space
+        self.plan = space.baseline()
+
+    def apply(self, plan: Plan) -> None:
+        """Make the next window run under a plan.
+
+        Raises:
+            PlanError: if the plan lies outside the space; the previous plan stays.
+        """
+        self.plan = self.space.check(plan)
+
+    def close(self) -> None:
+        """Refuse further windows."""
+        self._closed = True
+
+    def require_open(self) -> None:
+        """Raise :class:`EngineError` if the engine was closed."""
+        if self._closed:
+            raise EngineError("the engine is closed; create another one")
+
+
+class EngineProxy(EngineBase):
+    """Base of engines that wrap another one: they hand on the plan and the budget with each window.
+
+    Args:
+        engine: the wrapped engine.
+
+    Attributes:
+        engine: the wrapped engine.
+        ahead: number of windows worth preparing before the first of them is run.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.space)
+        self.engine = engine
+        self.plan = engine.plan
+        self.memory_budget_bytes = engine.memory_budget_bytes
+        self.ahead = engine.ahead if isinstance(engine, PreparingEngine) else 1
+
+    def prepare(self, plan: Plan, steps: int) -> None:
+        """Let the wrapped engine begin a window, if it can run several at once."""
+        if isinstance(self.engine, PreparingEngine):
+            self.engine.memory_budget_bytes = self.memory_budget_bytes
+            self.engine.prepare(plan, steps)
+
+    def run(self, steps: int) -> Measurement:
+        """Run a window on the wrapped engine, which may change the budget."""
+        self.engine.memory_budget_bytes = self.memory_budget_bytes
+        self.engine.apply(self.plan)
+        measurement = self.engine.run(steps)
+        self.memory_budget_bytes = self.engine.memory_budget_bytes
+        return measurement
+
+    def evaluate(self) -> float:
+        """Return the metric of the wrapped engine's model."""
+        return self.engine.evaluate()
+
+    def snapshot(self) -> Any:
+        """Return the wrapped engine's training state."""
+        return self.engine.snapshot()
+
+    def restore(self, snapshot: Any) -> None:
+        """Return the wrapped engine to a snapshot."""
+        self.engine.restore(snapshot)
+
+    def close(self) -> None:
+        """Close the wrapped engine; it refuses further windows."""
+        super().close()
+        self.engine.close()

@@ -1,7 +1,7 @@
-"""Train a job in a process of its own: what kills, hangs or garbles that process is a value of the window.
+"""Train a job in a separate process: if the process dies, hangs or sends garbage, that is a value of the window.
 
-The child is the leader of its own process group, which is ended as a whole. The next window begins in a fresh child, at
-the last snapshot that was taken or restored, or else where the job begins.
+The child leads its own process group, which is ended as a whole. The next window then begins in a new child, at the
+last snapshot that was taken or restored, or at the job's beginning if there is none.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autotune.engines.deepspeed_config import STAGES
+from autotune.engines.engine import EngineBase
+from autotune.engines.registry import DEFAULT_ENGINE, RankOptions
 from autotune.engines.torch_engine import EngineOptions
 from autotune.engines.worker_processes import Workers, WorkersError
-from autotune.errors import EngineError, InputError, JobError
+from autotune.errors import EngineError, JobError
 from autotune.measurement import Measurement
 from autotune.mechanics.devices import device_kind
 from autotune.plan import Plan, PlanSpace
@@ -26,13 +27,13 @@ Predict = Callable[[Plan], float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long a child process may take before it counts as hanging.
+    """Time limits after which a child process counts as hanging.
 
     Attributes:
-        opening_s: seconds in which it must have built its model.
-        first_s: seconds for a window of whose plan nothing is known.
-        factor: how many times as long as predicted, or as the slowest window so far, a window may take.
-        grace_s: seconds on top of that.
+        opening_s: seconds for building the model.
+        first_s: seconds for a window if nothing is known about its plan.
+        factor: limit of a window as a multiple of its predicted time, or of the slowest window so far.
+        grace_s: seconds added to that.
     """
 
     opening_s: float = 300.0
@@ -41,32 +42,11 @@ class Patience:
     grace_s: float = 30.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankOptions:
-    """Ask for several processes that train one job together, through DeepSpeed.
-
-    Attributes:
-        count: how many.
-        zero_stage: ZeRO stage, 0 to 3.
-        config: a DeepSpeed configuration of the user's own; ``None`` for none.
-    """
-
-    count: int = 2
-    zero_stage: int = 0
-    config: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        if type(self.count) is not int or self.count < 1:
-            raise InputError(f"ranks is {self.count!r}", where="engine deepspeed", allowed="a whole number >= 1")
-        if type(self.zero_stage) is not int or self.zero_stage not in STAGES:
-            raise InputError(f"ZeRO stage is {self.zero_stage!r}", where="engine deepspeed", allowed=STAGES)
-
-
 class StateFiles:
-    """Files without a name that keep a training state, one of each process, as long as this object lives.
+    """Files without a name that keep a training state while this object lives, one for each process.
 
     Args:
-        count: how many processes there are.
+        count: number of processes.
     """
 
     def __init__(self, count: int) -> None:
@@ -82,18 +62,18 @@ class StateFiles:
         return [file.fileno() for file in self._files]
 
 
-class IsolatedEngine:
-    """Run a job's windows in a child process that may die.
+class IsolatedEngine(EngineBase):
+    """An engine that runs a job's windows in a child process that may die.
 
     Args:
-        job: the job's reference, as :func:`autotune.load_job` takes it; a job itself crosses no process border.
-        seed: of weights, batches and everything random.
-        device: where the model lives; ``None`` for where jobs train on this machine.
+        job: the job's reference for :func:`autotune.load_job`; a job itself cannot be sent to another process.
+        seed: random seed for weights, batches and training.
+        device: device of the model; ``None`` for the device on which jobs train on this machine.
         options: how to measure.
-        patience: how long a window may take.
-        predict: returns the seconds of a step under a plan, if it is known.
-        threads: torch's threads in the child; ``None`` for its default.
-        ranks: how many processes train the job together; ``None`` for one, without DeepSpeed.
+        patience: time limits of the child process.
+        predict: function that returns the seconds of a step under a plan, or ``None`` if they are not known.
+        threads: torch threads of the child; ``None`` for torch's default.
+        ranks: options of several processes that train the job together; ``None`` for one process.
 
     Raises:
         JobError: if the job cannot be used, or takes the child down while it is built.
@@ -115,7 +95,6 @@ class IsolatedEngine:
             raise JobError(
                 f"is {type(job).__name__}", where="isolated engine", allowed="a job's name: it crosses a process border"
             )
-        self.memory_budget_bytes: int | None = None
         self._job = job
         self._opening = {
             "job": job,
@@ -123,14 +102,14 @@ class IsolatedEngine:
             "device": device or device_kind(1 if ranks is None else ranks.count),
             "options": asdict(options or EngineOptions()),
             "threads": threads,
-            "ranks": None if ranks is None else asdict(ranks),
+            "engine": DEFAULT_ENGINE if ranks is None else ranks.engine,
+            "arguments": {} if ranks is None else ranks.arguments(),
         }
         self._patience = patience or Patience()
         self._predict = predict
         self._slowest_s = 0.0
         self._ranks = None if ranks is None else ranks.count
         self._latest: StateFiles | None = None
-        self._closed = False
         self._child: Workers | None = None
         self.children = 0
         try:
@@ -138,30 +117,11 @@ class IsolatedEngine:
         except BaseException:
             self.close()
             raise
-        self._space = PlanSpace.from_json(opened["space"])
+        super().__init__(PlanSpace.from_json(opened["space"]))
         self.locks: dict[str, str] = opened["locks"]
-        self._plan = self._space.baseline()
-
-    @property
-    def space(self) -> PlanSpace:
-        """Return the plans that this job on this device allows."""
-        return self._space
-
-    @property
-    def plan(self) -> Plan:
-        """Return the plan of the next window."""
-        return self._plan
-
-    def apply(self, plan: Plan) -> None:
-        """Make the next steps run under a plan.
-
-        Raises:
-            PlanError: if the plan lies outside the space; the former plan stays.
-        """
-        self._plan = self._space.check(plan)
 
     def run(self, steps: int) -> Measurement:
-        """Run a window of optimizer steps; whatever becomes of the child is its failure.
+        """Run a window of optimizer steps; the end of the child is a failure of the window.
 
         Raises:
             EngineError: if the engine was closed.
@@ -169,7 +129,7 @@ class IsolatedEngine:
         began = time.perf_counter()
         request: dict[str, Any] = {
             "steps": steps,
-            "plan": self._plan.to_json(),
+            "plan": self.plan.to_json(),
             "memory_budget_bytes": self.memory_budget_bytes,
         }
         try:
@@ -186,15 +146,15 @@ class IsolatedEngine:
         """Return the job's metric.
 
         Raises:
-            EngineError: if the child does not survive it.
+            EngineError: if the child ends.
         """
         return float(self._told("evaluate"))
 
     def snapshot(self) -> StateFiles:
-        """Return the training state, which outlives the child.
+        """Return the training state, which remains if the child ends.
 
         Raises:
-            EngineError: if the child does not survive it.
+            EngineError: if the child ends.
         """
         state = StateFiles(self._ranks or 1)
         self._told("snapshot", state)
@@ -205,14 +165,15 @@ class IsolatedEngine:
         """Return to a snapshot of this engine.
 
         Raises:
-            EngineError: if the child does not survive it.
+            EngineError: if the child ends.
         """
         self._told("restore", snapshot)
         self._latest = snapshot
 
     def close(self) -> None:
-        """End the child, and forget its last snapshot."""
-        self._closed, self._latest = True, None
+        """End the child, and delete its last snapshot."""
+        super().close()
+        self._latest = None
         self._end()
 
     # The child.
@@ -224,9 +185,8 @@ class IsolatedEngine:
             raise EngineError(f"{call}: {error}") from error
 
     def _ask(self, call: str, timeout_s: float, state: StateFiles | None = None, **request: Any) -> Any:
-        """Return a child's answer to a call, a fresh child's if there is none."""
-        if self._closed:
-            raise EngineError("the engine is closed; create another one")
+        """Return the child's answer to a call; start a new child if there is none."""
+        self.require_open()
         if self._child is None:
             self._open()
             if self._latest is not None and call != "restore":
@@ -241,17 +201,17 @@ class IsolatedEngine:
         return self._received(timeout_s)["answer"]
 
     def _open(self) -> dict[str, Any]:
-        """Start a child and have it build its model."""
+        """Start a child, and wait until it has built its model."""
         self.children += 1
         self._child = Workers("autotune.engines.worker_main", self._opening, ranks=self._ranks)
         try:
             opened: dict[str, Any] = self._received(self._patience.opening_s)["answer"]
         except WorkersError as error:
-            raise JobError(f"building it ends with {error.failure}: {error}", where=self._job) from error
+            raise JobError(f"the model could not be built ({error.failure}: {error})", where=self._job) from error
         return opened
 
     def _received(self, timeout_s: float) -> dict[str, Any]:
-        """Return the child's next document; a child that gives none is ended, for its state is unknown."""
+        """Return the child's next document; a child that sends none is ended, since its state is unknown."""
         assert self._child is not None
         try:
             return self._child.answer(timeout_s)
@@ -265,7 +225,7 @@ class IsolatedEngine:
             child.close()
 
     def _patience_for(self, steps: int) -> float:
-        predicted = None if self._predict is None else self._predict(self._plan)
+        predicted = None if self._predict is None else self._predict(self.plan)
         step_s = max(predicted or 0.0, self._slowest_s)
         if not step_s or not math.isfinite(step_s):
             return self._patience.first_s

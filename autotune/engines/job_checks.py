@@ -1,4 +1,4 @@
-"""Find out, before anything is trained, what a job on a device allows, and say what is wrong with it."""
+"""Inspect a job before training: which plans it allows on a device, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 def inspect_job(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict[str, str]]:
-    """Return the plans that a job's model allows, and why something is locked.
+    """Return the plans that a job's model allows, and the reasons why choices are locked.
 
-    The loss is run once, in evaluation mode, on the largest micro-batch that there is room for; nothing is kept for a
+    The loss is run once in evaluation mode on the largest micro-batch that fits in memory; nothing is kept for a
     backward pass.
 
     Args:
@@ -38,7 +38,7 @@ def inspect_job(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict
         batch: its first batch.
 
     Returns:
-        The space, units in forward order; and a reason per choice that is locked (``accumulation_steps``,
+        The space with units in forward order, and a reason for each locked choice (``accumulation_steps``,
         ``precision``, ``borders``, ``storage``).
 
     Raises:
@@ -64,12 +64,12 @@ def inspect_job(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict
         precisions=_precisions(model, locks),
         k_splits=job.batching == "fixed",
     )
-    _try_16_bit_borders(job, model, piece, space, locks)
+    _try_reduced_borders(job, model, piece, space, locks)
     return space, locks
 
 
 def classify(error: Exception) -> Failure:
-    """Return the failure that an exception in a step stands for."""
+    """Return the kind of failure of an exception in a step."""
     if is_out_of_memory(error):
         return Failure.OUT_OF_MEMORY
     message = str(error)
@@ -79,15 +79,15 @@ def classify(error: Exception) -> Failure:
 
 
 def ask(job: Job, part: str, call: Callable[[], _Answer]) -> _Answer:
-    """Return what one of the job's functions answers.
+    """Call one of the job's functions.
 
     Args:
         job: the job.
-        part: the function's name in the job.
-        call: calls it.
+        part: name of the function in the job.
+        call: function that calls it.
 
     Raises:
-        JobError: if it raises, in one line.
+        JobError: if it raises.
     """
     try:
         return call()
@@ -98,7 +98,7 @@ def ask(job: Job, part: str, call: Callable[[], _Answer]) -> _Answer:
 
 
 def build_model(job: Job) -> nn.Module:
-    """Return the job's model, on the device where the job put it.
+    """Build the job's model, on the device where the job puts it.
 
     Raises:
         JobError: if the job does not return a module.
@@ -110,10 +110,10 @@ def build_model(job: Job) -> nn.Module:
 
 
 def build_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the job's optimizer over the parameters that are trained.
+    """Build the job's optimizer over the trained parameters.
 
     Raises:
-        JobError: if nothing is trained, or the job does not return an optimizer.
+        JobError: if no parameter is trained, or the job does not return an optimizer.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     where = f"job {job.name!r}"
@@ -139,19 +139,19 @@ def _micro_batches(job: Job, batch: Any, choices: Sequence[int]) -> list[Any]:
 
 
 def _largest_with_room(pieces: Sequence[Any], run: Callable[[Any], _Answer]) -> tuple[Any, _Answer]:
-    """Return the first of the pieces that can be run without running out of memory, and what came of it."""
+    """Return the first piece that fits in memory, and the result of running it."""
     for piece in pieces[:-1]:
         try:
             return piece, run(piece)
         except JobError as error:
             if not isinstance(error.__cause__, Exception) or not is_out_of_memory(error.__cause__):
                 raise
-        # Outside the except block: a traceback keeps what the pass held alive.
+        # Outside the except block: a traceback keeps the tensors of the pass alive.
     return pieces[-1], run(pieces[-1])
 
 
 def _trial(job: Job, model: nn.Module, batch: Any, units: tuple[Unit, ...]) -> tuple[dict[str, int], dict[str, str]]:
-    """Return calls by unit, in forward order, and what each is handed that recomputing might change once more."""
+    """Return the calls of each unit, in forward order, and its arguments that recomputation might change again."""
     losses: list[Any] = []
     foreign: dict[str, str] = {}
 
@@ -166,7 +166,7 @@ def _trial(job: Job, model: nn.Module, batch: Any, units: tuple[Unit, ...]) -> t
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        # What backward would need is dropped at once: the pass only shows whether a gradient would flow.
+        # Tensors for the backward pass are dropped: the pass only shows whether the loss has a gradient.
         nothing = torch.empty(0)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _: nothing, lambda _: nothing):
             names = [unit.name for unit in units]
@@ -178,10 +178,10 @@ def _trial(job: Job, model: nn.Module, batch: Any, units: tuple[Unit, ...]) -> t
     return calls, foreign
 
 
-def _try_16_bit_borders(job: Job, model: nn.Module, batch: Any, space: PlanSpace, locks: dict[str, str]) -> None:
-    """Note in ``locks`` if the code between units cannot take 16-bit tensors, which uniform plans would hand to it."""
+def _try_reduced_borders(job: Job, model: nn.Module, batch: Any, space: PlanSpace, locks: dict[str, str]) -> None:
+    """Note in ``locks`` if the code between units fails on the reduced-precision tensors of uniform plans."""
     plan = space.plan(accumulation_steps=1, precision=space.lowest_precision)
-    if plan.uniform_16_bit is None or not space.units:
+    if plan.uniform_reduced is None or not space.units:
         return
     training = {module: module.training for module in model.modules()}
     model.eval()
@@ -189,7 +189,7 @@ def _try_16_bit_borders(job: Job, model: nn.Module, batch: Any, space: PlanSpace
         controls.apply(model, plan)
         with torch.no_grad():
             job.loss(model, batch)
-    except Exception as error:  # noqa: BLE001 - whatever the user's code raises, fp32 borders are the answer
+    except Exception as error:  # noqa: BLE001 - whatever the user's code raises, plans use fp32 borders
         locks["borders"] = f"code between units takes no {space.lowest_precision} tensors: {error}"
     finally:
         controls.remove(model)
@@ -209,7 +209,7 @@ def _check_loss(loss: Any, where: str) -> None:
 
 
 def accumulation_choices(job: Job, model: nn.Module, locks: dict[str, str]) -> tuple[int, ...]:
-    """Return the allowed k, and note in ``locks`` why it is locked, if it is."""
+    """Return the allowed k, and note in ``locks`` the reason if it is locked."""
     normalised = any(isinstance(module, _BatchNorm) for module in model.modules())
     if job.batching == "fixed" and normalised and len(job.accumulation_choices) > 1:
         locks["accumulation_steps"] = (

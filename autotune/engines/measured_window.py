@@ -1,4 +1,4 @@
-"""Collect what the steps of one window saw, and turn it into a measurement."""
+"""Collect the reports of the steps of one window, and turn them into a measurement."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from autotune.mechanics.energy_meter import EnergyMeter
 
 @dataclass(slots=True, kw_only=True)
 class StepReport:
-    """What one completed step saw.
+    """Report on one completed step.
 
     Attributes:
         seconds: wall time of the step.
-        energy_j: energy of the step; ``None`` where it cannot be read.
-        timed: whether the time is representative (not discarded, metered or split to learn the noise).
+        energy_j: energy of the step; ``None`` if it cannot be read.
+        timed: whether the time is representative (the step was not discarded, metered or split to measure the noise).
         samples: samples consumed.
         items: loss-bearing items consumed.
         batch_bytes: bytes of the tensors of each batch.
@@ -40,10 +40,10 @@ class StepReport:
 
 @dataclass(slots=True, kw_only=True)
 class Window:
-    """Collect step reports from the moment of its construction.
+    """A window of steps that begins when this object is made.
 
     Attributes:
-        meter: reads energy.
+        meter: the energy meter.
     """
 
     meter: EnergyMeter
@@ -107,5 +107,5 @@ class Window:
 
 
 def spent(before_j: float | None, after_j: float | None) -> float | None:
-    """Return the joules between two readings of a meter; ``None`` if either is not known."""
+    """Return the joules between two readings of a meter; ``None`` if either is unknown."""
     return None if before_j is None or after_j is None else after_j - before_j

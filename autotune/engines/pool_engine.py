@@ -1,8 +1,7 @@
-"""Measure many plans at once: windows that are asked for ahead run on several workers, and are answered in order.
+"""Measure several plans at once: prepared windows run on several workers and are returned in order.
 
-A worker trains the job in a process of its own, maybe on another machine. What is asked, and in which order it is
-answered, is as with one worker; only the waiting is gone. A worker that is lost takes nothing with it: what it ran is
-run again by another one, once.
+Each worker trains the job in its own process, possibly on another machine. Requests and the order of answers are the
+same as with one worker. If a worker is lost, another one runs its window again, once.
 """
 
 from __future__ import annotations
@@ -16,38 +15,39 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from autotune.engines.engine import EngineBase
 from autotune.errors import EngineError, WorkerLostError
 from autotune.measurement import Failure, Measurement
 from autotune.plan import Plan, PlanSpace
 
 logger = logging.getLogger(__name__)
 
-# Windows that wait at the door while every worker runs one: so many, or a share of the workers. Answers are taken in
-# order, and whoever proposes is the less informed the more is open.
+# Windows that wait while every worker runs one: this number, or this share of the workers. Answers are taken in order,
+# and a search knows less about its next plan the more windows are open.
 _WAITING, _WAITING_SHARE = 2, 0.25
-# How often a window is begun before its plan is held to be what takes workers down.
+# Times that a window is begun before its plan counts as the cause of lost workers.
 _TRIES = 2
-# Seconds that a worker's thread may take to end.
+# Seconds for a worker's thread to end.
 _ENDING_S = 10.0
 
 
 class Worker(Protocol):
-    """Run windows, one after another, somewhere else."""
+    """Something that runs windows one after another outside this process."""
 
     def describe(self) -> dict[str, Any]:
-        """Return ``space``, the plans that the job allows, and ``locks``, why not others, as JSON objects.
+        """Return ``space``, the plans that the job allows, and ``locks``, the reasons against others, as JSON objects.
 
         Raises:
             InputError: if the job cannot be used.
-            WorkerLostError: if the worker is gone.
+            WorkerLostError: if the worker is lost.
         """
         ...
 
     def run(self, plan: dict[str, Any], steps: int, memory_budget_bytes: int | None) -> dict[str, Any]:
-        """Return a window's measurement, as a JSON object.
+        """Run a window, and return its measurement as a JSON object.
 
         Raises:
-            WorkerLostError: if the worker is gone.
+            WorkerLostError: if the worker is lost.
         """
         ...
 
@@ -58,7 +58,7 @@ class Worker(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Window:
-    """A window that was asked for."""
+    """A window that was requested."""
 
     plan: Plan
     steps: int
@@ -67,20 +67,18 @@ class _Window:
     answer: Future[Measurement] = field(default_factory=Future)
 
 
-class PoolEngine:
-    """Run windows on workers, those of :meth:`prepare` at once, and any others on the first worker.
+class PoolEngine(EngineBase):
+    """An engine that runs prepared windows on all workers at once, and any others on the first worker.
 
-    Windows that shall be compared with one another to the last per cent (references, finals) are so measured on one
-    machine.
+    Windows that are compared precisely with each other (references, finals) are thus measured on one machine.
 
     Args:
-        workers: at least one.
-        on_close: is called once all workers were told to end.
+        workers: at least one worker.
+        on_close: called after all workers were told to end.
 
     Attributes:
-        memory_budget_bytes: the budget that windows are held to.
-        ahead: windows that are worth asking for before the first is answered.
-        locks: why plans are not allowed that might be, by unit.
+        ahead: number of windows worth preparing before the first of them is run.
+        locks: reasons against choices that are not allowed.
 
     Raises:
         InputError: if the job cannot be used.
@@ -88,7 +86,6 @@ class PoolEngine:
     """
 
     def __init__(self, workers: Sequence[Worker], on_close: Callable[[], None] | None = None) -> None:
-        self.memory_budget_bytes: int | None = None
         self.ahead = len(workers) + max(_WAITING, int(_WAITING_SHARE * len(workers)))
         self._workers = list(workers)
         self._on_close = on_close
@@ -97,13 +94,11 @@ class PoolEngine:
         self._shared: deque[_Window] = deque()
         self._own: deque[_Window] = deque()
         self._prepared: dict[tuple[Plan, int, int | None], _Window] = {}
-        self._closed = False
         self._threads: list[threading.Thread] = []
         try:
             described = self._first_answer()
-            self._space = PlanSpace.from_json(described["space"])
+            super().__init__(PlanSpace.from_json(described["space"]))
             self.locks: dict[str, str] = described["locks"]
-            self._plan = self._space.baseline()
         except BaseException:
             self.close()
             raise
@@ -113,67 +108,53 @@ class PoolEngine:
             thread.start()
 
     @property
-    def space(self) -> PlanSpace:
-        """Return the plans that can be applied."""
-        return self._space
-
-    @property
-    def plan(self) -> Plan:
-        """Return the plan of the next window."""
-        return self._plan
-
-    @property
     def workers(self) -> int:
-        """Return how many workers there still are."""
+        """Return the number of workers that are left."""
         with self._changed:
             return len(self._alive)
 
-    def apply(self, plan: Plan) -> None:
-        """Choose the plan of the next window.
-
-        Raises:
-            PlanError: if the plan lies outside the space; the former plan stays.
-        """
-        self._plan = self._space.check(plan)
-
     def prepare(self, plan: Plan, steps: int) -> None:
-        """Begin a window that :meth:`run` will be asked for, under the present budget, on whichever worker is free."""
-        window = _Window(self._space.check(plan), steps, self.memory_budget_bytes)
+        """Begin a window that :meth:`run` will be asked for, under the present budget, on any free worker."""
+        window = _Window(self.space.check(plan), steps, self.memory_budget_bytes)
         key = (window.plan, steps, window.memory_budget_bytes)
         if key not in self._prepared:
             self._prepared[key] = window
             self._ask(self._shared, window)
 
     def run(self, steps: int) -> Measurement:
-        """Return a window: the prepared one, or one that the first worker runs now.
+        """Return the prepared window, or one that the first worker runs now.
 
         Raises:
             EngineError: if the engine was closed, or all workers were lost.
         """
-        window = self._prepared.pop((self._plan, steps, self.memory_budget_bytes), None)
+        window = self._prepared.pop((self.plan, steps, self.memory_budget_bytes), None)
         if window is None:
-            window = _Window(self._plan, steps, self.memory_budget_bytes)
+            window = _Window(self.plan, steps, self.memory_budget_bytes)
             self._ask(self._own, window)
         return window.answer.result()
 
     def evaluate(self) -> float:
-        """Raise an error: each worker's model has seen other steps."""
-        raise _no_single_state()
+        """Refuse: the models of the workers have seen different steps.
+
+        Raises:
+            EngineError: always.
+        """
+        raise EngineError("workers share no training state: a pool can only measure windows")
 
     def snapshot(self) -> Any:
-        """Raise an error: each worker's model has seen other steps."""
-        raise _no_single_state()
+        """Refuse, as :meth:`evaluate` does."""
+        return self.evaluate()
 
     def restore(self, snapshot: Any) -> None:
-        """Raise an error: each worker's model has seen other steps."""
-        raise _no_single_state()
+        """Refuse, as :meth:`evaluate` does."""
+        self.evaluate()
 
     def close(self) -> None:
-        """End all workers; what they still ran is lost."""
+        """End all workers; windows that they still run are lost."""
         with self._changed:
             if self._closed:
                 return
-            self._closed = True
+            super().close()
             for window in (*self._shared, *self._own):
                 window.answer.cancel()
             self._shared.clear()
@@ -188,8 +169,8 @@ class PoolEngine:
             self._on_close()
 
     def _first_answer(self) -> dict[str, Any]:
-        """Return what the first worker that answers says of the job."""
-        reason = "there is none"
+        """Return the description of the job by the first worker that answers."""
+        reason = "there are no workers"
         while self._alive:
             try:
                 return self._workers[self._alive[0]].describe()
@@ -200,8 +181,7 @@ class PoolEngine:
 
     def _ask(self, waiting: deque[_Window], window: _Window) -> None:
         with self._changed:
-            if self._closed:
-                raise EngineError("the engine is closed; create another one")
+            self.require_open()
             if not self._alive:
                 window.answer.set_exception(EngineError("all workers were lost"))
                 return
@@ -217,13 +197,13 @@ class PoolEngine:
             except WorkerLostError as error:
                 self._lose(number, window, error)
                 return
-            except Exception as error:  # noqa: BLE001 - whoever asked for the window is told
+            except Exception as error:  # noqa: BLE001 - raised again where the window was requested
                 window.answer.set_exception(error)
             else:
                 window.answer.set_result(measured)
 
     def _next(self, number: int) -> _Window | None:
-        """Return the next window for a worker; ``None`` once there will be none."""
+        """Wait for the next window of a worker; ``None`` after the engine was closed."""
         with self._changed:
             while not self._closed:
                 if self._own and self._alive[0] == number:
@@ -234,14 +214,14 @@ class PoolEngine:
         return None
 
     def _lose(self, number: int, window: _Window, error: WorkerLostError) -> None:
-        """Go on without a worker."""
+        """Continue without a worker."""
         with self._changed:
             self._alive.remove(number)
             window.lost += 1
             if self._closed:
                 window.answer.cancel()
                 return
-            logger.warning("a worker is lost (%s); %d go on", error, len(self._alive))
+            logger.warning("a worker was lost (%s); %d are left", error, len(self._alive))
             if window.lost >= _TRIES:
                 said = f"{window.lost} workers were lost while they ran it: {error}"
                 window.answer.set_result(Measurement.of_failure(Failure.CRASHED, said, window.memory_budget_bytes))
@@ -253,7 +233,3 @@ class PoolEngine:
                 self._shared.clear()
                 self._own.clear()
             self._changed.notify_all()
-
-
-def _no_single_state() -> EngineError:
-    return EngineError("workers share no training state: a pool measures windows, and nothing else")

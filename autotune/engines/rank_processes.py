@@ -1,4 +1,4 @@
-"""Run a module on ranks, or in one process of its own: tell it what to do, and return what it answers."""
+"""Run a module in several ranks or in one separate process, and return its answer."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from autotune.engines.worker_processes import Workers, WorkersError, fail, leave
 from autotune.errors import EngineError
 from autotune.measurement import Failure
 
-# Seconds between two looks at whether the ranks have printed anything.
+# Seconds between two checks for printed output.
 _POLL_S = 0.5
-# Seconds that the rest of a document may take to arrive.
+# Seconds for the rest of a document to arrive.
 _ARRIVING_S = 60.0
 
 
 class RanksError(EngineError):
-    """Report that ranks ended before they answered.
+    """The ranks ended before they answered.
 
     Args:
         message: one line about it.
-        failure: its class.
-        tried: what they said last that they would try; ``None`` if nothing.
+        failure: the kind of failure.
+        tried: what they last announced to try; ``None`` if nothing.
     """
 
     def __init__(self, message: str, failure: Failure, tried: str | None) -> None:
@@ -37,20 +37,20 @@ class RanksError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Tell whoever asked how far the work is; rank 0 speaks for all.
+    """Progress reports to the caller; rank 0 reports for all ranks.
 
     Attributes:
-        wire: leads to whoever asked; ``None`` on the other ranks.
+        wire: wire to the caller; ``None`` on the other ranks.
     """
 
     wire: Wire | None
 
     def done(self, share: float) -> None:
-        """Tell which share is done."""
+        """Report the share of the work that is done, 0 to 1."""
         self._tell({"done": share})
 
     def tries(self, what: str) -> None:
-        """Tell what is tried next, in case that it ends the ranks."""
+        """Report what is tried next, in case it ends the ranks."""
         self._tell({"tries": what})
 
     def _tell(self, document: dict[str, Any]) -> None:
@@ -67,20 +67,21 @@ def run_on_ranks(
     patience_s: float = math.inf,
     on_progress: Callable[[float], None] | None = None,
 ) -> dict[str, Any]:
-    """Run a module as so many ranks on this machine, and return what rank 0 answers.
+    """Run a module in several ranks on this machine, and return the answer of rank 0.
 
     Args:
-        module: the module; run, it calls :func:`be_rank`.
-        asked: what the ranks are told.
-        ranks: how many.
-        threads: of each rank, where the environment does not say; one rank alone has one as well, or ranks would not be
-            what scales. ``None`` for one of each of several ranks, and for torch's default in a single one.
-        patience_s: seconds without news from the ranks after which they are ended.
-        on_progress: is told of the share that is done.
+        module: the module, which calls :func:`be_rank`.
+        asked: the document that every rank receives.
+        ranks: number of ranks.
+        threads: torch threads of each rank unless the environment sets them; the same for a single rank, so that runs
+            with different numbers of ranks compare. ``None`` for one thread in each of several ranks, and torch's
+            default in a single one.
+        patience_s: seconds without any report or output after which the ranks are ended.
+        on_progress: called with the share of the work that is done.
 
     Raises:
-        InputError: if a rank refuses what it was asked.
-        RanksError: if a rank fails; what it raised is quoted; or if there is no news from them for too long.
+        InputError: if a rank refuses its input.
+        RanksError: if a rank fails, with its exception quoted, or if the ranks are silent for too long.
     """
     own = {} if threads is None or "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
     tried: list[str] = []
@@ -92,21 +93,21 @@ def run_on_ranks(
                 f"{ranks} ranks end with {error.failure}: {error}", error.failure, tried[-1] if tried else None
             ) from error
     if found is None:
-        silent = f"{ranks} ranks have no news for {patience_s:.0f} s"
+        silent = f"{ranks} ranks reported nothing for {patience_s:.0f} s"
         raise RanksError(silent, Failure.TIMEOUT, tried[-1] if tried else None)
     return found
 
 
 def run_elsewhere(module: str, asked: Mapping[str, Any], *, threads: int) -> dict[str, Any]:
-    """Run a module in a process of its own, and return what it answers.
+    """Run a module in a separate process, and return its answer.
 
     Args:
-        module: the module; run, it calls :func:`be_rank`.
-        asked: what it is told.
-        threads: of the process.
+        module: the module, which calls :func:`be_rank`.
+        asked: the document that the process receives.
+        threads: torch threads of the process.
 
     Raises:
-        InputError: if the process refuses what it was asked.
+        InputError: if the process refuses its input.
         WorkersError: if it fails.
     """
     with Workers(module, asked, environment={"OMP_NUM_THREADS": str(threads)}) as workers:
@@ -118,7 +119,7 @@ def run_elsewhere(module: str, asked: Mapping[str, Any], *, threads: int) -> dic
 def _followed(
     workers: Workers, patience_s: float, on_progress: Callable[[float], None] | None, tried: list[str]
 ) -> dict[str, Any] | None:
-    """Return what the first worker answers in the end; ``None`` if there was no news for too long."""
+    """Return the first worker's answer; ``None`` if the workers were silent for too long."""
     printed, silent_since = 0, time.monotonic()
     while time.monotonic() - silent_since < patience_s:
         if workers.ready(_POLL_S):
@@ -137,15 +138,15 @@ def _followed(
 
 
 def be_rank(work: Callable[[dict[str, Any], Report], Mapping[str, Any]]) -> NoReturn:
-    """Do what :func:`run_on_ranks` or :func:`run_elsewhere` asks of this process, and end.
+    """Do the work that :func:`run_on_ranks` or :func:`run_elsewhere` asks of this process, and end the process.
 
     Args:
-        work: does what is asked, and returns the answer; it may tell how far it is.
+        work: function of the received document and the progress report that returns the answer.
     """
     wire, asked, number = opened()
     try:
         found = work(asked, Report(wire if number == 0 else None))
-    except Exception as error:  # noqa: BLE001 - whatever the job raises, whoever asked names
+    except Exception as error:  # noqa: BLE001 - whatever the job raises, the caller reports
         fail(wire, number, error)
     if number == 0:
         wire.send({"found": found})

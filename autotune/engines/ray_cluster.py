@@ -1,4 +1,4 @@
-"""Reach the machines of a Ray cluster: the only file that knows Ray."""
+"""Connect to the machines of a Ray cluster; no other file uses Ray."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from autotune.errors import InputError, WorkerLostError
 from autotune.io.environment_variables import variable
 from autotune.io.scratch import ScratchFolder
 
-# Workers on one machine, cores of one worker, and ports.
+# Largest number of workers on one machine and of cores of one worker, and the largest port.
 _MOST, _LAST_PORT = 1024, 65_535
 _ALLOWED = f"auto, local:N up to {_MOST}, ray://HOST:PORT or HOST:PORT"
-# A name or an address: whatever else is written there, such as a password, would be looked up in the network.
+# A name or an address. Anything else, such as a password, must not be looked up in the network.
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 _INSTALL = "pip install 'autotune-rl[ray]'"
-# Seconds that a cluster may take to answer.
+# Seconds for a cluster to answer.
 _CONNECT_S = 20.0
-# Memory that Ray sets aside on this machine for what is passed on: plans and measurements are small.
+# Memory that Ray reserves on this machine for messages: plans and measurements are small.
 _STORE_BYTES = 100 * 2**20
-# Characters of what Ray says that are passed on.
+# Characters of a message of Ray that are quoted.
 _QUOTED = 200
-# Has Ray use the loopback interface alone, as it does where it knows no clusters; by default it listens on all.
+# Makes Ray use only the loopback interface, as on systems without clusters; by default it listens on all.
 _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-# Characters of a folder in which Ray's sockets, whose paths may have a hundred, still have room.
+# Longest path of a folder for Ray's sockets, whose own paths may have about a hundred characters.
 _SHORT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
-    """Where workers run.
+    """The cluster on which workers run.
 
     Attributes:
         address: ``auto`` for the cluster that this machine belongs to, ``local:N`` for N workers on this machine, or a
@@ -61,13 +61,13 @@ class ClusterOptions:
 
     @property
     def local(self) -> int | None:
-        """Return how many workers are asked for on this machine; ``None`` for a cluster that is there already."""
+        """Return the number of workers on this machine; ``None`` for a running cluster."""
         return int(self.address.partition(":")[2]) if self.address.startswith("local:") else None
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one worker runs: on which node, on which of its machine's cores (by rank), with how many GPUs."""
+    """The place of one worker: its node, its cores on that machine (by rank), and its number of GPUs."""
 
     node: str
     cores: tuple[int, ...]
@@ -75,16 +75,16 @@ class Place:
 
 
 class Cluster:
-    """A connection to a cluster, until it is closed.
+    """A connection to a cluster until it is closed.
 
     Args:
-        options: which.
+        options: the cluster and its workers.
 
     Attributes:
-        places: where workers can run, at least one.
+        places: the places of workers, at least one.
 
     Raises:
-        InputError: if Ray is missing, or the cluster does not answer or offers nothing.
+        InputError: if Ray is missing, the cluster does not answer, or it has no cores.
     """
 
     def __init__(self, options: ClusterOptions) -> None:
@@ -98,15 +98,17 @@ class Cluster:
         self.places = places(self._ray.nodes(), options)
         if not self.places:
             self.close()
-            raise InputError("offers no core", where=f"cluster {options.address}", allowed="a node with one")
+            raise InputError(
+                "has no cores", where=f"cluster {options.address}", allowed="a node with at least one core"
+            )
 
     def start(self, body: type, place: Place, *arguments: Any) -> Remote:
-        """Make an object on a node, in a process of its own that is pinned to the place's cores.
+        """Create an object in a separate process that is pinned to the cores of a place.
 
         Args:
-            body: its class, which every machine of the cluster can import.
-            place: where.
-            arguments: for its constructor.
+            body: class of the object, which every machine of the cluster can import.
+            place: the place.
+            arguments: arguments of the class.
         """
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -118,7 +120,7 @@ class Cluster:
         return Remote(self._ray, self._ray.remote(_Pinned).options(**options).remote(body, place.cores, arguments))
 
     def close(self) -> None:
-        """Leave the cluster; what was started there ends."""
+        """Disconnect from the cluster; processes started there end."""
         self._ray.shutdown()
         if self._folder is not None:
             self._folder.close()
@@ -133,16 +135,16 @@ class Cluster:
 
 
 class Remote:
-    """Call the methods of an object on another machine."""
+    """An object on another machine."""
 
     def __init__(self, ray: Any, actor: Any) -> None:
         self._ray, self._actor = ray, actor
 
     def begin(self, method: str, *arguments: Any) -> Callable[[float | None], Any]:
-        """Begin a call; return what waits for its answer, so many seconds at most.
+        """Begin a call, and return a function that waits for its answer, with a timeout in seconds.
 
-        What is returned raises :class:`WorkerLostError` if the object's process or machine is gone, or does not answer
-        in time, and what the method raises.
+        That function raises :class:`WorkerLostError` if the object's process or machine is gone or does not answer in
+        time, and the exceptions of the method.
         """
         reference = self._actor.call.remote(method, *arguments)
 
@@ -164,18 +166,18 @@ class Remote:
 
 
 class _Pinned:
-    """An object in a process that is bound to some cores: the body of an actor.
+    """An object in a process that is pinned to some cores: the body of an actor.
 
     Args:
-        body: the object's class.
-        cores: which of this machine's cores, by rank.
-        arguments: for its constructor.
+        body: class of the object.
+        cores: ranks of this machine's cores.
+        arguments: arguments of the class.
     """
 
     def __init__(self, body: type, cores: Sequence[int], arguments: Sequence[Any]) -> None:
         if hasattr(os, "sched_setaffinity"):
             mine = sorted(os.sched_getaffinity(0))
-            # A machine may have fewer cores than it was told to offer.
+            # A machine may have fewer cores than its node offers.
             os.sched_setaffinity(0, {mine[core % len(mine)] for core in cores})
         self._object = body(*arguments)
 
@@ -185,11 +187,11 @@ class _Pinned:
 
 
 def places(nodes: Sequence[Mapping[str, Any]], options: ClusterOptions) -> list[Place]:
-    """Return a place for each worker: of nodes that share a machine, each has cores of its own.
+    """Return a place for each worker; nodes that share a machine get different cores.
 
     Args:
-        nodes: as Ray describes them.
-        options: how many cores a worker has.
+        nodes: Ray's descriptions of the nodes.
+        options: the number of cores of a worker.
     """
     used: Counter[str] = Counter()
     found = []
@@ -205,7 +207,7 @@ def places(nodes: Sequence[Mapping[str, Any]], options: ClusterOptions) -> list[
 
 
 def _is_whole(text: str, most: int) -> bool:
-    """Tell whether text is a number from 1 on, in plain digits."""
+    """Tell whether a text is a whole number from 1 to a limit, in plain digits."""
     return text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most
 
 
@@ -219,10 +221,10 @@ def _imported() -> Any:
 
 
 def _connect(ray: Any, options: ClusterOptions, folder: ScratchFolder | None) -> None:
-    """Connect to a cluster; to one of this machine's own, for which there is a folder."""
+    """Connect to a cluster, or start one on this machine in a folder."""
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if not options.address.startswith("ray://"):
-        # By default Ray's workers look for libraries in this process's working directory first. They need this package.
+        # By default Ray's workers search this working directory for libraries first; they need only this package.
         package = str(Path(__file__).resolve().parents[2])
         common["job_config"] = ray.job_config.JobConfig(_py_driver_sys_path=[package], _client_job=True)
     if options.local is not None and folder is not None:
@@ -233,25 +235,25 @@ def _connect(ray: Any, options: ClusterOptions, folder: ScratchFolder | None) ->
         return
     try:
         if options.address != "auto":
-            # Ray itself would try for minutes.
+            # Ray itself would keep trying for minutes.
             host, _, port = options.address.removeprefix("ray://").rpartition(":")
             socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
         ray.init(address=options.address, **common)
-    except Exception as error:  # what Ray raises that reaches nobody differs from version to version
+    except Exception as error:  # the exceptions of Ray differ between versions
         said = " ".join(str(error).split()).partition(". ")[0]
         raise InputError(
-            f"no cluster answers ({said[:_QUOTED]})",
+            f"the cluster does not answer ({said[:_QUOTED]})",
             where=f"cluster {options.address}",
-            allowed="a running one's (ray start --head; RAY_AUTH_MODE=token if it asks for a token), or local:N",
+            allowed="a running cluster (ray start --head; RAY_AUTH_MODE=token if it asks for a token), or local:N",
         ) from error
 
 
 @contextlib.contextmanager
 def _loopback_alone() -> Iterator[None]:
-    """Have what Ray starts meanwhile listen on the loopback interface alone."""
+    """Let the processes that Ray starts in the body listen only on the loopback interface."""
     from ray._private import ray_constants
 
-    # It reads the variable when it is imported, which may be long ago.
+    # Ray reads the variable only when it is imported.
     before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
         with variable(_CLUSTERS, "0"):
@@ -261,6 +263,6 @@ def _loopback_alone() -> Iterator[None]:
 
 
 def _short_folder() -> Path:
-    """Return a folder for temporary files whose path is short."""
+    """Return a folder for temporary files with a short path."""
     usual = Path(tempfile.gettempdir())
     return usual if len(str(usual)) <= _SHORT else Path("/tmp")  # noqa: S108 - as Ray itself does

@@ -1,7 +1,7 @@
-"""Bring ranks on one machine together over the loopback interface alone.
+"""Connect the ranks on one machine over the loopback interface only.
 
-The store of a process group would listen on all addresses: the ranks of this package get one whose listening socket is
-bound before they start, and their backends are told of the loopback interface.
+By default the store of a process group listens on all addresses. The ranks of this package get a store whose socket is
+bound to the loopback interface before they start, and their backends use that interface too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _LOOPBACK = "127.0.0.1"
-# Where ranks find the number of the socket that rank 0's store listens on: set where this package started them.
+# Environment variable with the descriptor of the socket of rank 0's store; set if this package started the ranks.
 _STORE = "AUTOTUNE_STORE"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -31,26 +31,26 @@ def listening_socket() -> socket.socket:
 
 
 def rank_environment(count: int, store: socket.socket) -> Mapping[str, str]:
-    """Return what ranks find in their environment, their own numbers left out.
+    """Return the environment variables that all ranks share.
 
     Args:
-        count: how many there are.
-        store: what rank 0's store listens on.
+        count: number of ranks.
+        store: socket on which the store of rank 0 listens.
     """
     number = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), _STORE: str(store.fileno())}
     where = {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(store.getsockname()[1])}
-    # As every launcher has it: ranks on one machine share its cores.
+    # Like every launcher: ranks on one machine share its cores.
     threads = {} if count == 1 else {"OMP_NUM_THREADS": "1"}
     return {**threads, **_interfaces(), **number, **where, **_chosen("OMP_NUM_THREADS", *_INTERFACES)}
 
 
 def store_of_ranks(timeout: timedelta) -> Store | None:
-    """Return the store of the ranks that this package started, of which this process is one.
+    """Return the store of this process and the other ranks that this package started.
 
-    A process without any rank becomes the only one of a group. ``None`` where somebody else's launcher started it.
+    A process without a rank becomes a group of its own. ``None`` if another launcher started this process.
 
     Args:
-        timeout: how long it waits for the other ranks.
+        timeout: time to wait for the other ranks.
     """
     from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
@@ -73,5 +73,5 @@ def _interfaces() -> dict[str, str]:
 
 
 def _chosen(*names: str) -> dict[str, str]:
-    """Return what the environment says of its own accord."""
+    """Return the variables that the user has set."""
     return {name: os.environ[name] for name in names if name in os.environ}

@@ -1,4 +1,4 @@
-"""Write a training state to a file and read it back, bit for bit; reading runs no code that the file brings."""
+"""Write a training state to a file and read it back bit for bit; reading runs no code from the file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autotune.mechanics.randomness import RandomState
 
 
 def write_snapshot(file: IO[bytes], snapshot: Snapshot) -> None:
-    """Write a snapshot to an open file, in place of what it held.
+    """Replace the content of an open file by a snapshot.
 
     Raises:
         OSError: if it cannot be written.

@@ -1,13 +1,13 @@
-"""Start worker processes that end together, and with whoever asked for them.
+"""Start worker processes that end together, and at the latest with the caller.
 
-Run by its path, as ``python -P supervisor.py MODULE WIRES [STORE]``, and with the standard library alone: it stays
-small, and forks before any library has threads. Every worker runs the module, with the number of its wire and its own
-number as arguments. WIRES are the workers' ends of their sockets, one for each; where STORE is given, the workers are
-the ranks of a process group, and STORE is the socket that its store listens on.
+It is run by its path, as ``python -P supervisor.py MODULE WIRES [STORE]``, and uses only the standard library, so that
+it stays small and forks before any library starts threads. Every worker runs the module with two arguments: the file
+descriptor of its wire, and its own number. WIRES are the workers' ends of their sockets. With STORE, the workers are
+the ranks of a process group, and STORE is the socket on which its store listens.
 
-Standard input is a socket to the asker. Its end ends everything, and so does the first worker that fails: what the
-workers started goes with them, whatever group or session it is in. Which worker ended first, and how, is the last thing
-that is written to that socket.
+Standard input is a socket to the caller. If that socket closes, or a worker fails, all workers end, and with them all
+processes that they started, in whatever group or session. The last message on the socket is the number and the exit
+code of the worker that ended first.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main() -> None:
-    """Start the workers that the command line names, and see to their end; or be one of them."""
+    """Start the workers and end them, or, in a forked process, become one of them."""
     module, *numbers = sys.argv[1:]
     wires, *store = ([int(number) for number in part.split(",")] for part in numbers)
     _control(_PR_SET_CHILD_SUBREAPER, 1)
-    supervisor, asker, workers = os.getpid(), os.getppid(), dict[int, int]()
+    supervisor, caller, workers = os.getpid(), os.getppid(), dict[int, int]()
     for number in range(len(wires)):
         process = os.fork()
         if process == 0:
@@ -45,7 +45,7 @@ def main() -> None:
         workers[process] = number
     for descriptor in (*wires, *(store[0] if store else ())):
         os.close(descriptor)
-    first = _watch(workers, asker)
+    first = _watch(workers, caller)
     _end(workers)
     if first is not None:
         with contextlib.suppress(OSError):
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """End this process with its parent, where the system can do that; at once if the parent is gone already."""
+    """Let this process end with its parent, if the system supports that; at once if the parent is already gone."""
     _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -66,8 +66,8 @@ def _control(option: int, value: int) -> None:
 
 
 def _become_worker(number: int, wires: list[int], store: list[int] | None = None) -> None:
-    """Keep of what is open only what this worker needs, and know its place among the ranks."""
-    # What a job sends to its own group is not for the supervisor.
+    """Close all inherited sockets except this worker's own, and set its rank."""
+    # Signals that a job sends to its own group must not reach the supervisor.
     os.setpgid(0, 0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -81,23 +81,23 @@ def _become_worker(number: int, wires: list[int], store: list[int] | None = None
         os.set_inheritable(descriptor, False)
 
 
-def _watch(workers: dict[int, int], asker: int) -> tuple[int, int] | None:
-    """Wait for the end: of all workers, of the first that fails, or of the asker's interest.
+def _watch(workers: dict[int, int], caller: int) -> tuple[int, int] | None:
+    """Wait until all workers have ended, one has failed, or the caller is gone.
 
     Returns:
-        The number of the worker that ended it all, and its exit code, below 0 for a signal; ``None`` for the asker.
+        The number of the decisive worker and its exit code, below 0 for a signal; ``None`` if the caller is gone.
     """
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
     signal.set_wakeup_fd(wakes)
     for number in (signal.SIGCHLD, *_ENDING):
         signal.signal(number, lambda *_: None)
-    # The asker's end is seen even where a process that it forked keeps the socket open.
+    # The end of the caller is noticed even if a process that it forked keeps the socket open.
     _control(_PR_SET_PDEATHSIG, signal.SIGCHLD)
     running = set(workers)
     while True:
         ended = [(process, code) for process, code in _ended() if process in workers]
-        # Of some that ended at once, one that was killed or left is the cause of what others raise about it.
+        # Of several that ended at once, one that was killed or exited causes the exceptions of the others.
         failed = sorted((code == RAISED, code, workers[process]) for process, code in ended if code)
         if failed:
             return failed[0][2], failed[0][1]
@@ -105,22 +105,22 @@ def _watch(workers: dict[int, int], asker: int) -> tuple[int, int] | None:
         if not running:
             return 0, 0
         readable, _, _ = select.select([0, woken], [], [])
-        if 0 in readable or os.getppid() != asker or set(os.read(woken, 64)).intersection(_ENDING):
+        if 0 in readable or os.getppid() != caller or set(os.read(woken, 64)).intersection(_ENDING):
             return None
 
 
 def _ended() -> Iterator[tuple[int, int]]:
-    """Yield the processes that have ended since the last time, and their exit codes, below 0 for signals."""
+    """Yield the processes that have ended since the last call, and their exit codes, below 0 for signals."""
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             yield found[0], os.waitstatus_to_exitcode(found[1])
 
 
 def _end(workers: dict[int, int]) -> None:
-    """End the workers and all that they started, and remove what they left in shared memory."""
+    """End the workers and all processes that they started, and remove their shared memory."""
     gone = {*workers, *_descendants()}
     for worker in workers:
-        # Where the system does not hand their orphans to this process, their groups are what is known of them.
+        # If the system does not make their orphans children of this process, only their groups are known.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(worker, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
@@ -129,13 +129,13 @@ def _end(workers: dict[int, int]) -> None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(process, signal.SIGKILL)
                 gone.add(process)
-            # Once it is gone, what it had started is a child of this process.
+            # Once it is gone, the processes that it started are children of this process.
             os.waitpid(-1, 0)
     _remove_shared_memory(gone)
 
 
 def _children() -> dict[int, list[int]]:
-    """Return every process's children, where the system tells."""
+    """Return the children of every process, if the system lists them."""
     found: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -155,7 +155,7 @@ def _descendants() -> set[int]:
 
 
 def _remove_shared_memory(processes: set[int]) -> None:
-    """Remove what killed processes left in shared memory: torch names its files by process."""
+    """Remove the shared-memory files of killed processes; torch names its files by process."""
     for path in Path("/dev/shm").glob("torch_*"):  # noqa: S108 - where torch puts them
         with contextlib.suppress(OSError, ValueError):
             if int(path.name.split("_")[1]) in processes:

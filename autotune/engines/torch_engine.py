@@ -1,7 +1,7 @@
-"""Train a real job in this process under whatever plan is applied.
+"""Train a real job in this process under any plan.
 
-This file sequences one step after another and turns what goes wrong into values. How a batch is split and an update
-made is the business of ``mechanics.stepping``; what a plan does to a model, of ``mechanics.controls``.
+This file runs one step after another and turns failures into values. ``mechanics.stepping`` splits batches and makes
+updates; ``mechanics.controls`` applies plans to models.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 
 from autotune.cost_model.learning_rate import batch_factor
 from autotune.engines.batch_stream import BatchStream
+from autotune.engines.engine import EngineBase
 from autotune.engines.job_checks import ask, build_model, build_optimizer, classify, inspect_job
 from autotune.engines.measured_window import StepReport, Window, spent
-from autotune.errors import EngineError
 from autotune.job import Job
 from autotune.measurement import Failure, Measurement
 from autotune.mechanics import controls, devices, randomness, stepping
@@ -30,7 +30,7 @@ from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe, Mo
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors, tensor_bytes
 from autotune.mechanics.step_trace import Phase
 from autotune.mechanics.trees import tensors
-from autotune.plan import Plan, PlanSpace
+from autotune.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +38,14 @@ class EngineOptions:
     """How an engine measures.
 
     Attributes:
-        discard_steps: first steps of a plan that are run but not timed.
-        statistics_every: optimizer steps between two sampled gradients, of which the first of a window is always one;
+        discard_steps: number of first steps of a plan that are run but not timed.
+        statistics_every: optimizer steps between two sampled gradients; the first one of a window is always sampled.
             ``None`` samples none.
-        split_to_learn_noise: whether a sampled step at k = 1 is cut in two so that the noise scale can be learnt.
-        meter_memory: whether each plan's peak is metered.
+        split_to_learn_noise: whether a sampled step at k = 1 is split in two to measure the noise scale.
+        meter_memory: whether the peak memory of each plan is metered.
         time_limit_s: seconds after which a window ends with ``timeout``; ``None`` for no limit.
-        total_samples: length of the learning-rate schedule; ``None`` takes the job's ``max_steps``.
-        watts: power from which energy is estimated where it cannot be measured; ``None`` makes no estimate.
+        total_samples: length of the learning-rate schedule in samples; ``None`` for the job's ``max_steps``.
+        watts: power from which energy is estimated if it cannot be measured; ``None`` makes no estimate.
     """
 
     discard_steps: int = 2
@@ -59,7 +59,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A training state: nothing in it is shared with the engine that it was taken from."""
+    """A training state that shares nothing with the engine that it was taken from."""
 
     tensors: dict[str, torch.Tensor]
     optimizer: dict[str, Any]
@@ -71,12 +71,12 @@ class Snapshot:
 
 @dataclass(slots=True)
 class Progress:
-    """Count what a run has consumed.
+    """Counters of what a run has consumed.
 
     Attributes:
         steps: optimizer steps attempted.
         samples: samples consumed.
-        batches: batches handed out and used up.
+        batches: batches consumed.
     """
 
     steps: int = 0
@@ -86,31 +86,31 @@ class Progress:
 
 @dataclass(slots=True)
 class _Undo:
-    """What a step that fails must put back. Weights and optimizer change in its update alone."""
+    """State that a failed step must put back. Weights and optimizer change only in the update."""
 
     random: randomness.RandomState
     buffers: dict[str, torch.Tensor]
     statistics: MonitorState
 
 
-class TorchEngine:
-    """Train one job with plain torch on one device.
+class TorchEngine(EngineBase):
+    """An engine that trains one job with plain torch on one device.
 
-    A window of a plan whose metered peak exceeds ``memory_budget_bytes`` fails; at first there is no budget.
+    A window fails if the metered peak of its plan exceeds ``memory_budget_bytes``; at first there is no budget.
 
     Args:
         job: the job.
-        seed: of weights, batches and everything random.
-        device: where the model lives; ``None`` for where jobs train on this machine.
+        seed: random seed for weights, batches and training.
+        device: device of the model; ``None`` for the device on which jobs train on this machine.
         options: how to measure.
 
     Attributes:
         job: the job.
         model: its model.
-        energy: reads the device's energy.
-        called: what the job's loss is computed with: the model, or what stands round it.
-        recovers: whether a step that raised can be put back; else what it raised is the caller's to know.
-        settling_steps: steps under a plan after which its memory is what it stays.
+        energy: the device's energy meter.
+        called: the object with which the job's loss is computed: the model, or a wrapper of it.
+        recovers: whether a step that raised can be put back; otherwise its exception is raised.
+        settling_steps: number of steps under a plan after which its memory no longer changes.
 
     Raises:
         JobError: if the job's model, batches or loss cannot be used; the message says which.
@@ -129,11 +129,10 @@ class TorchEngine:
     ) -> None:
         self.job = job
         self.options = options or EngineOptions()
-        self.memory_budget_bytes: int | None = None
         self.device = devices.resolved(device)
         devices.require_fp32_choice(job.launch.fp32, self.device, where=f"job {job.name!r}")
         if devices.is_accelerator(self.device):
-            # Models that stand in cycles would be in the peaks of this one.
+            # Earlier models that are kept alive by reference cycles would count in the peaks of this one.
             devices.release(self.device)
         self.progress = Progress()
         with randomness.isolated():
@@ -143,62 +142,50 @@ class TorchEngine:
             self._stream = BatchStream(job, seed, self.device)
             self._pending: list[Any] = [ask(job, "batches", self._stream.take)]
             self._random = randomness.capture()
-            self._space, self.locks = inspect_job(job, self.model, self._pending[0])
+            space, self.locks = inspect_job(job, self.model, self._pending[0])
+            super().__init__(space)
             self.fp32_borders = "borders" in self.locks
             optimizer = build_optimizer(job, self.model)
         self.called: Any = self.model
         self.update = self.prepared(optimizer)
         self._base_rates = [group["lr"] for group in self.update.optimizer.param_groups]
-        self.monitor = GradientMonitor(self.model, self._space.units)
+        self.monitor = GradientMonitor(self.model, self.space.units)
         self._meter = MemoryMeter(self.device)
         self.energy = self.energy_meter()
-        # Peak and batch size at which it was metered, per plan: a smaller batch cannot need more.
+        # Peak and metered batch bytes by plan: a smaller batch cannot need more.
         self._peaks: dict[Plan, tuple[int, int]] = {}
         self._reserved: dict[Plan, int] = {}
         self._steps_under_plan = 0
-        self._closed = False
-        self._plan = self._space.baseline()
-        controls.apply(self.model, self._plan)
-
-    @property
-    def space(self) -> PlanSpace:
-        """Return the plans that this job on this device allows."""
-        return self._space
-
-    @property
-    def plan(self) -> Plan:
-        """Return the plan that is applied."""
-        return self._plan
+        controls.apply(self.model, self.plan)
 
     def prepared(self, optimizer: torch.optim.Optimizer) -> stepping.Update:
-        """Return what makes updates with the job's optimizer; for engines that put something round the model."""
+        """Return the update of the job's optimizer; overridden by engines that wrap the model."""
         return stepping.Update(optimizer, clip_norm=self.job.clip_norm, device_type=self.device.type)
 
     def energy_meter(self) -> EnergyMeter:
-        """Return what reads the energy of every device that trains the job."""
+        """Return the meter of the energy of all devices that train the job."""
         return find_meter(self.device, self.options.watts)
 
     def apply(self, plan: Plan) -> None:
         """Make the next steps run under a plan.
 
         Raises:
-            PlanError: if the plan lies outside the space; the former plan stays.
+            PlanError: if the plan lies outside the space; the previous plan stays.
         """
-        plan = self._space.check(plan)
-        if plan == self._plan:
+        plan = self.space.check(plan)
+        if plan == self.plan:
             return
         controls.apply(self.model, plan, fp32_borders=self.fp32_borders)
-        self._plan = plan
+        self.plan = plan
         self._steps_under_plan = 0
 
     def run(self, steps: int) -> Measurement:
-        """Run a window of optimizer steps; a failure ends it early and leaves the state of the step before.
+        """Run a window of optimizer steps; a failure ends it early and leaves the state before the failed step.
 
         Raises:
             EngineError: if the engine was closed.
         """
-        if self._closed:
-            raise EngineError("the engine is closed; create another one")
+        self.require_open()
         window = Window(meter=self.energy)
         first_step = self.progress.steps
         with self._own_randomness():
@@ -206,17 +193,17 @@ class TorchEngine:
                 self._advance(window, sample=self._sample_is_due(first_step))
                 if window.failure is not None:
                     break
-        peak = self._peaks.get(self._plan)
+        peak = self._peaks.get(self.plan)
         return window.measurement(
             peak_bytes=None if peak is None else peak[0],
-            reserved_bytes=self._reserved.get(self._plan),
+            reserved_bytes=self._reserved.get(self.plan),
             memory_budget_bytes=self.memory_budget_bytes,
             gradient=self.monitor.aged(self.progress.steps) if self.monitor.state.sampled_at >= first_step else None,
             loss_scale=self.update.loss_scale if self.update.scaled else None,
         )
 
     def evaluate(self) -> float:
-        """Return the job's metric, in the user's own precision and in evaluation mode; training is not touched."""
+        """Return the job's metric in the user's own precision, without changing the training state."""
         modes = {module: module.training for module in self.model.modules()}
         try:
             with self._own_fp32(), randomness.isolated(), torch.no_grad(), controls.suspended(self.model):
@@ -227,7 +214,7 @@ class TorchEngine:
                 module.training = training
 
     def snapshot(self) -> Snapshot:
-        """Return the training state, copied."""
+        """Return a copy of the training state."""
         return Snapshot(
             tensors={name: tensor.detach().clone() for name, tensor in self.tensors().items()},
             optimizer=copy.deepcopy(self.update.optimizer_state()),
@@ -238,7 +225,7 @@ class TorchEngine:
         )
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Return to a snapshot of this engine or of one with the same job, seed and device."""
+        """Return to a snapshot of this engine, or of an engine with the same job, seed and device."""
         with torch.no_grad():
             for name, tensor in self.tensors().items():
                 tensor.copy_(snapshot.tensors[name])
@@ -253,18 +240,18 @@ class TorchEngine:
             self._stream.seek(snapshot.progress.batches)
 
     def close(self) -> None:
-        """Release the model's units and everything that is held for another step."""
+        """Release the model's units, gradients and pending batches."""
         controls.remove(self.model)
         self.update.discard()
         self._pending = []
-        self._closed = True
+        super().close()
 
     def gradient(self, plan: Plan) -> list[torch.Tensor | None]:
-        """Return the next step's gradient under a plan, unscaled and unclipped, per parameter; nothing is trained.
+        """Return the next step's gradient of each parameter under a plan, unscaled and unclipped, without training.
 
-        The same generators and batches serve the next call and the next step.
+        The next call and the next step use the same random state and batches.
         """
-        former = self._plan
+        former = self.plan
         self.apply(plan)
         try:
             with self._own_randomness():
@@ -278,12 +265,12 @@ class TorchEngine:
             self.apply(former)
 
     def recomputations(self) -> dict[str, int]:
-        """Return how often each unit was recomputed since it last came under control."""
+        """Return the number of recomputations of each unit since a plan was first applied to it."""
         return controls.recomputations(self.model)
 
     def _advance(self, window: Window, *, sample: bool) -> None:
-        """Try one step; on failure, end the window and put everything back."""
-        # A driver's counter of energy takes up to ten milliseconds to read.
+        """Run one step; on failure, end the window and put the state back."""
+        # Reading a driver's energy counter takes up to ten milliseconds, so it is read before the clock.
         began_j, began = self.energy.read(), time.perf_counter()
         batches, undo, problem = self._begin_step()
         if undo is None:
@@ -296,20 +283,20 @@ class TorchEngine:
                 attempt.accumulate(metered=metered)
                 attempt.finish()
         except Exception as error:
-            # Weights may be half updated, which nobody can put back. That memory runs out there, where a first update
-            # makes the optimizer's states, is an answer all the same; anything else is the caller's to know.
+            # Weights may be half updated, which cannot be put back. Running out of memory there, where the first update
+            # creates the optimizer's state, is a failure of the window all the same; anything else is raised.
             if not self.recovers or (attempt.updating and not devices.is_out_of_memory(error)):
                 raise
             failure, problem = classify(error), f"{type(error).__name__}: {error}"
         except BaseException:
-            # An interrupt ends the run, not the state: whoever catches it can go on.
+            # After an interrupt the caller can continue from a consistent state.
             if not attempt.updating:
                 self._put_back(undo)
             raise
         if problem:
             # Outside the except block: a traceback keeps the failed step's tensors alive (pytorch#27600).
             self._put_back(undo)
-            # A recomputed step leaves them in cycles as well.
+            # A recomputed step also leaves tensors in reference cycles.
             devices.release(self.device)
             window.fail(failure, problem)
             return
@@ -321,7 +308,7 @@ class TorchEngine:
         self._judge(window, attempt)
 
     def _begin_step(self) -> tuple[list[Any], _Undo | None, str]:
-        """Return the step's batches and what undoes it; where even these have no room, what was said."""
+        """Return the step's batches and the state to put back; the error if even these do not fit in memory."""
         try:
             return self._take_batches(), _Undo(randomness.capture(), copy_buffers(self.model), self.monitor.state), ""
         except Exception as error:
@@ -351,30 +338,30 @@ class TorchEngine:
         )
 
     def _judge(self, window: Window, attempt: _Attempt) -> None:
-        """End the window if the step, though it ended well, shows that the plan cannot stay."""
+        """End the window if the completed step shows that the plan cannot be kept."""
         options = self.options
         if not attempt.stepped and not attempt.overflowed:
             window.fail(Failure.NON_FINITE, f"loss {attempt.loss}, gradient norm {attempt.norm}")
             return
-        peak = self._peaks.get(self._plan, (0, 0))[0]
+        peak = self._peaks.get(self.plan, (0, 0))[0]
         if self.memory_budget_bytes is not None and peak > self.memory_budget_bytes:
             window.fail(Failure.OVER_BUDGET, f"peak {peak} bytes over {self.memory_budget_bytes}")
         elif options.time_limit_s is not None and (elapsed := self.agreed(window.elapsed())) > options.time_limit_s:
             window.fail(Failure.TIMEOUT, f"{elapsed:.1f} s over {options.time_limit_s:g} s")
 
     def _take_batches(self) -> list[Any]:
-        """Return the batches of the next step; after a failure, the same ones again."""
-        needed = 1 if self.job.batching == "fixed" else self._plan.accumulation_steps
+        """Return the batches of the next step; the same ones again after a failure."""
+        needed = 1 if self.job.batching == "fixed" else self.plan.accumulation_steps
         while len(self._pending) < needed:
             self._pending.append(self._stream.take())
         return self._pending[:needed]
 
     def set_learning_rate(self, samples: int) -> None:
-        """Set the rate of the step that consumes the next ``samples`` samples."""
+        """Set the learning rate of the step that consumes the next ``samples`` samples."""
         job = self.job
         factor = 1.0
         if job.batching == "adaptive":
-            factor = batch_factor(job.lr_rule, self._plan.accumulation_steps, 1)
+            factor = batch_factor(job.lr_rule, self.plan.accumulation_steps, 1)
         if job.schedule is not None:
             total = self.options.total_samples or job.total_samples
             factor *= job.schedule.factor((self.progress.samples + samples) / total)
@@ -383,12 +370,12 @@ class TorchEngine:
 
     @contextlib.contextmanager
     def metering(self, batches: Sequence[Any]) -> Iterator[bool]:
-        """Meter the body if this plan was not yet metered at a batch as large; yield whether it is.
+        """Meter the body unless this plan was already metered with a batch as large; yield whether it is metered.
 
-        The very first step creates the optimizer's state and would read too low.
+        The first step of a run creates the optimizer's state, and its reading would be too low.
         """
         size = tensor_bytes(tensors(batches))
-        known = self._peaks.get(self._plan, (0, 0))
+        known = self._peaks.get(self.plan, (0, 0))
         unsettled = self.progress.steps == 0 or self._steps_under_plan < self.settling_steps
         meters = self.options.meter_memory and self._meter.available
         if not meters or unsettled or size <= known[1]:
@@ -398,24 +385,24 @@ class TorchEngine:
         with self._meter.metering(self.resident(batches)):
             yield True
         if self._meter.peak_bytes is not None:
-            self._peaks[self._plan] = max(known[0], int(self.agreed(self._meter.peak_bytes))), size
+            self._peaks[self.plan] = max(known[0], int(self.agreed(self._meter.peak_bytes))), size
         if self._meter.reserved_bytes is not None:
-            self._reserved[self._plan] = int(self.agreed(self._meter.reserved_bytes))
+            self._reserved[self.plan] = int(self.agreed(self._meter.reserved_bytes))
 
     def resident(self, batches: Sequence[Any]) -> list[torch.Tensor]:
-        """Return the tensors that live before a step begins."""
+        """Return the tensors that are alive before a step begins."""
         return resident_tensors(self.model, self.update.optimizer, batches)
 
     def agreed(self, value: float) -> float:
-        """Return the largest of every rank's values; there is one rank here."""
+        """Return the maximum of a value over all ranks; there is one rank here."""
         return value
 
     def total(self, losses: Sequence[torch.Tensor]) -> float:
-        """Return the sum of a step's weighed losses, on whatever rank."""
+        """Return the sum of a step's weighted losses over all ranks."""
         return float(torch.stack(list(losses)).sum()) if losses else math.nan
 
     def shares(self, pieces: Sequence[Any]) -> stepping.Shares:
-        """Return which micro-batches of a step run here, and with which weights.
+        """Return the micro-batches of a step that run in this process, with their weights.
 
         Args:
             pieces: the step's micro-batches.
@@ -423,19 +410,19 @@ class TorchEngine:
         return stepping.shares(pieces, self.job.count)
 
     def probe(self) -> GradientProbe:
-        """Return what watches a sampled step's gradients."""
+        """Return the probe that observes a sampled step's gradients."""
         return GradientProbe(self.update.parameters)
 
     def phase(self, name: Phase) -> None:
-        """Observe each micro-batch's passes; for engines that watch them."""
+        """Note that a pass of a micro-batch begins; overridden by engines that trace steps."""
 
     def may_split(self) -> bool:
-        """Tell whether a whole step may be cut in two to learn the noise scale."""
+        """Tell whether a step may be split in two to measure the noise scale."""
         splittable = self.job.batching == "fixed" and "accumulation_steps" not in self.locks
-        return self.options.split_to_learn_noise and splittable and self._plan.accumulation_steps == 1
+        return self.options.split_to_learn_noise and splittable and self.plan.accumulation_steps == 1
 
     def _sample_is_due(self, first_step: int) -> bool:
-        """Tell whether the next step shall be sampled: the first of a window that can be, then every n-th."""
+        """Tell whether the next step is sampled: the first possible one of a window, then every n-th."""
         if self.options.statistics_every is None:
             return False
         sampled_at = self.monitor.state.sampled_at
@@ -444,7 +431,7 @@ class TorchEngine:
 
     @contextlib.contextmanager
     def _own_randomness(self) -> Iterator[None]:
-        """Run the body on this run's generators, and leave the caller's as they were."""
+        """Run the body with this run's random state, and leave the caller's unchanged."""
         with self._own_fp32(), randomness.isolated():
             randomness.restore(self._random)
             try:
@@ -453,11 +440,11 @@ class TorchEngine:
                 self._random = randomness.capture()
 
     def _own_fp32(self) -> contextlib.AbstractContextManager[None]:
-        """Compute fp32 as the job was launched to, and put torch's settings back."""
+        """Return a context that computes fp32 as the job's launch choices say."""
         return devices.fp32_computed_in(self.job.launch.fp32)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return by name the tensors that a snapshot holds, beside the optimizer's."""
+        """Return by name the tensors of a snapshot, without the optimizer's."""
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
     def _put_back(self, undo: _Undo) -> None:
@@ -468,16 +455,16 @@ class TorchEngine:
 
 
 class _Attempt:
-    """Try one optimizer step on an engine.
+    """One attempt at an optimizer step of an engine.
 
     Attributes:
-        batches: the batches that it consumes.
-        samples: their samples.
-        items: their loss-bearing items.
-        loss: the mean loss per item, once accumulated.
-        norm: 2-norm of the unscaled gradient, once accumulated.
-        representative: whether its wall time is that of an ordinary step.
-        updating: whether the optimizer was reached, from where on nothing can be put back.
+        batches: the batches that the step consumes.
+        samples: number of their samples.
+        items: number of their loss-bearing items.
+        loss: mean loss per item, after accumulation.
+        norm: 2-norm of the unscaled gradient, after accumulation.
+        representative: whether the wall time is that of an ordinary step.
+        updating: whether the optimizer's update has begun, after which nothing can be put back.
         stepped: whether the optimizer stepped.
     """
 
@@ -494,9 +481,9 @@ class _Attempt:
         self.stepped = False
 
     def accumulate(self, *, metered: bool) -> None:
-        """Run all micro-batches and unscale; on return the true gradient lies in the parameters."""
+        """Run all micro-batches and unscale; afterwards the parameters hold the true gradient."""
         engine = self._engine
-        engine.update.scaled = engine.plan.uses_fp16
+        engine.update.scaled = engine.plan.needs_loss_scaling
         engine.set_learning_rate(self.samples)
         shares = engine.shares(self._pieces(may_split=not metered))
         self.items = shares.items
@@ -508,11 +495,11 @@ class _Attempt:
 
     @property
     def overflowed(self) -> bool:
-        """Tell whether a step was skipped for what loss scaling exists to meet: it will scale less next time."""
+        """Tell whether the scaled gradient overflowed although the loss is finite: the next step scales less."""
         return self._engine.update.scaled and math.isfinite(self.loss)
 
     def finish(self) -> None:
-        """Clip and make the update, or skip it if the loss or the gradient is not finite."""
+        """Clip and make the update; skip it if the loss or the gradient is not finite."""
         self._engine.update.clip(self.norm)
         self.updating = True
         self.stepped = self._engine.update.finish(self.norm, abandon=not math.isfinite(self.loss))

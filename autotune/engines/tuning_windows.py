@@ -1,4 +1,4 @@
-"""Choose how tuning measures: on which engine, and in windows of how many steps."""
+"""The engine that tuning measures on, and the length of its windows."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 
 from autotune.engines.cluster_pool import cluster_pool
 from autotune.engines.engine import Engine
-from autotune.engines.isolated_engine import IsolatedEngine, RankOptions
+from autotune.engines.isolated_engine import IsolatedEngine
 from autotune.engines.ray_cluster import ClusterOptions
+from autotune.engines.registry import RankOptions
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.job import Job
 from autotune.measurement import ABSENT, Measurement
 
-# The metered step, which is not timed, and two timed ones; one where memory has to settle first.
+# The metered step, which is not timed, and two timed steps; one timed step if memory has to settle first.
 WINDOW_STEPS = 3
 _DISCARDED = 1
 
@@ -34,11 +35,11 @@ def make_engine(
 
     Args:
         job: the job.
-        seed: of weights, batches and everything random.
-        isolate: the job's reference, if it shall train in a process of its own.
-        ranks: how many such processes train it together, through DeepSpeed; ``None`` for one without.
-        cluster: where many such processes measure plans at once; ``None`` for one after another, here.
-        watts: power from which energy is estimated where it cannot be measured; ``None`` makes no estimate.
+        seed: random seed for weights, batches and training.
+        isolate: the job's reference, to train it in a separate process; ``None`` for this process.
+        ranks: options of several such processes that train the job together; ``None`` for one process.
+        cluster: the cluster on which several such processes measure plans at once; ``None`` for this machine.
+        watts: power from which energy is estimated if it cannot be measured; ``None`` makes no estimate.
     """
     options = EngineOptions(discard_steps=_DISCARDED, split_to_learn_noise=True, watts=watts)
     if isolate is not None and cluster is not None:
@@ -50,7 +51,7 @@ def make_engine(
 
 
 def merge_windows(windows: Sequence[Measurement]) -> Measurement:
-    """Return several windows of one plan as one: all timed steps together; a failed window stays the answer."""
+    """Merge several windows of one plan into one with all timed steps; a failed window is returned as it is."""
     failed = [window for window in windows if window.failure is not None]
     if failed:
         return failed[0]

@@ -1,4 +1,4 @@
-"""Pass JSON documents, and open files, between two processes, so that whatever else arrives is told from them."""
+"""Pass JSON documents and open files between two processes, and recognise anything else that arrives."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _LIMIT_BYTES = 64 * 2**20
 
 
 class GarbledError(EngineError):
-    """What arrived is no document of ours."""
+    """Something else than a document or a file arrived."""
 
 
 class Wire:
-    """Send and receive documents over a socket.
+    """A socket that carries documents and open files.
 
     Args:
-        connection: one end of a stream socket; it is the wire's to close.
+        connection: one end of a stream socket, which the wire closes.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
     def send(self, document: dict[str, Any]) -> None:
-        """Send one document; a number that is not finite travels as one.
+        """Send one document; numbers that are not finite are allowed.
 
         Raises:
-            OSError: if nobody listens.
+            OSError: if the other side is gone.
         """
         payload = json.dumps(document).encode()
         self._connection.settimeout(None)
@@ -45,19 +45,19 @@ class Wire:
         """Return the next document.
 
         Args:
-            timeout_s: seconds to wait for the whole of it; ``None`` waits for good.
+            timeout_s: seconds to wait for the whole document; ``None`` waits without limit.
 
         Raises:
-            TimeoutError: if it did not come in time.
+            TimeoutError: if it did not arrive in time.
             EOFError: if the other side is gone.
-            GarbledError: if what came is no document.
+            GarbledError: if something else arrived.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
         mark, size = _HEAD.unpack(self._take(_HEAD.size, until))
         if mark != _MARK or size > _LIMIT_BYTES:
             raise GarbledError("what arrived is no document")
         try:
-            # Not as strict as files are read: a gradient that overflowed is a measurement, too.
+            # Less strict than for files: the gradient of a measurement may have overflowed.
             document = json.loads(self._take(size, until))
         except (ValueError, RecursionError) as error:
             raise GarbledError(f"what arrived is no document: {error}") from error
@@ -66,7 +66,7 @@ class Wire:
         return document
 
     def ready(self, timeout_s: float) -> bool:
-        """Wait so many seconds at most, and tell whether there is something to receive, if only the end."""
+        """Wait, and tell whether a document, or the end of the connection, arrived within the timeout."""
         self._connection.settimeout(timeout_s)
         try:
             self._connection.recv(1, socket.MSG_PEEK)
@@ -77,20 +77,20 @@ class Wire:
         return True
 
     def send_file(self, descriptor: int) -> None:
-        """Hand over an open file; it stays open here.
+        """Send an open file; it stays open here.
 
         Raises:
-            OSError: if nobody listens.
+            OSError: if the other side is gone.
         """
         self._connection.settimeout(None)
         socket.send_fds(self._connection, [_FILE], [descriptor])
 
     def receive_file(self) -> int:
-        """Return the descriptor of the file that the other side hands over next.
+        """Return the descriptor of the next file that the other side sends.
 
         Raises:
             EOFError: if the other side is gone.
-            GarbledError: if what came is no file.
+            GarbledError: if something else arrived.
         """
         self._connection.settimeout(None)
         mark, descriptors, _, _ = socket.recv_fds(self._connection, len(_FILE), 1)

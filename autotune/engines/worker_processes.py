@@ -1,7 +1,7 @@
-"""Start worker processes of this package, talk with them, and learn what became of them.
+"""Start worker processes of this package, exchange documents with them, and classify how they end.
 
-Nothing of it has a name in a folder: what is said goes over sockets that the workers inherit, and what they print into
-a file without a name. So nothing is left behind, however this process or a worker ends.
+Documents go over sockets that the workers inherit, and printed output goes to a file without a name. Nothing is left
+in any folder, however this process or a worker ends.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from autotune.errors import EngineError, InputError, one_line
 from autotune.measurement import Failure
 
 _PACKAGE = Path(__file__).resolve().parents[2]
-# Where the kernel counts the processes that it ended for want of memory.
+# Where the kernel counts the processes that it killed because memory ran out.
 _MEMORY_EVENTS = Path("/sys/fs/cgroup/memory.events")
-# Bytes at the end of what workers printed that are looked at, characters of them that a failure quotes, and characters
-# of an exception that are told.
-_LOOKED_AT, _QUOTED, _TOLD = 2**16, 300, 2000
-# Seconds that workers may take to end once they shall, or once one of them has.
+# Bytes at the end of the workers' output that are searched for their last line.
+_LOOKED_AT = 2**16
+# Characters of that line, and of an exception, that a failure quotes.
+_QUOTED, _TOLD = 300, 2000
+# Seconds that workers may take to end after they were told to, or after one of them ended.
 _ENDING_S = 5.0
 
 
 class WorkersError(EngineError):
-    """Report what became of workers that did not answer.
+    """The workers did not answer.
 
     Args:
-        failure: its class.
+        failure: the kind of failure.
         detail: one line about it.
     """
 
@@ -49,16 +50,16 @@ class WorkersError(EngineError):
 
 
 class Workers:
-    """Run a module in a process of its own, or in the ranks of a process group, as long as this object is open.
+    """Processes that run a module until this object is closed: the ranks of a process group, or one process.
 
-    The workers never look into the working directory for libraries. They end together, with this process, and with
-    them whatever they started.
+    The workers never search the working directory for libraries. They end together and at the latest with this
+    process, and all processes that they started end with them.
 
     Args:
-        module: the module; run, it begins with :func:`opened`.
-        opening: what every worker is told first.
-        ranks: how many ranks there are; ``None`` for one process outside any process group.
-        environment: what else stands in their environment.
+        module: the module, which calls :func:`opened` first.
+        opening: the first document that every worker receives.
+        ranks: number of ranks; ``None`` for one process outside any process group.
+        environment: additional environment variables of the workers.
     """
 
     def __init__(
@@ -93,51 +94,51 @@ class Workers:
                 start_new_session=True,
                 env={**os.environ, **shared, **(environment or {}), "PYTHONPATH": python_path()},
             )
-            self._asked = pairs[0][0]
+            self._control = pairs[0][0]
             self._wires = [Wire(own) for own, _ in pairs[1:]]
             self._open = ours.pop_all()
-        # Jobs are found where this process finds them, once all libraries are looked for elsewhere.
+        # The workers find jobs where this process finds them, after all other places.
         self.send({**opening, "path": [entry for entry in sys.path if entry]})
 
     def send(self, document: dict[str, Any]) -> None:
-        """Tell every worker something; of one that is gone, the answer says what became of it."""
+        """Send a document to every worker; :meth:`answer` reports workers that are gone."""
         for wire in self._wires:
             with contextlib.suppress(OSError):
                 wire.send(document)
 
     def send_files(self, descriptors: list[int]) -> None:
-        """Hand an open file to every worker."""
+        """Pass an open file to every worker."""
         for wire, descriptor in zip(self._wires, descriptors, strict=True):
             with contextlib.suppress(OSError):
                 wire.send_file(descriptor)
 
     def ready(self, timeout_s: float) -> bool:
-        """Wait so many seconds at most, and tell whether there is something to receive from the first worker."""
+        """Wait for the first worker, and tell whether it sent something within the timeout."""
         return self._wires[0].ready(timeout_s)
 
     def printed(self) -> int:
-        """Return how much the workers have printed so far, in bytes."""
+        """Return the number of bytes that the workers have printed so far."""
         return os.fstat(self._output.fileno()).st_size
 
     def first(self, timeout_s: float) -> dict[str, Any]:
-        """Return the next thing that the first worker says; arguments and exceptions as for :meth:`answer`."""
+        """Return the next document of the first worker; arguments and exceptions as for :meth:`answer`."""
         return self._received(self._wires[:1], timeout_s)[0]
 
     def answer(self, timeout_s: float) -> dict[str, Any]:
-        """Return the next thing that the first worker says, once every worker has said something.
+        """Return the next document of the first worker, once every worker has sent one.
 
         Args:
-            timeout_s: seconds that it may take.
+            timeout_s: seconds to wait.
 
         Raises:
-            InputError: if a worker refuses what it was asked.
-            WorkersError: if a worker raised or ended, or did not answer in time. All are ended then.
+            InputError: if a worker refuses its input.
+            WorkersError: if a worker raised, ended, or did not answer in time. All workers are ended then.
         """
         return self._received(self._wires, timeout_s)[0]
 
     def close(self) -> None:
-        """End the workers and everything that they started."""
-        self._asked.close()
+        """End the workers and all processes that they started."""
+        self._control.close()
         try:
             self.process.wait(_ENDING_S)
         except subprocess.TimeoutExpired:
@@ -176,24 +177,24 @@ class Workers:
         return found
 
     def _cause(self, said: list[dict[str, Any]]) -> EngineError | InputError:
-        """Return the first thing that went wrong: others fail because of it."""
+        """Return the first failure; the others follow from it."""
         said = [document for document in [*said, *self._rest()] if "failure" in document]
         failures = sorted(said, key=lambda document: float(document["at"]))
         refused = next((document["refused"] for document in failures if document["refused"]), None)
         if refused is not None:
             return InputError.from_json(refused)
         number, code = self._first_end()
-        # One that was killed, or left without a word, is the cause of what others raise about it.
+        # A worker that was killed, or ended silently, causes the exceptions of the others.
         if failures and (number is None or number in [document["rank"] for document in failures]):
             first = failures[0]
             return WorkersError(Failure(first["failure"]), f"{self._who(first['rank'])}{first['raised']}")
         return self._ended(self._who(number), code)
 
     def _ended(self, who: str, code: int | None) -> WorkersError:
-        """Return what the exit code of the worker that ended first says."""
+        """Return the error that the exit code of the first worker to end stands for."""
         killed = _kills()
         if code == -signal.SIGKILL and None not in (self._killed_before, killed) and self._killed_before != killed:
-            return WorkersError(Failure.OUT_OF_MEMORY, f"{who}the system ended it for want of memory")
+            return WorkersError(Failure.OUT_OF_MEMORY, f"{who}the system killed it because memory ran out")
         if code is None:
             how = "closed its connection"
         elif code < 0:
@@ -203,11 +204,11 @@ class Workers:
         return WorkersError(Failure.CRASHED, f"{who}{how}{self._last_words()}")
 
     def _who(self, number: int | None) -> str:
-        """Return what begins a sentence about a worker, where there are several."""
+        """Return the prefix of a sentence about one of several workers."""
         return "" if self._ranks is None or number is None else f"rank {number}: "
 
     def _rest(self) -> list[dict[str, Any]]:
-        """Return what the workers said last: one that raised has left, and the others were ended."""
+        """Return the last documents of workers that have ended."""
         until, found = time.monotonic() + _ENDING_S, list[dict[str, Any]]()
         for wire in self._wires:
             # A timeout is an OSError.
@@ -217,17 +218,17 @@ class Workers:
         return found
 
     def _first_end(self) -> tuple[int | None, int | None]:
-        """Return which worker ended first, and its exit code, where the supervisor lives to tell."""
-        self._asked.settimeout(_ENDING_S)
+        """Return the number of the first worker to end, and its exit code, as far as they are known."""
+        self._control.settimeout(_ENDING_S)
         with contextlib.suppress(OSError, ValueError):
-            number, code = map(int, self._asked.recv(64).split())
+            number, code = map(int, self._control.recv(64).split())
             return number, code
         with contextlib.suppress(subprocess.TimeoutExpired):
             return None, self.process.wait(_ENDING_S)
         return None, None
 
     def _last_words(self) -> str:
-        """Return the last line that the workers printed, to follow a colon."""
+        """Return a colon and the last line that the workers printed, or nothing."""
         said = os.pread(self._output.fileno(), _LOOKED_AT, max(self.printed() - _LOOKED_AT, 0))
         # A line of one repeated character is a ruler.
         lines = [line.strip() for line in said.decode(errors="replace").splitlines() if len(set(line.strip())) > 1]
@@ -235,21 +236,21 @@ class Workers:
 
 
 def opened() -> tuple[Wire, dict[str, Any], int]:
-    """Return a worker's wire to the asker, what it is told first, and its number among the workers."""
+    """Return a worker's wire to its caller, its first document, and its number among the workers."""
     wire = Wire(socket.socket(fileno=int(sys.argv[1])))
     opening = wire.receive()
-    # Behind its own: what lies beside a job replaces no library.
-    sys.path.extend(entry for entry in opening["path"] if entry not in sys.path)
+    # At the end: modules next to a job must not replace libraries.
+    sys.path.extend(entry for entry in opening.pop("path") if entry not in sys.path)
     return wire, opening, int(sys.argv[2])
 
 
 def fail(wire: Wire, number: int, error: Exception) -> NoReturn:
-    """Tell the asker what a worker raised, and end the worker.
+    """Report a worker's exception to its caller, and end the worker.
 
     Args:
-        wire: the worker's.
-        number: the worker's.
-        error: what it raised.
+        wire: wire to the caller.
+        number: number of the worker.
+        error: the exception.
     """
     from autotune.engines.job_checks import classify
 
@@ -260,7 +261,7 @@ def fail(wire: Wire, number: int, error: Exception) -> NoReturn:
                 "raised": one_line(error)[:_TOLD],
                 "refused": error.to_json() if isinstance(error, InputError) else None,
                 "rank": number,
-                # One clock for all processes of the machine.
+                # All processes of the machine share this clock.
                 "at": time.monotonic(),
             }
         )
@@ -268,24 +269,24 @@ def fail(wire: Wire, number: int, error: Exception) -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """End without the interpreter's clean-up, which a job's own threads could hang."""
+    """End the process without the interpreter's clean-up, in which a job's threads could hang."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def python_path() -> str:
-    """Return a search path on which the child finds this package, also where it runs from a checkout."""
+    """Return a module search path that contains this package, also when it runs from a checkout."""
     return os.pathsep.join(filter(None, [str(_PACKAGE), os.environ.get("PYTHONPATH", "")]))
 
 
 def _left(until: float) -> float:
-    """Return the seconds that are left; what has arrived is received in any case."""
+    """Return the remaining seconds, at least enough to receive what has arrived."""
     return max(until - time.monotonic(), 0.1)
 
 
 def _kills() -> int | None:
-    """Return how many processes the kernel ended for want of memory; ``None`` where it does not say."""
+    """Return how many processes the kernel killed because memory ran out; ``None`` if that is not known."""
     try:
         rows = dict(row.split() for row in _MEMORY_EVENTS.read_text().splitlines())
         return int(rows["oom_kill"])
@@ -294,7 +295,7 @@ def _kills() -> int | None:
 
 
 def _signal_name(number: int) -> str:
-    """Return a signal's name, or its number where it has none here."""
+    """Return a signal's name, or its number if it has none on this system."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.measurement import GradientStatistics, Measurement, UnitGradient
-from autotune.plan import Plan, PlanSpace, Precision, Storage
+from autotune.plan import Plan, PlanSpace, Precision
 from autotune.units import Unit
 
 FEATURE_VERSION = 1
@@ -187,5 +187,5 @@ UNIT_FEATURES: dict[str, Callable[[Observation, Unit, int, _Model], float | bool
     "signal_to_noise": lambda o, u, _i, _m: _log(_signal_to_noise(o, u), 1.0),
     "underflow": lambda o, u, _i, _m: getattr(_unit_gradient(o, u), "underflow_frac", 0.0),
     **{f"is_{precision}": _is_in(precision) for precision in Precision},
-    "is_recomputed": lambda o, u, _i, _m: o.plan.storage_of(u.name) is Storage.RECOMPUTE,
+    "is_recomputed": lambda o, u, _i, _m: o.plan.storage_of(u.name).recomputes,
 }

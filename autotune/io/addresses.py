@@ -1,7 +1,7 @@
-"""Show an address of a database or a server without its secrets, and keep them out of what libraries say.
+"""Show addresses of databases and servers, and messages of libraries about them, without secrets.
 
-An address is shown by what is known to be harmless, part by part, not by what is known to be secret: libraries take
-passwords in more places than anybody lists, and a form that is not understood is not shown at all.
+Only parts of an address that are known to be harmless are shown: libraries accept passwords in many places. An address
+of unknown form is not shown at all.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ _PATH = re.compile(r"[\w.\-/ ]*")
 _SCHEME = re.compile(
     r"(postgres(ql)?|mysql|mariadb|mssql|oracle|sqlite|https?|ray|databricks(-uc)?|file|s3|gs)(\+[a-z0-9_]{1,20})?"
 )
-# Servers whose user may be a token; of a database it is a name.
+# Schemes whose user may be a token; with databases it is a name.
 _NAMELESS = ("http", "https", "databricks", "databricks-uc")
-# Options of an address whose values are no secrets.
+# Options of an address whose values are not secret.
 _OPEN_OPTIONS = frozenset({"host", "port", "dbname", "database", "sslmode", "connect_timeout", "uri", "mode"})
-# Variables in which libraries look for a secret of the same servers.
+# Environment variables in which libraries look for secrets of the same servers.
 _SECRET_VARIABLES = ("PGPASSWORD", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "DATABRICKS_TOKEN")
 
 
 def without_secrets(address: str) -> str:
-    """Return an address that may be written down: no password, no token, no value of an unknown option.
+    """Return an address without passwords, tokens and values of unknown options.
 
     Args:
-        address: a URL as SQLAlchemy, MLflow or libpq take it, or a path.
+        address: a URL for SQLAlchemy, MLflow or libpq, or a path.
     """
     scheme, mark, rest = address.partition("://")
     if not mark:
-        # A path, or a form that only some library understands.
+        # A path, or a form that only some libraries understand.
         return address if _PATH.fullmatch(address) else HIDDEN
     if not _SCHEME.fullmatch(scheme):
         return HIDDEN
     authority, path, options = _parts(rest)
     if "@" in rest[len(authority) :]:
-        # What a password is depends on the library: it may have held a slash, a question mark or a hash.
+        # Where the password ends depends on the library: it may contain a slash, a question mark or a hash.
         return f"{scheme}://{HIDDEN}"
     user, at, host = authority.rpartition("@")
     name = user.partition(":")[0]
@@ -60,10 +60,10 @@ def without_secrets(address: str) -> str:
 
 
 def scrubbed(text: str, *addresses: str) -> str:
-    """Return what a library said, with every secret of the addresses and of the environment taken out.
+    """Return a message without the secrets of some addresses and of the environment.
 
     Args:
-        text: the message.
+        text: message of a library.
         addresses: the addresses that the library was given.
     """
     for address in addresses:
@@ -76,17 +76,17 @@ def scrubbed(text: str, *addresses: str) -> str:
 
 
 def sqlite_address(path: Path) -> str:
-    """Return the address of an SQLite file, as SQLAlchemy and MLflow take it, whatever characters its path has.
+    """Return the address of an SQLite file for SQLAlchemy and MLflow.
 
     Raises:
-        InputError: if this version of SQLAlchemy has no way to write the path.
+        InputError: if this version of SQLAlchemy cannot express the path.
     """
     text = str(path.absolute())
     if "?" not in text and "%" not in text:
         return f"sqlite:///{text}"
     import sqlalchemy
 
-    # Versions differ in how they read a path that is quoted.
+    # Versions differ in how they read a quoted path.
     for address in (sqlalchemy.URL.create("sqlite", database=text).render_as_string(), f"sqlite:///{quote(text)}"):
         if sqlalchemy.make_url(address).database == text:
             return address
@@ -94,16 +94,16 @@ def sqlite_address(path: Path) -> str:
 
 
 def _parts(rest: str) -> tuple[str, str, str]:
-    """Return what follows the scheme in three parts: user and host, path, options."""
+    """Split the part after the scheme into user and host, path, and options."""
     before, _, options = rest.partition("#")[0].partition("?")
     authority, slash, path = before.partition("/")
     return authority, slash + path, options
 
 
 def _option(option: str) -> str:
-    """Return an option of an address with its value, if that is no secret."""
+    """Return an option of an address, with its value only if it is not secret."""
     key, named, value = option.partition("=")
-    # Without a value, it may be the end of a password that holds an ampersand.
+    # Without a value, it may be the end of a password with an ampersand.
     if not named or not _USER.fullmatch(key):
         return HIDDEN
     harmless = key in _OPEN_OPTIONS and re.fullmatch(r"[\w.\-/,]{0,100}", value)
@@ -111,13 +111,13 @@ def _option(option: str) -> str:
 
 
 def _secrets(address: str) -> Iterator[str]:
-    """Return each part of an address that is not shown, as it is written and as it is meant."""
+    """Yield each hidden part of an address, quoted and unquoted."""
     scheme, mark, rest = address.partition("://")
     parts: list[str] = []
     if not mark:
         parts += [] if _PATH.fullmatch(address) else re.findall(r"=\s*('[^']*'|[^\s;&]+)", address)
     else:
-        # As one library reads it, and as another does.
+        # Libraries differ in where the password ends.
         parts += [*re.findall(r"^[^:/]*:([^@]*)@", rest), *re.findall(r"^[^:/]*:(.*)@", rest)]
         if scheme in _NAMELESS and "@" in rest:
             parts.append(rest.partition("@")[0].partition(":")[0])

@@ -1,8 +1,8 @@
-"""Check what documents hold: strict types, no unknown keys, numbers within reach.
+"""Validate documents: strict types, no unknown keys, numbers within bounds.
 
-A kind of document is a dataclass made by :func:`document`, or one that carries ``__pydantic_config__ = STRICT``.
-Whatever is wrong becomes one error of ours that names the file, the key, its value and what is allowed. Reading the
-file is the business of ``autotune.io.files``.
+A kind of document is a dataclass made by :func:`document`, or one with ``__pydantic_config__ = STRICT``. Every problem
+becomes one :class:`InputError` that names the file, the key, its value and what is allowed. ``autotune.io.files`` reads
+the files.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from autotune.io.files import LARGEST_BYTES, read_json
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
-# What a dataclass carries as `__pydantic_config__` to be a kind of document.
+# The `__pydantic_config__` of a kind of document.
 STRICT = {"strict": True, "extra": "forbid"}
 
-# Ranges beyond which a number in a document is a mistake: sums and products of such numbers stay finite.
+# Bounds of numbers in documents: sums and products of such numbers stay finite.
 Count = Annotated[int, Interval(ge=0, le=2**53)]
-# What the generators of every library take, with room for those that are derived from it.
+# Accepted by the random generators of all libraries, with room for derived seeds.
 LARGEST_SEED = 2**31 - 1
 Seed = Annotated[int, Interval(ge=0, le=LARGEST_SEED)]
 Bytes = Annotated[int, Interval(ge=0, le=2**60)]
-# Bytes against some level, above or below it.
+# Difference of bytes.
 Level = Annotated[int, Interval(ge=-(2**60), le=2**60)]
 Seconds = Annotated[float, Interval(ge=0, le=1e12)]
 Quantity = Annotated[float, Interval(ge=-1e30, le=1e30)]
 NotNegative = Annotated[float, Interval(ge=0, le=1e30)]
-# Ratios of two times that say anything.
+# Ratios of two times.
 LEAST_RATIO = 1e-30
 Ratio = Annotated[float, Interval(ge=LEAST_RATIO, le=1 / LEAST_RATIO)]
 Positive = Annotated[float, Interval(gt=0, le=1e30)]
 
-# What is allowed where a value has the wrong type, by pydantic's name of the problem.
+# What is allowed instead of a wrong value, by pydantic's name of the problem.
 _ALLOWED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -74,7 +74,7 @@ _ALLOWED = {
     "less_than": "below {lt}",
     "less_than_equal": "at most {le}",
 }
-# Characters of a wrong value that its error quotes.
+# Characters of a wrong value that an error quotes.
 _QUOTED = 80
 
 _T = TypeVar("_T")
@@ -82,7 +82,7 @@ _T = TypeVar("_T")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def document(kind: type[_T]) -> type[_T]:
-    """Make a class a kind of document: a frozen dataclass whose fields are the document's keys."""
+    """Turn a class into a kind of document: a frozen dataclass whose fields are the document's keys."""
     if "__pydantic_config__" not in vars(kind):
         kind.__pydantic_config__ = STRICT  # type: ignore[attr-defined]
     return dataclass(frozen=True, slots=True, kw_only=True)(kind)
@@ -96,23 +96,23 @@ def validated(
     version: int | None = None,
     error: type[InputError] = InputError,
 ) -> _T:
-    """Return a document as an object of its kind.
+    """Convert a document to an object of its kind.
 
     Args:
         kind: the type; see the module's docstring.
-        document: a JSON value, as :func:`autotune.io.files.parse_json` returns it.
-        where: the file, and the place in it.
-        version: the document's version, where it carries one beside the fields of the kind.
-        error: what is raised.
+        document: a JSON value, as returned by :func:`autotune.io.files.parse_json`.
+        where: the file and the place in it, for errors.
+        version: the required ``version`` of the document; ``None`` if the kind has none.
+        error: class of the raised error.
 
     Raises:
-        InputError: of the class ``error``, naming the first key or value that is not allowed, and what is.
+        InputError: of the class ``error``, naming the first wrong key or value and what is allowed.
     """
     values = _versioned(document, version, where, error) if version is not None else document
     from pydantic import ValidationError
 
     try:
-        # As JSON, strict types still take a list for a tuple and text for an enumeration's member.
+        # Validated as JSON, strict types accept a list for a tuple and text for a member of an enumeration.
         return cast("_T", _adapter(cast("Any", kind)).validate_json(json.dumps(values), strict=True))
     except ValidationError as problems:
         problem, allowed = _first(kind, problems)
@@ -129,10 +129,10 @@ def read_document(
     limit_bytes: int = LARGEST_BYTES,
     error: type[InputError] = InputError,
 ) -> _T:
-    """Return what a file of JSON holds, as an object of its kind.
+    """Read a JSON file as an object of its kind.
 
     Raises:
-        InputError: of the class ``error``, if the file cannot be read or holds anything else.
+        InputError: of the class ``error``, if the file cannot be read or is not such a document.
     """
     try:
         document = read_json(path, limit_bytes=limit_bytes)
@@ -149,7 +149,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _versioned(document: object, version: int, where: str, error: type[InputError]) -> dict[str, object]:
-    """Return a document without its version."""
+    """Check a document's version, and return the document without it."""
     if not isinstance(document, Mapping):
         raise error(f"is {shown(document)}", where=where, allowed="an object")
     values = dict(document)
@@ -160,7 +160,7 @@ def _versioned(document: object, version: int, where: str, error: type[InputErro
 
 
 def _first(kind: Any, problems: ValidationError) -> tuple[str, str | list[str]]:
-    """Return the first problem in a few words, and what is allowed in its place."""
+    """Return the first problem and what is allowed instead."""
     found = problems.errors(include_url=False)[0]
     context = found.get("ctx") or {}
     own = context.get("error")
@@ -178,7 +178,7 @@ def _first(kind: Any, problems: ValidationError) -> tuple[str, str | list[str]]:
 
 
 def _place(location: Sequence[int | str]) -> str:
-    """Return where in a document something stands, as in ``arms[0].plan``; bounded, since keys may be long."""
+    """Format a place in a document, as in ``arms[0].plan``; shortened, since keys may be long."""
     parts = [f"[{part}]" if isinstance(part, int) else f".{part[:_QUOTED]}" for part in location]
     return "".join(parts).removeprefix(".")[: 3 * _QUOTED]
 
@@ -189,7 +189,7 @@ def _known(kind: Any, location: Sequence[int | str]) -> list[str]:
         if is_dataclass(kind):
             kind = get_type_hints(kind).get(str(part))
         else:
-            # What stands in a list or in an object of objects.
+            # The type of the elements of a list or an object.
             kind = next((each for each in reversed(get_args(kind)) if each is not ...), None)
         if get_origin(kind) is UnionType:
             kind = get_args(kind)[0]
@@ -197,6 +197,6 @@ def _known(kind: Any, location: Sequence[int | str]) -> list[str]:
 
 
 def shown(value: object) -> str:
-    """Return a value as an error quotes it: in quotes if it is text, and cut off."""
+    """Format a value for an error, shortened, with text in quotes."""
     text = repr(value)
     return text if len(text) <= _QUOTED else f"{text[: _QUOTED - 3]}..."

@@ -1,4 +1,4 @@
-"""Set environment variables for a while."""
+"""Set environment variables temporarily."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
-    """Run the body with an environment variable set, which then is what it was.
+    """Run the body with an environment variable set, also for processes that it starts; then restore the variable.
 
     Args:
-        name: of the variable.
-        value: for it; processes that are started meanwhile see it too.
+        name: name of the variable.
+        value: its value.
     """
     before = os.environ.get(name)
     os.environ[name] = value

@@ -1,7 +1,7 @@
-"""Read and write files of the project: regular ones only, within a limit, atomically.
+"""Read and write regular files, within a size limit and atomically.
 
-Knows nothing of what documents mean; ``autotune.io.documents`` checks that. Files that somebody else made are read here
-and nowhere else, since a document may be a pipe, a device without an end, or a link out of its folder.
+Files from other people are read only here, since a file may be a pipe, an endless device, or a link out of its folder.
+``autotune.io.documents`` checks the content.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, BinaryIO
 
 from autotune.errors import InputError
 
-# Documents of which nothing smaller is known.
+# Size limit of documents without a smaller limit of their own.
 LARGEST_BYTES = 64 * 2**20
 _PIECE_BYTES = 2**20
 _LEAST = 1e-290
-# Temporary files of `write_atomic` begin and end so; what a killed writer left is swept by the run's next writer.
+# Names of temporary files of `write_atomic`; the run's next writer removes those of a killed writer.
 TEMPORARY_PREFIX, TEMPORARY_SUFFIX = ".autotune-", ".tmp"
 _SPECIAL = (
     (stat.S_ISLNK, "a link"),
@@ -35,7 +35,7 @@ _SPECIAL = (
 
 
 def special(mode: int) -> str | None:
-    """Return what a file is in one word, from its ``st_mode``; ``None`` for a regular file."""
+    """Name the kind of a file from its ``st_mode``; ``None`` for a regular file."""
     if stat.S_ISREG(mode):
         return None
     return next((name for test, name in _SPECIAL if test(mode)), "not a regular file")
@@ -46,29 +46,29 @@ def read_bytes(path: Path, *, limit_bytes: int = LARGEST_BYTES, follow: bool = T
 
     Args:
         path: the file.
-        limit_bytes: the most that it may hold.
+        limit_bytes: the largest allowed size.
         follow: whether the path itself may be a link to the file.
 
     Raises:
-        InputError: if it is missing, is no regular file, cannot be read, or is larger.
+        InputError: if it is missing, not a regular file, not readable, or too large.
     """
     where = str(path)
     try:
-        # Before it is opened, too: to open a pipe waits for its writer, and to open some devices does something.
+        # Checked before opening too: opening a pipe waits for its writer, and opening some devices has effects.
         require_regular(path, follow=follow)
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
         with os.fdopen(os.open(path, flags), "rb") as file:
             found = special(os.fstat(file.fileno()).st_mode)
             if found is not None:
                 raise InputError(f"is {found}", where=where, allowed="a regular file")
-            # Piece by piece: a read of so many bytes would take the room for all of them first.
+            # Piece by piece: a single read would allocate the memory for all bytes first.
             data = bytearray()
             while len(data) <= limit_bytes and (piece := file.read(min(_PIECE_BYTES, limit_bytes + 1 - len(data)))):
                 data += piece
     except (OSError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        # A ValueError is about the path: no file has a NUL in its name.
+        # A ValueError is about the path, such as a NUL in it.
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"cannot be read ({reason})", where=where, allowed="a readable file") from error
     if len(data) > limit_bytes:
@@ -92,7 +92,7 @@ def read_text(path: Path, *, limit_bytes: int = LARGEST_BYTES, follow: bool = Tr
 
 
 def read_json(path: Path, *, limit_bytes: int = LARGEST_BYTES, follow: bool = True) -> dict[str, Any]:
-    """Return the JSON object that a file holds, parsed as :func:`parse_json` does.
+    """Return the JSON object in a file, parsed as by :func:`parse_json`.
 
     Raises:
         InputError: if the file cannot be read, is too large, or is not one JSON object.
@@ -103,10 +103,10 @@ def read_json(path: Path, *, limit_bytes: int = LARGEST_BYTES, follow: bool = Tr
 def read_json_lines(path: Path, *, limit_bytes: int = LARGEST_BYTES, follow: bool = True) -> list[dict[str, Any]]:
     """Return the JSON objects of a JSON-lines file, one per line.
 
-    A last line without an end, which a kill left, is dropped: nobody was told that it was written.
+    A last line without an end, left by a killed writer, is dropped: its writing was never confirmed.
 
     Raises:
-        InputError: if the file cannot be read or is too large, or a line is not one JSON object; the line is named.
+        InputError: if the file cannot be read or is too large, or a line is not one JSON object.
     """
     data = read_bytes(path, limit_bytes=limit_bytes, follow=follow)
     return [parse_line(row, where=f"{path} line {number}") for number, row in enumerate(data.split(b"\n")[:-1], 1)]
@@ -125,15 +125,15 @@ def parse_line(row: bytes, *, where: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, *, where: str, bits: int = 64) -> dict[str, Any]:
-    """Return the one JSON object that a text is.
+    """Parse a text as one JSON object.
 
-    Refused, although Python's parser takes them: keys that occur twice, numbers that are not finite or need more bits,
-    and characters that are half of a surrogate pair, which no file can hold.
+    Some things that Python's parser accepts are refused: duplicate keys, numbers that are not finite or need too many
+    bits, and halves of surrogate pairs, which cannot be written to a file.
 
     Args:
         text: the text.
-        where: the file, and the place in it.
-        bits: of whole numbers, the sign included; beyond 64 they overflow in most libraries that they meet.
+        where: the file and the place in it, for errors.
+        bits: largest size of whole numbers including the sign; beyond 64 they overflow in most libraries.
 
     Raises:
         InputError: if the text is anything else.
@@ -172,16 +172,16 @@ def refuse_unknown_keys(document: Mapping[str, object], known: frozenset[str], *
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part.
+    """Write a file so that a reader sees either the old content or the new, never a part.
 
-    The file has the mode that the umask leaves.
+    The umask determines the mode of the file.
 
     Args:
         path: a regular file, which is replaced, or a new one; its folder must exist.
         data: text (written as UTF-8) or bytes.
 
     Raises:
-        InputError: if something else stands there: a link, a folder, a pipe or a device.
+        InputError: if the path is a link, a folder, a pipe or a device.
         OSError: if the file cannot be written; no temporary file is left behind.
     """
     payload = data.encode() if isinstance(data, str) else data
@@ -204,8 +204,8 @@ def require_regular(path: Path, *, follow: bool = False) -> None:
     """Refuse anything but a regular file.
 
     Raises:
-        InputError: naming what stands there.
-        OSError: if nothing does, or it cannot be looked at.
+        InputError: naming what the path is.
+        OSError: if it does not exist or cannot be inspected.
     """
     found = special(path.stat(follow_symlinks=follow).st_mode)
     if found is not None:
@@ -213,11 +213,11 @@ def require_regular(path: Path, *, follow: bool = False) -> None:
 
 
 def require_replaceable(path: Path) -> None:
-    """Refuse a path at which something else than a regular file stands.
+    """Refuse a path that exists and is not a regular file.
 
     Raises:
-        InputError: naming what stands there.
-        OSError: if the path cannot be looked at.
+        InputError: naming what the path is.
+        OSError: if it cannot be inspected.
     """
     try:
         found = special(os.lstat(path).st_mode)
@@ -232,7 +232,7 @@ def write_json(path: Path, document: object) -> None:
 
     Raises:
         InputError: as :func:`write_atomic`.
-        ValueError: if the document holds a number that JSON does not have.
+        ValueError: if the document contains a number that is not finite.
     """
     write_atomic(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
 
@@ -240,11 +240,11 @@ def write_json(path: Path, document: object) -> None:
 def append_json_line(path: Path, document: object) -> None:
     """Append one record to a JSON-lines file and force it to the disk before returning.
 
-    A last line that a kill or a full disk cut off is taken away: nobody was told that it is written.
+    A last line that a kill or a full disk cut off is removed: its writing was never confirmed.
 
     Raises:
-        InputError: if something else than a regular file stands there.
-        ValueError: if the record holds a number that JSON does not have.
+        InputError: if the path exists and is not a regular file.
+        ValueError: if the record contains a number that is not finite.
         OSError: if it cannot be written.
     """
     line = json.dumps(document, allow_nan=False) + "\n"
@@ -258,10 +258,10 @@ def append_json_line(path: Path, document: object) -> None:
 
 
 def open_for_appending(path: Path) -> BinaryIO:
-    """Open a regular file, or a new one, to be read and appended to.
+    """Open a regular file or a new one for reading and appending.
 
     Raises:
-        InputError: if something else than a regular file stands there.
+        InputError: if the path exists and is not a regular file.
         OSError: if it cannot be opened.
     """
     require_replaceable(path)
@@ -270,12 +270,12 @@ def open_for_appending(path: Path) -> BinaryIO:
 
 
 def require_plain(folder: Path) -> None:
-    """Refuse a folder that holds anything but regular files and folders, however deep.
+    """Refuse a folder that contains anything but regular files and folders at any depth.
 
-    What is checked so cannot lead a reader or a writer out of the folder.
+    No path in a folder that passes can lead a reader or a writer out of it.
 
     Raises:
-        InputError: naming the first link, pipe, socket or device, or what cannot be looked at.
+        InputError: naming the first link, pipe, socket or device, or a path that cannot be inspected.
     """
     try:
         for entry in _entries(folder):
@@ -288,14 +288,14 @@ def require_plain(folder: Path) -> None:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return the path of something in a folder.
+    """Return a path within a folder.
 
     Args:
         folder: the folder.
         name: a path relative to it, or an absolute one within it.
 
     Raises:
-        InputError: if it lies elsewhere.
+        InputError: if it lies outside.
     """
     base = Path(os.path.abspath(folder))  # noqa: PTH100 - resolve() would follow links
     path = Path(os.path.abspath(base / name)) if "\0" not in name else base.parent  # noqa: PTH100
@@ -305,15 +305,15 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def sweep_temporary(folder: Path) -> None:
-    """Remove what writers that were killed left in a folder; nobody else may be writing there."""
+    """Remove temporary files of killed writers from a folder; no other process may be writing there."""
     for path in folder.glob(f"{TEMPORARY_PREFIX}*{TEMPORARY_SUFFIX}"):
-        # What no writer leaves, such as a folder of that name, stays.
+        # Anything that no writer leaves, such as a folder of that name, stays.
         if not path.is_dir() or path.is_symlink():
             path.unlink(missing_ok=True)
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    # One folder is open at a time, and none within another: a stranger's may be nested deeper than Python calls.
+    # Not recursive, and one open folder at a time: folders may be nested deeper than Python's recursion limit.
     left = [str(folder)]
     while left:
         with os.scandir(left.pop()) as entries:
@@ -324,7 +324,7 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 class _JsonRuleError(ValueError):
-    """A rule of ours that JSON itself does not have."""
+    """A violation of a rule that is stricter than JSON itself."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -344,12 +344,12 @@ def _finite_float(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
         return _refuse_constant(text)
-    # One over the smallest numbers is none.
+    # The inverse of a smaller number is not finite.
     return number if abs(number) >= _LEAST else 0.0
 
 
 def _small_int(text: str, *, bits: int) -> int:
-    # Longer ones are not converted: Python's own limit on digits would speak of its settings.
+    # Longer ones are not converted: Python's limit on digits has a confusing message.
     largest = 2 ** (bits - 1)
     number = int(text) if len(text) < bits else largest
     if not -largest <= number < largest:

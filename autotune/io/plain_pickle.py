@@ -1,8 +1,8 @@
-"""Read a pickle that holds plain types and arrays of bytes, and nothing that runs.
+"""Read a pickle of plain types and arrays of bytes without running any code from it.
 
-A pickle is a program for Python's unpickler, which calls what the program names. Here its few harmless instructions
-are followed one by one, and what it would call is noted down instead: neither numpy nor anything else is called with
-what the file says, and nothing that one file does is left for the next.
+A pickle is a program for Python's unpickler, which calls the functions that the program names. This module follows the
+few harmless instructions itself and records calls instead of making them: no function is called with data from the
+file, and no state is kept between files.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from autotune.errors import InputError, JobError
 from autotune.io.files import read_bytes
 
 _ALLOWED = "a pickle of plain types and arrays of unsigned bytes"
-# A published batch of 10,000 images has some 30,000; each may make an object many times larger than itself.
+# A published batch of 10,000 images has about 30,000; each may create an object much larger than itself.
 _MOST_INSTRUCTIONS = 2**18
 _LONGEST_REASON = 120
 
 
 class _Called:
-    """Name a function or a class, which is never looked up."""
+    """The name of a function or class, which is never imported."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 class _Kind:
-    """Stand for a ``numpy.dtype``; what else it is told (byte order, alignment) single bytes do not have."""
+    """Placeholder of a ``numpy.dtype``; single bytes have no byte order or alignment."""
 
     def __init__(self, name: Any) -> None:
         self.name = name.decode("ascii", "replace") if isinstance(name, bytes) else name
 
 
 class _Array:
-    """Stand for a ``numpy.ndarray``: what it is told, unread."""
+    """Placeholder of a ``numpy.ndarray`` with its unread state."""
 
     def __init__(self) -> None:
         self.state: Any = None
@@ -49,7 +49,7 @@ class _Array:
         """Return the array.
 
         Raises:
-            ValueError: if it is not one of unsigned bytes, in C order and complete.
+            ValueError: if it is not a complete array of unsigned bytes in C order.
         """
         _, shape, kind, fortran, content = self.state
         plain = isinstance(kind, _Kind) and kind.name in ("u1", "uint8", "|u1")
@@ -62,10 +62,10 @@ class _Array:
 
 
 _RECONSTRUCT = ("numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconstruct")
-# As which Python 3 writes bytes for Python 2.
+# The call by which Python 3 writes bytes for Python 2.
 _ENCODE = "_codecs encode"
 _NAMES = (*_RECONSTRUCT, "numpy ndarray", "numpy dtype", _ENCODE)
-# What the argument of an instruction is, as it stands.
+# Instructions whose argument is the value.
 _PLAIN = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8")
 _TEXT = ("SHORT_BINUNICODE", "BINUNICODE")
 _BYTES_OF_PYTHON_2 = ("SHORT_BINSTRING", "BINSTRING")
@@ -73,7 +73,7 @@ _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 
 
 class _Program:
-    """Follow a pickle's instructions.
+    """Interpreter of a pickle's instructions.
 
     Args:
         content: the pickle.
@@ -84,7 +84,7 @@ class _Program:
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
-        # The same text may be encoded again and again: all of it together is no larger than the file.
+        # The same text could be encoded many times: the total is limited to the size of the file.
         self._left_to_encode = len(content)
         self._effects: dict[str, Callable[[], None]] = {
             "PROTO": lambda: None,
@@ -108,10 +108,10 @@ class _Program:
         }
 
     def result(self) -> Any:
-        """Return what the program leaves.
+        """Return the result of the program.
 
         Raises:
-            ValueError: for an instruction that is not harmless, or one that makes no sense where it stands.
+            ValueError: for an instruction that is not allowed or makes no sense at its place.
         """
         for count, (instruction, argument, _) in enumerate(pickletools.genops(self._content)):
             if count >= _MOST_INSTRUCTIONS:
@@ -143,7 +143,7 @@ class _Program:
             raise ValueError(f"it has the instruction {name}")
 
     def _last(self, count: int) -> list[Any]:
-        """Take away and return what was put on the stack last."""
+        """Pop the last items from the stack."""
         if len(self._stack) < count:
             raise ValueError("it takes more than it has")
         taken = self._stack[-count:]
@@ -176,7 +176,7 @@ class _Program:
         self._stack.append(_Called(name))
 
     def _call(self) -> None:
-        """Put what a call would return on the stack, without the call."""
+        """Push the result of a call, without making the call."""
         called, arguments = self._last(2)
         if not isinstance(called, _Called) or type(arguments) is not tuple:
             raise ValueError("it calls what is no function")
@@ -212,20 +212,20 @@ def _is_size(size: object, most: int) -> bool:
 
 
 def _shown(error: Exception) -> str:
-    """Return a reason as a short line: it may quote the file."""
+    """Format a reason, which may quote the file, as a short line."""
     said = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
     return said if said.isprintable() else ascii(said)
 
 
 def load_plain_pickle(path: Path, *, limit_bytes: int) -> dict[str, Any]:
-    """Return the dictionary that a pickle holds; arrays of bytes in it are numpy's.
+    """Return the dictionary in a pickle, with arrays of bytes as numpy arrays.
 
     Args:
         path: the file.
-        limit_bytes: what it may be large.
+        limit_bytes: the largest allowed size.
 
     Raises:
-        JobError: if it cannot be read, is larger, or holds anything else; nothing that it names has run.
+        JobError: if it cannot be read, is too large, or contains anything else; no code from it has run.
     """
     where = str(path)
     try:
@@ -235,7 +235,7 @@ def load_plain_pickle(path: Path, *, limit_bytes: int) -> dict[str, Any]:
     try:
         found = _Program(content).result()
     except Exception as error:
-        # What hostile bytes make the standard library raise, which reads single instructions, is any exception at all.
+        # Hostile bytes can make the standard library, which reads single instructions, raise any exception.
         raise JobError(f"cannot be read ({_shown(error)})", where=where, allowed=_ALLOWED) from error
     if not isinstance(found, dict):
         raise JobError(f"holds a {type(found).__name__}", where=where, allowed=_ALLOWED)

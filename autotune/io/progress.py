@@ -1,4 +1,4 @@
-"""State how long work is followed: the command line draws bars, a library user may pass nothing."""
+"""Progress reports of commands."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Protocol
 
 
 class Reporter(Protocol):
-    """Show how far a command is. The command line draws bars; a library user may pass nothing."""
+    """Receiver of progress reports: the command line draws bars, a library user needs none."""
 
     def stage(self, title: str, total: float) -> None:
-        """Begin a stage of so much work."""
+        """Begin a stage with a total amount of work."""
         ...
 
     def advance(self, done: float, detail: str = "") -> None:
-        """Report how much of the stage is done."""
+        """Report the amount of work that is done in the stage."""
         ...
 
 
 class Silent:
-    """Show nothing."""
+    """Receiver that ignores progress reports."""
 
     def stage(self, title: str, total: float) -> None:
         """Do nothing."""

@@ -1,7 +1,6 @@
-"""Name a run's folder, and give it one writer at a time.
+"""Names of run folders, and a lock that gives a folder one writer at a time.
 
-The lock is the kernel's: it ends with the process that holds it, however that ends, so that nobody has to guess whether
-a lock file was left behind.
+The kernel releases the lock when its process ends for any reason, so a lock file that is left behind means nothing.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ from autotune.io.files import require_replaceable, sweep_temporary
 
 logger = logging.getLogger(__name__)
 
-# Locks of a folder: of the run, and of what it records for a tracking server, which another process may send.
+# Locks of a folder: one for the run, one for its tracking records, which another process may send.
 RUN, TRACKING = ".writer", ".tracking"
-# Bytes of the part of a folder's name that the run is called after: file systems take 255 for the whole name.
+# Longest name of a job or model in a folder's name: file systems allow 255 bytes for the whole name.
 _LONGEST_BYTES = 120
 _HELD: weakref.WeakSet[WriterLock] = weakref.WeakSet()
-# What file systems without locks answer.
+# Errors of file systems without locks.
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def new_run_folder(runs: Path, verb: str, called: str) -> Path:
-    """Return the path of a run that begins now, ``<runs>/<utc time>-<verb>-<name>-<id>/``; nothing is made.
+    """Return the path ``<runs>/<utc time>-<verb>-<name>-<id>/`` for a run that begins now; the folder is not created.
 
     Args:
-        runs: the runs folder, in which the path lies whatever the run is called after.
+        runs: the runs folder.
         verb: the command.
-        called: what the run is called after, a job or a model. Of this only letters, digits, ``-`` and ``_`` stay.
+        called: name of the job or model; characters other than letters, digits, ``-`` and ``_`` are replaced.
     """
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     return runs / f"{stamp}-{verb}-{_name(called)}-{secrets.token_hex(3)}"
@@ -53,12 +52,12 @@ class WriterLock:
 
     Args:
         folder: the run's folder.
-        name: which of its locks.
+        name: name of the lock, :data:`RUN` or :data:`TRACKING`.
 
     Raises:
-        RunLockedError: if another process, or another call in this one, holds it; the holder is named.
+        RunLockedError: if another process, or another object in this one, holds the lock.
         RunDirectoryError: if the folder cannot be written.
-        InputError: if something else than a regular file stands where the lock is kept.
+        InputError: if the path of the lock is not a regular file.
     """
 
     def __init__(self, folder: Path, name: str = RUN) -> None:
@@ -67,28 +66,28 @@ class WriterLock:
         require_replaceable(self._path)
         while self._handle is None:
             handle = _locked(self._path, folder)
-            # Whoever held it before takes the file away at the end: a lock on that file would be of nobody's.
+            # The previous holder deletes the file at its end: a lock on a deleted file is worthless.
             if _is_at(handle, self._path):
                 self._handle = handle
             else:
                 os.close(handle)
         _HELD.add(self)
         with contextlib.suppress(OSError):
-            # On a full disk the holder has no name.
+            # On a full disk the name of the holder is missing.
             os.ftruncate(handle, 0)
             os.pwrite(handle, json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode(), 0)
         if name == RUN:
             sweep_temporary(folder)
 
     def close(self) -> None:
-        """Let others write; the folder is left without a trace of the lock."""
+        """Release the lock and delete its file."""
         handle, self._handle = self._handle, None
         if handle is not None:
             with contextlib.suppress(OSError):
-                # First, so that nobody takes the lock of a file that is about to go.
+                # First, so that no other process locks a file that is about to be deleted.
                 self._path.unlink()
             with contextlib.suppress(OSError):
-                # A child that was forked may still hold the same lock: it is this process that gives it up.
+                # A forked child may still hold the same lock, so it is released explicitly.
                 fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)
 
@@ -104,14 +103,14 @@ class WriterLock:
         self.close()
 
     def _forget(self) -> None:
-        """Close the lock in a forked child, which does not write: its parent's end must be enough to end the lock."""
+        """Close the lock in a forked child, so that the end of the parent releases it."""
         handle, self._handle = self._handle, None
         if handle is not None:
             os.close(handle)
 
 
 def _locked(path: Path, folder: Path) -> int:
-    """Return a lock file's descriptor, on which the lock is held."""
+    """Open and lock a lock file, and return its descriptor."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -131,7 +130,7 @@ def _locked(path: Path, folder: Path) -> int:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Tell whether an open file is still what stands at a path."""
+    """Tell whether an open file is still the one at a path."""
     try:
         return os.path.samestat(os.fstat(handle), path.lstat())
     except FileNotFoundError:
@@ -139,7 +138,7 @@ def _is_at(handle: int, path: Path) -> bool:
 
 
 def _holder(handle: int) -> str:
-    """Return who wrote its name into a lock."""
+    """Return the holder that is named in a lock file."""
     try:
         found: Any = json.loads(os.pread(handle, 4096, 0))
         return f"process {int(found['process'])} on {str(found['host'])[:100]!r}"
@@ -157,6 +156,6 @@ os.register_at_fork(after_in_child=_in_child)
 
 def _name(called: str) -> str:
     kept = "".join(character if character.isalnum() or character in "-_" else "-" for character in called)
-    # What is cut off may have been the middle of a letter.
+    # The cut may be in the middle of a character.
     short = kept.encode()[:_LONGEST_BYTES].decode(errors="ignore")
     return short if short.strip("-") else "unnamed"

@@ -1,6 +1,6 @@
-"""Make temporary folders that are gone with the process that made them, however it ends.
+"""Temporary folders that are removed when the process that made them ends for any reason.
 
-For what cannot do without names in a folder; whatever can, uses files that have none.
+They are for files that need a name; all others are files without a name.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from types import TracebackType
 
 _PREFIX = "autotune-scratch-"
-# A file that makes a folder one of these. A lock is held on it as long as anybody cares for the folder.
+# A file that marks such a folder. It is locked while the folder is in use.
 _LOCK = "autotune-scratch.lock"
-# Removes a folder once nobody holds the other end of its standard input: what still writes there may take a while.
+# Removes a folder when the other end of its standard input closes; other processes may still write for a while.
 _WATCH = """
 import os, shutil, sys, time
 os.read(0, 1)
@@ -28,17 +28,17 @@ for _ in range(60):
         break
     time.sleep(0.5)
 """
-# Seconds after which a folder's lock is held for certain, if anybody holds it.
+# Seconds after which the lock of a folder in use is certainly held.
 _YOUNG_S = 60.0
 
 
 class ScratchFolder:
-    """A temporary folder, which a process of its own removes once this process is gone.
+    """A temporary folder that a watcher process removes when this process ends.
 
-    If that process is killed as well, whoever makes the next folder removes this one.
+    If the watcher is killed as well, the next scratch folder to be made removes this one.
 
     Args:
-        parent: the folder in which it is made; ``None`` for the usual one of temporary files.
+        parent: the folder in which it is made; ``None`` for the system's folder of temporary files.
 
     Attributes:
         path: the folder.
@@ -51,7 +51,7 @@ class ScratchFolder:
         try:
             with (self.path / _LOCK).open("wb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                # Of what is open here, the watcher has the lock alone: it holds it from now on.
+                # The watcher inherits only the lock, and holds it from now on.
                 self._watcher = subprocess.Popen(
                     [sys.executable, "-I", "-S", "-c", _WATCH, str(self.path)],
                     stdin=subprocess.PIPE,
@@ -81,13 +81,13 @@ class ScratchFolder:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove the scratch folders of this user that nobody holds a lock on any more.
+    """Remove this user's scratch folders that are no longer locked.
 
     Args:
-        folder: where they lie.
+        folder: the folder that contains them.
     """
     for lock in folder.glob(f"{_PREFIX}*/{_LOCK}"):
-        # One that somebody holds, or that is another user's, raises.
+        # A locked folder, or one of another user, raises.
         with contextlib.suppress(OSError):
             if lock.parent.is_symlink() or time.time() - lock.stat().st_mtime < _YOUNG_S:
                 continue

@@ -1,8 +1,8 @@
 """Refuse an SQLite database that would make SQLite touch other files.
 
-A folder may come from anybody, and SQLite trusts what lies beside a database: a journal may name a second one, of a
-transaction over several databases, and when the transaction is rolled back that file is deleted, wherever it lies. No
-database of ours is ever written together with another.
+A folder may come from other people, and SQLite trusts the files next to a database: after a transaction over several
+databases, a journal may name a second file, which SQLite deletes when it rolls the transaction back. Autotune never
+writes two databases in one transaction.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 from autotune.errors import InputError
 from autotune.io.files import require_replaceable
 
-# What SQLite keeps beside a database.
+# Suffixes of the files that SQLite keeps next to a database.
 BESIDE = ("-journal", "-wal", "-shm")
-# Ends a journal that names a second one.
+# End of a journal that names a second file.
 _NAMES_ANOTHER = bytes.fromhex("d9d505f920a163d7")
 
 
 def require_own(database: Path) -> None:
-    """Refuse a database, and what lies beside it, that leads to another file; nothing need be there.
+    """Refuse a database if it, or a file next to it, leads to another file; the files need not exist.
 
     Raises:
         InputError: naming the file.

@@ -326,7 +326,7 @@ def _space(
         locks["precision"] = "the model keeps 16-bit parameters, so there are no fp32 masters"
     else:
         device = devices.device_of(model).type
-        precisions = (Precision.INHERIT, *(p for p in useful_precisions(device) if p.is_16_bit))
+        precisions = (Precision.INHERIT, *(p for p in useful_precisions(device) if p.is_reduced))
     if mode is Mode.EXACT:
         locks["accumulation_steps"] = "mode exact leaves it as it is"
         choices = (accumulation_steps,)

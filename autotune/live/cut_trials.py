@@ -28,7 +28,7 @@ class CutTrials:
             space: plans that the run may choose from.
         """
         # Where fp16 overflows, the step is skipped and nothing can be compared.
-        if not space.k_splits or plan.accumulation_steps == space.accumulation_choices[0] or plan.uses_fp16:
+        if not space.k_splits or plan.accumulation_steps == space.accumulation_choices[0] or plan.needs_loss_scaling:
             return False
         self._cut_steps += 1
         if self._cut_steps < self._next:

@@ -15,7 +15,7 @@ from autotune.live.prediction_scores import Expected, Score
 from autotune.live.step_uses import Tracing
 from autotune.mechanics import devices
 from autotune.mechanics.step_trace import Phase, StepTrace
-from autotune.plan import Plan, PlanSpace, Precision, Storage
+from autotune.plan import Plan, PlanSpace, Precision
 from autotune.profiling.live_profile import Seen, Timed, build_profile, seen_of
 from autotune.profiling.memory_scaling import Growth
 from autotune.profiling.step_signature import Signature
@@ -75,7 +75,7 @@ class Knowledge:
         """
 
         def holds(plan: Plan) -> bool:
-            return all(plan.storage_of(name) is Storage.SAVE for name in names)
+            return not set(names).intersection(plan.recomputed)
 
         self.timed = [one for one in self.timed if holds(one.plan)]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.cost_model.cost_arrays import CostArrays, Plans
+from autotune.cost_model.cost_arrays import CostArrays, Plans, precision_index, recomputes
 from autotune.cost_model.plan_pool import LENGTHS, PoolSettings, make_pool
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import SAFETY_MARGIN, Goal, solve_each
@@ -50,15 +50,15 @@ class Placements:
         zero = np.zeros(1, dtype=np.int64)
         pool = make_pool(self._arrays, _SETTINGS, [Plans(zero, np.array([k]), row[None]) for k, row in solved])
         there = pool.there[0]
-        rates = np.ones((1, self._arrays.max_units, self._arrays.max_choices // 2))
+        rates = np.ones((1, self._arrays.max_units, self._arrays.max_precisions))
         seconds = pool.seconds_per_step(rates, np.ones(1))[0][there]
         k, choices = pool.k[0][there], pool.choices[0][there]
         # Among plans of about the same time, the one that recomputes least comes first.
-        order = np.lexsort(((choices % 2).sum(axis=1), np.round(seconds / seconds.min(), 4)))
+        order = np.lexsort((recomputes(choices).sum(axis=1), np.round(seconds / seconds.min(), 4)))
         k, choices = k[order], choices[order]
         self.plans = [self._arrays.decode(0, int(one), row) for one, row in zip(k, choices, strict=True)]
         self.seconds: NDArray[np.float64] = seconds[order]
-        self._recomputed: NDArray[np.int64] = (choices % 2).sum(axis=1)
+        self._recomputed: NDArray[np.int64] = recomputes(choices).sum(axis=1)
         self._peaks: NDArray[np.float64] = pool.peaks[0][there][order] + _states(choices)
         # Precisions stay between decisions, and so does k where it sets the samples of a step.
         self._groups: dict[tuple[int, ...], NDArray[np.int64]] = {}
@@ -83,7 +83,7 @@ class Placements:
         return self._groups.get(self._group_of(k, choices))
 
     def _group_of(self, k: int, choices: NDArray[np.int64]) -> tuple[int, ...]:
-        return (k if self.profile.batching == "adaptive" else 0, *(choices // 2).tolist())
+        return (k if self.profile.batching == "adaptive" else 0, *precision_index(choices).tolist())
 
     def fastest(self, usable_bytes: float, length: float, rows: NDArray[np.int64] | None = None) -> Plan | None:
         """Return the fastest plan whose predicted peak is within some bytes; ``None`` if there is none.
@@ -155,7 +155,7 @@ def _states(choices: NDArray[np.int64]) -> NDArray[np.float64]:
     Args:
         choices: shape (plans, units).
     """
-    recomputed = (choices % 2 == 1).sum(axis=1, keepdims=True)
+    recomputed = recomputes(choices).sum(axis=1, keepdims=True)
     return np.asarray(_STATE_BYTES * recomputed * np.maximum(1 - LENGTHS, 0.0))
 
 

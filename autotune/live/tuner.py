@@ -504,7 +504,7 @@ class LiveTuner:
             devices.synchronize(self._facts.device)
             running.began, running.own_s = time.perf_counter(), 0.0
         plan = self.plan
-        self._update.scaled = plan.uses_fp16
+        self._update.scaled = plan.needs_loss_scaling
         if self._facts.adaptive:
             running.wanted = plan.accumulation_steps
         return plan.accumulation_steps if own == 1 else 1

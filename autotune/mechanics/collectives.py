@@ -1,4 +1,4 @@
-"""Stand round collective operations: to tell how long this process waits in them, or until they let go of memory."""
+"""Wrap collective operations, to time them or to wait until they release their memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import distributed
 
-# What data parallelism and ZeRO exchange gradients and weights with.
+# Operations by which data parallelism and ZeRO exchange gradients and weights.
 _COLLECTIVES = (
     "all_reduce",
     "reduce",
@@ -24,19 +24,19 @@ _COLLECTIVES = (
     "all_to_all_single",
     "barrier",
 )
-# Those that DeepSpeed looks up once, and keeps.
+# Operations that DeepSpeed looks up only once.
 _KEPT = ("all_gather_function", "reduce_scatter_function")
-# In which gloo's own threads let go of what they sent.
+# Seconds in which gloo's threads release what they sent.
 _SETTLING_S = 0.01
 Call = Callable[..., Any]
 
 
 class CollectiveClock:
-    """Add up the seconds spent in collectives, waiting for the slowest rank included.
+    """Clock of the time in collectives, including waiting for the slowest rank.
 
     Attributes:
-        seconds: so far.
-        calls: how many there were.
+        seconds: seconds so far.
+        calls: number of collectives so far.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class CollectiveClock:
     def _timed(self, call: Call) -> Call:
         @functools.wraps(call)
         def timed(*arguments: Any, **named: Any) -> Any:
-            # One that calls another is one collective.
+            # A collective that calls another one counts once.
             self._depth += 1
             began = time.perf_counter()
             try:
@@ -69,7 +69,7 @@ class CollectiveClock:
 
 
 class _Awaited:
-    """A collective that goes on in the background; what it is waited for counts."""
+    """A collective that runs in the background; only waiting for it counts."""
 
     def __init__(self, work: Any, clock: CollectiveClock) -> None:
         self._work = work
@@ -89,10 +89,10 @@ class _Awaited:
 
 @contextmanager
 def settled_collectives() -> Iterator[None]:
-    """Let this thread be the last that holds what the body's collectives send.
+    """Make this thread the last to release the buffers of the body's collectives.
 
-    Gloo's own threads hold buffers, too. Where one of them lets go last, the profiler, which listens to the thread that
-    it was begun in, does not see the buffer freed: peaks of ZeRO 2 and 3 read up to a fifth too high.
+    Gloo's threads hold buffers, too. If one of them is the last to release a buffer, the profiler does not see the
+    release, since it traces only the thread that started it: peaks of ZeRO 2 and 3 read up to a fifth too high.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         yield
@@ -121,7 +121,7 @@ def _settled(call: Call) -> Call:
 
 @contextmanager
 def _wrapped(wrap: Callable[[Call], Call]) -> Iterator[None]:
-    """Put something round each of the body's collectives."""
+    """Wrap each collective while the body runs."""
     places: list[tuple[Any, str]] = [(distributed, name) for name in _COLLECTIVES]
     backend = getattr(sys.modules.get("deepspeed.comm.comm"), "cdb", None)
     places += [(backend, name) for name in _KEPT if getattr(backend, name, None) is not None]

@@ -62,7 +62,7 @@ class ControlledForward:
         self.calls += trains
         try:
             run = self._bind(self.precision)
-            if self.storage is Storage.RECOMPUTE and trains and interception(self.module) is None:
+            if self.storage.recomputes and trains and interception(self.module) is None:
                 return self.recomputation.run(run, args, kwargs)
             return run(*args, **kwargs)
         except Exception as error:
@@ -185,7 +185,7 @@ class Switcher:
         for name, module in self._modules.items():
             counted, storage = name == self._counted, plan.storage_of(name)
             _set(module, plan.precision_of(name), storage, passes_16_bit=False, stays=counted)
-            if storage is Storage.RECOMPUTE:
+            if storage.recomputes:
                 self._recomputed.append((name, module.__dict__))
             forward = module.__dict__.get("forward")
             if isinstance(forward, ControlledForward):
@@ -362,7 +362,7 @@ def has_16_bit_parameters(module: nn.Module) -> bool:
 
 def _passing(model: nn.Module, plan: Plan, modules: dict[str, nn.Module]) -> frozenset[str]:
     """Return the units that hand on 16-bit tensors: all but the last, where one 16-bit precision covers the model."""
-    if plan.uniform_16_bit is None:
+    if plan.uniform_reduced is None:
         return frozenset()
     covered = {id(parameter) for name in plan.precision for parameter in modules[name].parameters()}
     if any(id(parameter) not in covered for parameter in model.parameters()):

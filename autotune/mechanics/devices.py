@@ -1,6 +1,6 @@
-"""The device layer: how devices differ, and nothing else.
+"""The device layer: all differences between devices.
 
-No other file names a backend. What a device can do is asked of it: each backend is a module of torch
+No other file names a backend. Abilities are queried from the device: each backend is a module of torch
 (``torch.get_device_module``) with more or fewer of the same functions.
 """
 
@@ -30,10 +30,10 @@ from autotune.io.environment_variables import variable
 AnyDevice = torch.device | str
 
 _FP32, _TF32 = "fp32", "tf32"
-# What can be chosen for products of fp32 numbers, by what torch calls it; and the first that computes in TF32.
+# Choices for products of fp32 numbers with torch's names, and the first compute capability with TF32.
 _FP32_CHOICES = {_FP32: "ieee", _TF32: "tf32"}
 _TF32_CAPABILITY = (8, 0)
-# Where kernel modules of NVIDIA's and AMD's tell their version.
+# Files with the versions of NVIDIA's and AMD's kernel modules.
 _DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
 
 # What torch, the host's allocator, drivers and libraries say where memory runs out; all but the first two raise a plain
@@ -46,7 +46,7 @@ _OUT_OF_MEMORY_SIGNS = (
     "ROCBLAS_STATUS_MEMORY_ERROR",
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-    # What cuDNN says where no algorithm finds room for its workspace.
+    # cuDNN, if no algorithm has room for its workspace.
     "CUDNN_STATUS_NOT_SUPPORTED",
     "miopenStatusAllocFailed",
     "hipErrorOutOfMemory",
@@ -60,14 +60,14 @@ _OUT_OF_MEMORY_SIGNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocated:
-    """What a device's allocator says of this process's memory, in bytes.
+    """Statistics of a device's allocator for this process, in bytes.
 
     Attributes:
-        current: in blocks that are in use; each block is rounded up.
-        peak: the largest ``current`` since the peaks were last forgotten.
-        reserved: in segments taken from the driver, used or not; what ``nvidia-smi`` counts, but for the context.
-        reserved_peak: the largest ``reserved`` since the peaks were last forgotten.
-        retries: allocations, since the process began, for which the cache had to be given back first.
+        current: bytes of blocks in use; each block is rounded up.
+        peak: the largest ``current`` since the peaks were last reset.
+        reserved: bytes of segments taken from the driver, used or not; what ``nvidia-smi`` shows without the context.
+        reserved_peak: the largest ``reserved`` since the peaks were last reset.
+        retries: allocations since the process began for which the cache had to be freed first.
     """
 
     current: int
@@ -78,10 +78,10 @@ class Allocated:
 
 
 def device_kind(ranks: int = 1) -> str:
-    """Return where a job trains on this machine if nobody says otherwise: its accelerator's type, or ``cpu``.
+    """Return the default device type of jobs on this machine: its accelerator's type, or ``cpu``.
 
     Args:
-        ranks: how many processes train it on this machine, each on a device of its own.
+        ranks: number of processes that train a job on this machine, each on its own device.
     """
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or torch.accelerator.device_count() < ranks or not _is_traced(found):
@@ -90,10 +90,10 @@ def device_kind(ranks: int = 1) -> str:
 
 
 def resolved(device: AnyDevice | None, where: str = "device") -> torch.device:
-    """Return a device that a job can train on; ``None`` for where jobs train on this machine.
+    """Return a device on which a job can train; ``None`` for the default device of this machine.
 
     Raises:
-        InputError: if there is no such device here, or it lacks what no job can do without.
+        InputError: if there is no such device here, or it lacks an ability that every job needs.
     """
     allowed = ", ".join(dict.fromkeys(["cpu", device_kind()]))
     try:
@@ -106,7 +106,7 @@ def resolved(device: AnyDevice | None, where: str = "device") -> torch.device:
     if here is None or here.type != found.type:
         raise InputError(f"there is no device {str(found)!r} here", where=where, allowed=allowed)
     count = torch.accelerator.device_count()
-    # An index beyond what torch can count wraps.
+    # torch wraps indices that are too large.
     wrapped = isinstance(device, str) and ":" in device and str(found) != device
     if wrapped or (found.index is not None and found.index >= count):
         raise InputError(
@@ -121,22 +121,22 @@ def resolved(device: AnyDevice | None, where: str = "device") -> torch.device:
 
 
 def is_accelerator(device: AnyDevice) -> bool:
-    """Return whether a device has memory, a clock and an allocator of its own."""
+    """Tell whether a device has its own memory, clock and allocator."""
     return torch.device(device).type not in ("cpu", "meta")
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device that a model computes on: the accelerator, where some of its parameters wait on the host."""
+    """Return the device on which a model computes: the accelerator, even if some parameters are on the host."""
     devices = [parameter.device for parameter in model.parameters()]
     return next(filter(is_accelerator, devices), devices[0])
 
 
 def rank_device(kind: str, local_rank: int) -> torch.device:
-    """Return the device of one of the ranks on this machine, and make it this process's own.
+    """Return the device of a rank on this machine, and make it the current device of this process.
 
     Args:
         kind: ``cpu``, or an accelerator's type.
-        local_rank: the rank's number on this machine.
+        local_rank: number of the rank on this machine.
     """
     if not is_accelerator(kind):
         return torch.device(kind)
@@ -145,10 +145,10 @@ def rank_device(kind: str, local_rank: int) -> torch.device:
 
 
 def require_devices(ranks: int, where: str) -> None:
-    """Refuse ranks that would share an accelerator: each of them takes a device of its own.
+    """Refuse more ranks than accelerators: each rank needs its own device.
 
     Raises:
-        InputError: saying how many there are.
+        InputError: naming the number of devices.
     """
     count = torch.accelerator.device_count() if device_kind() != "cpu" else ranks
     if ranks > count:
@@ -160,15 +160,15 @@ def require_devices(ranks: int, where: str) -> None:
 
 
 def collective_backend(kind: str) -> str:
-    """Return which library ranks on a kind of device reach each other by."""
+    """Return the communication library of ranks on a type of device."""
     return str(torch.distributed.get_default_backend_for_device(kind))
 
 
 def device_name(device: AnyDevice | None = None) -> str:
-    """Return what a device is called: the accelerator's name, or the processor's.
+    """Return the name of an accelerator or processor.
 
     Args:
-        device: the device; ``None`` for where jobs train on this machine.
+        device: the device; ``None`` for the default device of this machine.
     """
     found = torch.device(device_kind() if device is None else device)
     if is_accelerator(found):
@@ -183,12 +183,12 @@ def device_name(device: AnyDevice | None = None) -> str:
 
 
 def energy_library() -> str:
-    """Return which library of its maker reads a GPU's energy."""
+    """Return the vendor library that reads a GPU's energy."""
     return "amdsmi" if torch.version.hip else "nvml"
 
 
 def driver(device: AnyDevice) -> str | None:
-    """Return which driver, and which version of its platform's libraries, a device is used through, where they say."""
+    """Return the versions of a device's driver and platform libraries, as far as they are known."""
     if not is_accelerator(device):
         return None
     modules = [path.read_text(errors="replace").split("\n")[0].strip() for path in _DRIVERS if path.is_file()]
@@ -201,7 +201,7 @@ def driver(device: AnyDevice) -> str | None:
 
 @functools.cache
 def lacks(device: AnyDevice) -> Mapping[str, str]:
-    """Return what a device lacks, each with what of this package is done without."""
+    """Return the abilities that a device lacks, each with its consequence for this package."""
     found = torch.device(device)
     if not is_accelerator(found):
         return MappingProxyType({})
@@ -222,13 +222,13 @@ def lacks(device: AnyDevice) -> Mapping[str, str]:
 
 
 def lacks_here() -> dict[str, str]:
-    """Return what this machine's accelerator lacks, also where jobs train on the processor because of it."""
+    """Return the abilities that this machine's accelerator lacks, even if jobs therefore train on the processor."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return {} if found is None else dict(lacks(found))
 
 
 def unusable(device: AnyDevice) -> str | None:
-    """Return why no job can be profiled on a device; ``None`` if one can, or while a profiler of the user's runs."""
+    """Return why jobs cannot be profiled on a device; ``None`` if they can, or while the user's own profiler runs."""
     if torch._C._autograd._profiler_enabled():
         return None
     try:
@@ -238,7 +238,7 @@ def unusable(device: AnyDevice) -> str | None:
 
 
 def _is_traced(device: torch.device) -> bool:
-    """Return whether allocations are seen; also where there is no room for any now."""
+    """Tell whether allocations are traced, also if there is no free memory now."""
     try:
         return traces_memory(device)
     except RuntimeError:
@@ -247,15 +247,15 @@ def _is_traced(device: torch.device) -> bool:
 
 @functools.cache
 def traces_memory(device: AnyDevice) -> bool:
-    """Return whether torch's profiler sees a device's allocations; one is made to find out.
+    """Tell whether torch's profiler traces a device's allocations, by making one.
 
     Raises:
-        RuntimeError: if none can be made.
+        RuntimeError: if no allocation can be made.
     """
     found = torch.device(device)
     if not is_accelerator(found):
         return True
-    # The host's calls suffice: what listens to the device itself (CUPTI) need not be there.
+    # Tracing the host suffices: the device's own tracing (CUPTI) need not be available.
     with (
         quiet_profiler(),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen,
@@ -270,12 +270,12 @@ def traces_memory(device: AnyDevice) -> bool:
 
 
 def quiet_profiler() -> AbstractContextManager[None]:
-    """Keep the library behind the profiler from printing two lines per use on stderr."""
+    """Stop the profiler's library from printing two lines on stderr at each use."""
     return variable("KINETO_LOG_LEVEL", os.environ.get("KINETO_LOG_LEVEL") or "99")
 
 
 def autocast_dtypes(device: AnyDevice) -> tuple[torch.dtype, ...]:
-    """Return the 16-bit formats that autocast offers on a device."""
+    """Return the reduced formats that autocast supports on a device."""
     found = torch.device(device)
     if not torch.amp.autocast_mode.is_autocast_available(found.type):
         return ()
@@ -288,13 +288,13 @@ def autocast_dtypes(device: AnyDevice) -> tuple[torch.dtype, ...]:
 
 
 def synchronize(device: AnyDevice) -> None:
-    """Wait for all that a device was given to do."""
+    """Wait until a device has finished its work."""
     if is_accelerator(device):
         torch.accelerator.synchronize(torch.device(device))
 
 
 def stamp_for(device: AnyDevice) -> Callable[[], Any]:
-    """Return what takes the time on a device: an event in its stream, or the clock once it has done its work."""
+    """Return a function that records the time on a device: an event in its stream, or the clock after its work."""
     if not is_accelerator(device):
         return time.perf_counter
     event = _function(device, "Event")
@@ -304,7 +304,7 @@ def stamp_for(device: AnyDevice) -> Callable[[], Any]:
     index = torch.device(device).index
 
     def stamp() -> Any:
-        # An event is of the device that is this process's own when it is made.
+        # An event belongs to the current device of the process.
         with nullcontext() if index is None else torch.accelerator.device_index(index):
             made = event(enable_timing=True)
             made.record()
@@ -319,7 +319,7 @@ def _settled_clock(device: torch.device) -> float:
 
 
 def seconds_between(stamps: Sequence[Any], device: AnyDevice) -> list[float]:
-    """Return the seconds from the first of some stamps of :func:`stamp_for` to each of them."""
+    """Return the seconds from the first stamp of :func:`stamp_for` to each stamp."""
     if not stamps:
         return []
     synchronize(device)
@@ -333,7 +333,7 @@ def seconds_between(stamps: Sequence[Any], device: AnyDevice) -> list[float]:
 
 
 def allocated(device: AnyDevice) -> Allocated | None:
-    """Return what a device's allocator says; ``None`` where there is none, or it says nothing of peaks."""
+    """Return the statistics of a device's allocator; ``None`` if there is none, or it records no peaks."""
     statistics = _function(device, "memory_stats") if is_accelerator(device) else None
     if statistics is None:
         return None
@@ -348,26 +348,26 @@ def allocated(device: AnyDevice) -> Allocated | None:
 
 
 def forget_peaks(device: AnyDevice) -> None:
-    """Let the allocator's peaks be what is allocated now."""
+    """Reset the allocator's peaks to what is allocated now."""
     reset = _function(device, "reset_peak_memory_stats") if is_accelerator(device) else None
     if reset is not None:
         reset(torch.device(device))
 
 
 def free_bytes(device: AnyDevice) -> int | None:
-    """Return what the driver has left for anybody; ``None`` where nobody can say."""
+    """Return the free memory of a device according to its driver; ``None`` if unknown."""
     info = _function(device, "mem_get_info") if is_accelerator(device) else None
     return None if info is None else int(info(torch.device(device))[0])
 
 
 def total_bytes(device: AnyDevice) -> int | None:
-    """Return how much memory a device has; ``None`` where nobody can say."""
+    """Return the total memory of a device; ``None`` if unknown."""
     info = _function(device, "mem_get_info") if is_accelerator(device) else None
     return None if info is None else int(info(torch.device(device))[1])
 
 
 def release(device: AnyDevice) -> None:
-    """Give back what nobody uses any more: garbage in cycles first, which may hold tensors, then the cache."""
+    """Free unused memory: first reference cycles, which may hold tensors, then the allocator's cache."""
     gc.collect()
     empty = _function(device, "empty_cache") if is_accelerator(device) else None
     if empty is not None:
@@ -375,7 +375,7 @@ def release(device: AnyDevice) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception says that memory ran out, on whatever device or on the host."""
+    """Tell whether an exception means that memory ran out, on any device or on the host."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY_SIGNS)
@@ -385,7 +385,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def random_states() -> tuple[torch.Tensor, ...]:
-    """Return the states of the generators of all of this process's accelerators; none before the first is used."""
+    """Return the states of the random generators of all accelerators that this process uses."""
     module = _initialized_module()
     if module is None:
         return ()
@@ -394,7 +394,7 @@ def random_states() -> tuple[torch.Tensor, ...]:
 
 
 def restore_random_states(states: Sequence[torch.Tensor]) -> None:
-    """Set the generators of all accelerators to what :func:`random_states` returned."""
+    """Set the random generators of all accelerators to states from :func:`random_states`."""
     module = _initialized_module() if states else None
     if module is None:
         return
@@ -406,7 +406,7 @@ def restore_random_states(states: Sequence[torch.Tensor]) -> None:
 
 
 def _initialized_module() -> Any:
-    """Return the accelerator's module if this process has used it; asking would otherwise begin a context there."""
+    """Return the accelerator's module if this process has used it; otherwise a query would create a context there."""
     found = torch.accelerator.current_accelerator(check_available=True)
     module = None if found is None else torch.get_device_module(found)
     began = getattr(module, "is_initialized", None)
@@ -417,7 +417,7 @@ def _initialized_module() -> Any:
 
 
 def settings(device: AnyDevice) -> dict[str, Any]:
-    """Return what else than its name decides how an accelerator computes: torch's settings; nothing on a CPU."""
+    """Return torch's settings that affect how an accelerator computes; nothing on a CPU."""
     if not is_accelerator(device):
         return {}
     return {
@@ -432,7 +432,7 @@ def settings(device: AnyDevice) -> dict[str, Any]:
 def fp32_arithmetic(device: AnyDevice) -> dict[str, str]:
     """Return how products of fp32 numbers are computed on a device, by kind: ``fp32``, ``tf32`` or ``bf16``.
 
-    Torch's default on NVIDIA's GPUs is TF32, with 10 bits of mantissa, for convolutions alone.
+    Torch's default on NVIDIA GPUs is TF32, with 10 bits of mantissa, for convolutions only.
     """
     if torch.device(device).type == "cuda":
         switches: dict[str, Any] = {
@@ -448,7 +448,7 @@ def fp32_arithmetic(device: AnyDevice) -> dict[str, str]:
 
 
 def gpu_arithmetic() -> dict[str, str]:
-    """Return the same for NVIDIA's GPUs as torch is set here, also where there is none."""
+    """Return the same for NVIDIA GPUs under torch's present settings, even if there is none."""
     return fp32_arithmetic("cuda")
 
 
@@ -458,7 +458,7 @@ def _arithmetic(switch: Any) -> str:
         try:
             chosen = getattr(one, "fp32_precision", "none")
         except RuntimeError:
-            # Set by an older switch, which torch lets nobody mix with this one.
+            # Set by an older switch, which torch does not allow to be mixed with this one.
             return _TF32 if getattr(one, "allow_tf32", False) else _FP32
         if chosen != "none":
             return _FP32 if chosen == "ieee" else str(chosen)
@@ -466,13 +466,13 @@ def _arithmetic(switch: Any) -> str:
 
 
 def arithmetic_shown(fp32: Mapping[str, str]) -> str:
-    """Return what :func:`fp32_arithmetic` found in words: of convolutions, where they differ from matrix products."""
+    """Format the result of :func:`fp32_arithmetic`, with convolutions only if they differ from matrix products."""
     products, convolutions = fp32["matrix products"], fp32["convolutions"]
     return products if products == convolutions else f"{products}, convolutions in {convolutions}"
 
 
 def has_tf32(device: AnyDevice) -> bool:
-    """Return whether a device can compute products of fp32 numbers in TF32: NVIDIA's can, since Ampere."""
+    """Tell whether a device can compute fp32 products in TF32: NVIDIA GPUs since Ampere can."""
     found = torch.device(device)
     if found.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return False
@@ -480,10 +480,10 @@ def has_tf32(device: AnyDevice) -> bool:
 
 
 def require_fp32_choice(choice: str | None, device: AnyDevice, *, where: str) -> None:
-    """Refuse to choose between TF32 and fp32 on a device that has no TF32; ``None`` chooses nothing.
+    """Refuse a choice between TF32 and fp32 on a device without TF32; ``None`` is no choice.
 
     Raises:
-        InputError: naming the device and those that have it.
+        InputError: naming the device and the devices that have TF32.
     """
     if choice is not None and not has_tf32(device):
         raise InputError(
@@ -495,7 +495,7 @@ def require_fp32_choice(choice: str | None, device: AnyDevice, *, where: str) ->
 
 @contextmanager
 def fp32_computed_in(choice: str | None) -> Iterator[None]:
-    """Compute products of fp32 numbers, convolutions among them, in one way while the body runs.
+    """Compute products of fp32 numbers, including convolutions, in one format while the body runs.
 
     Args:
         choice: ``fp32`` or ``tf32``; ``None`` leaves torch's settings as they are.
@@ -508,7 +508,7 @@ def fp32_computed_in(choice: str | None) -> Iterator[None]:
     newer: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
     allowed = [_readable(switch, "allow_tf32") for switch in older]
     precisions = [_readable(switch, "fp32_precision") for switch in newer]
-    # Some of torch reads the older switches, and refuses to where they say something else than the newer ones.
+    # Parts of torch read the older switches, and refuse if they contradict the newer ones.
     try:
         for switch in older:
             switch.allow_tf32 = choice == _TF32
@@ -525,7 +525,7 @@ def fp32_computed_in(choice: str | None) -> Iterator[None]:
 
 
 def _readable(switch: Any, name: str) -> Any:
-    """Return one of torch's switches; ``None`` where the other kind of switch was set."""
+    """Return one of torch's switches; ``None`` if the other kind of switch was set."""
     try:
         return getattr(switch, name)
     except RuntimeError:
@@ -533,7 +533,7 @@ def _readable(switch: Any, name: str) -> Any:
 
 
 def _function(device: AnyDevice, name: str) -> Any:
-    """Return a function of a device's module; ``None`` where it has none of that name."""
+    """Return a function of a device's module; ``None`` if it has none of that name."""
     try:
         return getattr(torch.get_device_module(torch.device(device)), name, None)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Read the energy that a device has used, and say where the reading comes from.
+"""Read the energy that a device has used, with the source of the reading.
 
 GPUs are read through zeus. Processors are read from the kernel's powercap files: zeus counts a counter's wrap-arounds
 in a process of its own that looks once a second, so that a window which ends within that second reads a whole range too
@@ -29,20 +29,20 @@ logger = logging.getLogger(__name__)
 
 
 class EnergyMeter(Protocol):
-    """Add up the energy that a device uses.
+    """A meter of the energy that a device uses.
 
     Attributes:
-        source: where the figures come from, one of ``autotune.measurement.ENERGY_SOURCES``.
+        source: source of the figures, one of ``autotune.measurement.ENERGY_SOURCES``.
     """
 
     source: str
 
     def read(self) -> float | None:
-        """Return the joules used since the meter was made; ``None`` where they are not known."""
+        """Return the joules used since the meter was made; ``None`` if unknown."""
 
 
 class NoMeter:
-    """Know nothing of energy."""
+    """Meter for devices whose energy is unknown."""
 
     source = ABSENT
 
@@ -52,10 +52,10 @@ class NoMeter:
 
 
 class TdpMeter:
-    """Estimate energy as a constant power times the time that passed.
+    """Estimate of energy as constant power times elapsed time.
 
     Args:
-        watts: the power; the processor's or GPU's thermal design power, say.
+        watts: the power, for example the thermal design power of the processor or GPU.
     """
 
     source = "estimated:tdp"
@@ -71,12 +71,12 @@ class TdpMeter:
 
 @dataclass(slots=True)
 class _Counter:
-    """One powercap counter, which begins anew at 0 when it is full.
+    """One powercap counter, which wraps around to 0.
 
     Attributes:
         path: its file, in microjoules.
-        range_uj: at how many it begins anew.
-        last_uj: what was read last.
+        range_uj: microjoules at which it wraps around.
+        last_uj: last reading in microjoules.
     """
 
     path: Path
@@ -88,7 +88,7 @@ class _Counter:
         return cls(zone / "energy_uj", _number(zone / "max_energy_range_uj"), _number(zone / "energy_uj"))
 
     def advance(self) -> int:
-        """Return the microjoules since the last call, in which it began anew once at most."""
+        """Return the microjoules since the last call, with at most one wrap-around."""
         now = _number(self.path)
         passed = now - self.last_uj if now >= self.last_uj else now + self.range_uj - self.last_uj
         self.last_uj = now
@@ -96,17 +96,17 @@ class _Counter:
 
 
 class RaplMeter:
-    """Read the processor packages' and the memory's energy, as the kernel's RAPL driver counts it.
+    """Meter of the processor packages and the memory, from the kernel's RAPL driver.
 
-    A package's counter holds its cores and its own graphics; memory has a counter beside it. The counter of the whole
-    platform (``psys``), where there is one, would count the packages again.
+    The counter of a package includes its cores and graphics; memory has a separate counter. The counter of the whole
+    platform (``psys``) would count the packages twice.
 
     Args:
         root: the powercap folder.
 
     Raises:
-        OSError: if a counter cannot be read; many systems let root alone read them (CVE-2020-8694).
-        LookupError: if there is none.
+        OSError: if a counter cannot be read; on many systems only root may read them (CVE-2020-8694).
+        LookupError: if there is no counter.
     """
 
     source = "measured:rapl"
@@ -120,16 +120,16 @@ class RaplMeter:
         self._total_uj = 0
 
     def read(self) -> float | None:
-        """Return the joules since the meter was made; call it before a counter can begin anew twice (minutes)."""
+        """Return the joules since the meter was made; call it before a counter can wrap around twice (minutes)."""
         self._total_uj += sum(counter.advance() for counter in self._counters)
         return self._total_uj / 1e6
 
 
 class GpuMeter:
-    """Read a GPU's energy through zeus: from NVIDIA's NVML, or AMD's SMI.
+    """Meter of a GPU through zeus, from NVIDIA's NVML or AMD's SMI.
 
     Args:
-        device: the GPU, as torch counts them.
+        device: the GPU.
 
     Raises:
         LookupError: if zeus finds no such GPU.
@@ -140,7 +140,7 @@ class GpuMeter:
 
         self.source = f"measured:{devices.energy_library()}"
         index = torch.accelerator.current_device_index() if device.index is None else device.index
-        # No CPU: zeus would have a process look at each package.
+        # Without CPUs, for each of which zeus would start a process.
         self._monitor: Any = ZeusMonitor(gpu_indices=[index], cpu_indices=[])
         if len(self._monitor.gpus) <= index:
             raise LookupError(f"zeus finds {len(self._monitor.gpus)} GPUs")
@@ -148,18 +148,18 @@ class GpuMeter:
         self._monitor.begin_window(_WINDOW, sync_execution=False)
 
     def read(self) -> float | None:
-        """Return the joules since the meter was made; the driver's counter moves some times a second."""
+        """Return the joules since the meter was made; the driver updates its counter a few times per second."""
         self._total_j += self._monitor.end_window(_WINDOW, sync_execution=False).total_energy
         self._monitor.begin_window(_WINDOW, sync_execution=False)
         return self._total_j
 
 
 def find_meter(device: torch.device, watts: float | None = None) -> EnergyMeter:
-    """Return the best meter that there is for a device: one that measures, else an estimate, else none.
+    """Return the best meter for a device: a measurement, else an estimate, else none.
 
     Args:
-        device: where the training runs.
-        watts: its power, if the user gave it; ``None`` makes no estimate.
+        device: the device of the training.
+        watts: its power for an estimate; ``None`` makes no estimate.
 
     Raises:
         InputError: if the power is not a number above 0.
@@ -176,12 +176,12 @@ def find_meter(device: torch.device, watts: float | None = None) -> EnergyMeter:
 
 
 def estimate(watts: float | None) -> EnergyMeter:
-    """Return what is left where nothing measures: an estimate from the user's watts, or nothing."""
+    """Return the meter of a device that cannot be measured: an estimate from the user's watts, or none."""
     return NoMeter() if watts is None else TdpMeter(watts)
 
 
 def require_watts(watts: float | None) -> None:
-    """Refuse a power that is none.
+    """Check a power in watts.
 
     Raises:
         InputError: if it is not a number above 0.

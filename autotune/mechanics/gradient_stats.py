@@ -1,7 +1,7 @@
-"""Read statistics off the gradients of a sampled step.
+"""Compute statistics of the gradients of a sampled step.
 
-One hook per parameter notes the norm of each micro-batch's gradient while the step runs; everything stays a tensor on
-the device until one transfer at the end. The hooks are gone when the step is over.
+One hook per parameter records the norm of each micro-batch's gradient while the step runs; all values stay on the
+device until one transfer at the end. The hooks are removed after the step.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from autotune.units import Unit
 
 # The smallest subnormal of IEEE half precision.
 _FP16_SMALLEST = 2.0**-24
-# Entries of each parameter that the underflow fraction is estimated from: enough for two digits.
+# Entries of each parameter from which the underflow fraction is estimated: enough for two digits.
 _UNDERFLOW_SAMPLE = 1024
 
 
 class GradientProbe:
-    """Watch one optimizer step, from before its first backward until after unscaling.
+    """Probe of one optimizer step, from before its first backward pass until after unscaling.
 
-    Use as a context manager round the step's backward passes; call :meth:`next_micro_batch` before each.
+    Use it as a context manager around the step's backward passes, and call :meth:`next_micro_batch` before each.
 
     Args:
-        parameters: the parameters that are trained.
-        whole: whether the step is known to have one micro-batch: its norms are the step's, and need no hooks.
+        parameters: the trained parameters.
+        whole: whether the step has only one micro-batch, whose norms need no hooks.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, whole: bool = False) -> None:
@@ -60,7 +60,7 @@ class GradientProbe:
 
     def _note(self, index: int) -> Any:
         def hook(gradient: torch.Tensor) -> None:
-            # The norm is taken at once: a kept reference would make autograd copy the gradient.
+            # Computed at once: a kept reference would make autograd copy the gradient.
             self._norms[-1][index] = torch.linalg.vector_norm(gradient.detach()).float()
 
         return hook
@@ -92,13 +92,13 @@ class GradientProbe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbedStep:
-    """What a probe saw, per parameter.
+    """Results of a probe by parameter.
 
     Attributes:
-        parameters: the parameters that had gradients.
-        sizes: their entries.
-        micro: per micro-batch, per parameter, the squared norm of the gradient as it was accumulated: still times its
-            weight n_j/N and the loss scale. Empty where the step was known to have one.
+        parameters: the parameters with gradients.
+        sizes: their numbers of entries.
+        micro: squared norm of the accumulated gradient by micro-batch and parameter, including the weight n_j/N and
+            the loss scale. Empty if the step has only one micro-batch.
         whole: per parameter, the squared norm of the whole step's true gradient.
         tiny: per parameter, non-zero entries below fp16's smallest number (estimated from a sample).
         present: per parameter, non-zero entries (estimated from the same sample).
@@ -114,13 +114,13 @@ class ProbedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorState:
-    """What outlives a sampled step.
+    """State that remains after a sampled step.
 
     Attributes:
         average: moving averages behind the noise scale.
         latest: the statistics of the last sampled step.
         sampled_at: number of the last sampled step; -1 before the first.
-        learnt_at: number of the last step that fed the noise scale; ``None`` before the first.
+        learnt_at: number of the last step that updated the noise scale; ``None`` before the first.
     """
 
     average: NoiseScaleAverage = field(default_factory=NoiseScaleAverage)
@@ -130,14 +130,14 @@ class MonitorState:
 
 
 class GradientMonitor:
-    """Turn probed steps into statistics, and remember what outlives a step.
+    """Converter of probed steps to statistics, with their moving averages.
 
     Attributes:
-        state: what is remembered; assigning a former state forgets what came since.
+        state: the averages and latest statistics; assigning an earlier state undoes later steps.
 
     Args:
         model: the model whose parameters the units name.
-        units: the units that statistics are grouped by.
+        units: the units by which statistics are grouped.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
@@ -156,14 +156,14 @@ class GradientMonitor:
         micro_samples: Sequence[int],
         scales: Sequence[float],
     ) -> None:
-        """Take in one sampled step.
+        """Add one sampled step.
 
         Args:
-            probed: what the probe saw.
-            step: the optimizer step's number.
+            probed: results of the probe.
+            step: number of the optimizer step.
             norm: 2-norm of the whole unscaled gradient.
-            micro_samples: samples of each micro-batch that was run.
-            scales: what each micro-batch's mean gradient was multiplied by: n_j/N times the loss scale.
+            micro_samples: number of samples of each micro-batch.
+            scales: factor on each micro-batch's mean gradient: n_j/N times the loss scale.
         """
         self.state = replace(self.state, sampled_at=step)
         if not math.isfinite(norm) or not probed.parameters:
@@ -229,10 +229,10 @@ def _signal_to_noise(squares: Sequence[float], micro_samples: Sequence[int], who
 
 
 def tiny_counts(gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return per gradient how many non-zero entries fp16 cannot hold, and how many there are, from a strided sample."""
+    """Return for each gradient the non-zero entries below fp16's range, and all non-zero ones, in a strided sample."""
     views = [g.detach().reshape(-1)[:: max(g.numel() // _UNDERFLOW_SAMPLE, 1)].abs() for g in gradients]
     flat = torch.cat([view.float() for view in views])
-    # A cumulative sum turns all the per-parameter counts into a few kernels.
+    # A cumulative sum computes the counts of all parameters in a few kernels.
     ends = torch.tensor([view.numel() for view in views], device=flat.device).cumsum(0) - 1
     ratios = [g.numel() / view.numel() for g, view in zip(gradients, views, strict=True)]
     strides = torch.tensor(ratios, dtype=torch.float32, device=flat.device)

@@ -1,8 +1,9 @@
 """Measure the true peak memory of a step.
 
-On an accelerator the allocator's own statistics are read. On a CPU the resident set says nothing (the allocator keeps
-pages), so the allocation events of torch's profiler are summed over one step: peak = what lives before the step + the
-largest running sum within it. Both count model, optimizer, gradients, activations and workspace, not the interpreter.
+On an accelerator the allocator's own statistics are read. On a CPU the resident set is useless (the allocator keeps
+pages), so the allocation events of torch's profiler are summed over one step: the peak is the memory before the step
+plus the largest running sum within it. Both count model, optimizer, gradients, activations and workspace, but not the
+interpreter.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from autotune.mechanics.trees import tensors
 
 
 class MemoryMeter:
-    """Measure the peak of whatever runs inside :meth:`metering`.
+    """Meter of the peak memory of code that runs inside :meth:`metering`.
 
     Attributes:
         peak_bytes: the largest peak since :meth:`reset`; ``None`` if nothing was metered since.
-        reserved_bytes: the same of what an accelerator's allocator reserved; ``None`` on a CPU.
+        reserved_bytes: the same for memory reserved by an accelerator's allocator; ``None`` on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,11 +39,11 @@ class MemoryMeter:
 
     @property
     def available(self) -> bool:
-        """Return whether the device says what a step takes."""
+        """Tell whether the memory of a step can be measured on the device."""
         return not devices.is_accelerator(self._device) or devices.allocated(self._device) is not None
 
     def reset(self) -> None:
-        """Forget the peak."""
+        """Reset the peak."""
         self.peak_bytes = self.reserved_bytes = None
 
     @contextmanager
@@ -50,7 +51,7 @@ class MemoryMeter:
         """Meter the body, usually one optimizer step.
 
         Args:
-            resident: the tensors that live throughout the body: parameters, buffers, optimizer state, the batch.
+            resident: tensors that are alive during the whole body: parameters, buffers, optimizer state, the batch.
         """
         static = tensor_bytes(resident)
         meter = self._accelerator if devices.is_accelerator(self._device) else self._cpu
@@ -60,7 +61,7 @@ class MemoryMeter:
     @contextmanager
     def _accelerator(self, _static: int) -> Iterator[None]:
         devices.synchronize(self._device)
-        # Segments that other plans left behind are not this one's.
+        # Segments of other plans must not count.
         devices.release(self._device)
         devices.forget_peaks(self._device)
         yield
@@ -87,7 +88,7 @@ class MemoryMeter:
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Leave garbage of earlier steps where it is: what a step frees of it would be taken off the step's own memory."""
+    """Pause garbage collection: garbage of earlier steps that a step frees would lower its measured memory."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -110,7 +111,7 @@ def _largest_running_sum(trace: profile) -> int:
 
 
 def resident_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, batches: object) -> list[torch.Tensor]:
-    """Return the tensors that live before a step begins: parameters, buffers, optimizer state and batches."""
+    """Return the tensors that are alive before a step begins: parameters, buffers, optimizer state and batches."""
     state = optimizer.state.values()
     gradients = [parameter.grad for parameter in model.parameters()]
     return tensors([*model.parameters(), *model.buffers(), *gradients, *state, batches])
@@ -122,7 +123,7 @@ def tensor_bytes(values: Iterable[torch.Tensor]) -> int:
 
 
 def content_bytes(values: Iterable[torch.Tensor]) -> int:
-    """Return the bytes that tensors show of their storages: of a slice its own, of what is expanded the storage's."""
+    """Return the bytes of the tensors' elements: a slice counts its own, an expanded tensor its storage's."""
     shown: dict[int, int] = {}
     whole: dict[int, int] = {}
     for part in (part for value in values for part in strided(value)):
@@ -133,20 +134,20 @@ def content_bytes(values: Iterable[torch.Tensor]) -> int:
 
 
 def storages(values: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Return the bytes of the storages that tensors have on this rank, by address."""
+    """Return the bytes of the tensors' storages on this rank, by address."""
     parts = [part.untyped_storage() for value in values for part in strided(value)]
     return {part.data_ptr(): part.nbytes() for part in parts}
 
 
 def strided(value: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that a tensor is stored in: of a sparse one, its indices and values.
+    """Return the dense tensors in which a tensor is stored, such as indices and values of a sparse one.
 
-    Of one without a storage that can be looked at there are none.
+    The list is empty for a tensor whose storage cannot be read.
     """
     if type(value) is torch.Tensor and value.layout is torch.strided:
         return [value] if _is_stored(value) else []
     if hasattr(value, "device_mesh"):
-        # Of a DTensor, this rank holds a part.
+        # This rank holds a part of a DTensor.
         local: Any = value
         value = local.to_local()
     if hasattr(value, "__tensor_flatten__"):
@@ -170,7 +171,7 @@ def _parts(value: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _is_stored(value: torch.Tensor) -> bool:
-    """Tell whether a tensor's storage can be looked at: those within torch.func have none, nor have some wrappers."""
+    """Tell whether a tensor's storage can be read: tensors within torch.func and some wrappers have none."""
     try:
         value.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):

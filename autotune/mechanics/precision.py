@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from autotune.choices import REDUCED_PRECISIONS
 from autotune.mechanics import devices
 from autotune.plan import Precision
 
-DTYPES = MappingProxyType(
-    {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
-)
-_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+DTYPES = MappingProxyType({precision: getattr(torch, precision.dtype) for precision in Precision if precision.dtype})
+_REDUCED = tuple(DTYPES[precision] for precision in REDUCED_PRECISIONS)
 
 # A format without a native path is emulated: on CPUs fp16 matrix products can run at a hundredth of fp32's rate, and
 # where they do not, fp16 convolutions still do. Ten times slower is far from every useful format and from noise.
@@ -51,7 +50,7 @@ def computing_in(precision: Precision, device_type: str) -> Iterator[None]:
 def canonical(tree: Any) -> Any:
     """Return a tree of tensors with every 16-bit floating tensor cast to fp32."""
     if isinstance(tree, torch.Tensor):
-        return tree.float() if tree.dtype in _SIXTEEN_BIT else tree
+        return tree.float() if tree.dtype in _REDUCED else tree
     return tree_map_only(torch.Tensor, canonical, tree)
 
 
@@ -63,7 +62,7 @@ def excluded_precisions(device_type: str) -> MappingProxyType[Precision, str]:
     second in all; the answer is kept for the process.
     """
     reasons = {}
-    for precision in (Precision.BF16, Precision.FP16):
+    for precision in REDUCED_PRECISIONS:
         if DTYPES[precision] not in devices.autocast_dtypes(device_type):
             reasons[precision] = f"autocast has no {precision} on {device_type}"
             continue
@@ -84,7 +83,7 @@ def excluded_precisions(device_type: str) -> MappingProxyType[Precision, str]:
 def useful_precisions(device_type: str) -> tuple[Precision, ...]:
     """Return fp32 and the 16-bit formats that a device does well, fp32 first."""
     excluded = excluded_precisions(device_type)
-    return tuple(p for p in (Precision.FP32, Precision.BF16, Precision.FP16) if p not in excluded)
+    return tuple(precision for precision in DTYPES if precision not in excluded)
 
 
 def _ratio(probe: Callable[[torch.dtype, str], float], dtype: torch.dtype, device_type: str) -> float:

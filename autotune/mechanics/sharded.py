@@ -1,7 +1,7 @@
 """Make optimizer updates through a DeepSpeed engine, which spreads gradients and optimizer state over ranks (ZeRO).
 
-The boundary of accumulation is set round every micro-batch, so that any number of them makes one update, exactly; the
-norm is read off the reduced shards before the engine steps. What a stage leaves where is known here and nowhere else.
+The boundary of accumulation is set around every micro-batch, so that any number of them makes exactly one update. The
+norm is computed from the reduced shards before the engine steps. Only this file knows which stage keeps what where.
 DeepSpeed itself is not imported.
 """
 
@@ -22,15 +22,16 @@ Shard = tuple[int, torch.Tensor]
 
 
 class ShardedUpdate(Update):
-    """Make updates through a DeepSpeed engine.
+    """Updates through a DeepSpeed engine.
 
-    Weights of micro-batches are those of the global step times the number of ranks, over which the engine averages.
+    Weights of micro-batches are those of the global step times the number of ranks, since the engine averages over
+    ranks.
 
     Args:
-        engine: what ``deepspeed.initialize`` returned, with the job's optimizer in it.
+        engine: result of ``deepspeed.initialize``, with the job's optimizer in it.
         optimizer: the job's optimizer.
-        parameters: what it trains, as the model has it.
-        clip_norm: what the engine clips at; ``None`` for not at all.
+        parameters: the model's trained parameters.
+        clip_norm: norm at which the engine clips; ``None`` for no clipping.
     """
 
     def __init__(
@@ -45,18 +46,18 @@ class ShardedUpdate(Update):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that are trained, as the model has them."""
+        """Return the model's trained parameters."""
         return self._parameters
 
     def begin(self, micro_batches: int) -> None:
-        """Note how many micro-batches the next update has on every rank."""
+        """Set the number of micro-batches of the next update on every rank."""
         self._left = micro_batches
         self._mark()
 
     def backward(self, loss: torch.Tensor, weight: float) -> None:
-        """Accumulate the gradient of one micro-batch; the last one's is reduced over the ranks."""
+        """Accumulate the gradient of one micro-batch, and reduce it over the ranks after the last one."""
         self._accumulating = True
-        # It divides by its own number of accumulation steps, which is 1 where the steps are a plan's.
+        # The engine divides by its own number of accumulation steps, which is 1 under a plan.
         self.engine.backward(loss * weight)
         self._left -= 1
         self._mark()
@@ -91,9 +92,9 @@ class ShardedUpdate(Update):
         return stepping
 
     def discard(self) -> None:
-        """Drop what was accumulated; after the last micro-batch's backward, or before the first one's."""
+        """Drop accumulated gradients, after the last backward pass of a step or before the first."""
         if self._accumulating and self.stage:
-            # The engine's own way of skipping an update, which clears what it holds.
+            # The engine's own way of skipping an update clears its gradients.
             self._poison()
             self.engine.step()
         elif self._accumulating:
@@ -101,7 +102,7 @@ class ShardedUpdate(Update):
         self._accumulating = False
 
     def _poison(self) -> None:
-        """Make the gradient one that the engine skips: its first number that is no padding, which nothing clears."""
+        """Make the engine skip the gradient, by its first element that is not padding: padding is not cleared."""
         rank = distributed.get_rank()
         for index, gradient in self.shards():
             parameter: Any = self._parameters[index]
@@ -110,7 +111,7 @@ class ShardedUpdate(Update):
                 return
 
     def shards(self) -> list[Shard]:
-        """Return what this rank holds of the reduced gradient: indices of parameters and flat or whole pieces."""
+        """Return this rank's part of the reduced gradient: parameter indices with flat or whole pieces."""
         optimizer = self.engine.optimizer
         if self.stage == 0:
             return [(index, p.grad) for index, p in enumerate(self._parameters) if p.grad is not None]
@@ -118,7 +119,7 @@ class ShardedUpdate(Update):
         found: list[Shard] = []
         for number, group in enumerate(groups):
             held = [g for g in optimizer.averaged_gradients[number] if not getattr(g, "_zero_padding", False)]
-            # What fills a partition up to its size comes last.
+            # Padding of a partition comes last.
             found += [(self._index[id(p)], g) for p, g in zip(group, held, strict=False) if id(p) in self._index]
         return found
 
@@ -128,12 +129,12 @@ class ShardedUpdate(Update):
             return self.optimizer.state_dict()
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`optimizer_state` returned on this rank."""
+        """Restore the result of :meth:`optimizer_state` on this rank."""
         with _whole_groups(self):
             self.optimizer.load_state_dict(state)
 
     def tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Return by name what this rank holds of weights, masters and buffers."""
+        """Return this rank's weights, masters and buffers by name."""
         optimizer = self.engine.optimizer
         found = {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
         for name, parameter in model.named_parameters():
@@ -149,12 +150,12 @@ class ShardedUpdate(Update):
         return {**found, **{f"master {number}": master for number, master in enumerate(masters)}}
 
     def settle(self) -> None:
-        """Give back weights that were gathered for use, so that none is older than its shard."""
+        """Release gathered weights, so that none is older than its shard."""
         if self.stage == 3:
             self.engine.optimizer._partition_all_parameters()
 
     def resident(self, model: nn.Module, batches: Sequence[Any]) -> list[torch.Tensor]:
-        """Return the tensors that live on this rank before a step begins."""
+        """Return the tensors that are alive on this rank before a step begins."""
         shards = [getattr(parameter, "ds_tensor", None) for parameter in model.parameters()]
         held = _reachable(vars(self.engine.optimizer), set()) if self.stage else []
         return [
@@ -165,11 +166,11 @@ class ShardedUpdate(Update):
 
 
 class ShardedProbe(GradientProbe):
-    """Watch one optimizer step whose micro-batches run on several ranks.
+    """Probe of one optimizer step whose micro-batches run on several ranks.
 
     Args:
-        update: makes the step's update.
-        bearing: for every micro-batch of every rank, in order of ranks, whether it bears a loss.
+        update: the update of the step.
+        bearing: for every micro-batch of every rank, in order of ranks, whether it has loss-bearing items.
     """
 
     def __init__(self, update: ShardedUpdate, bearing: Sequence[bool]) -> None:
@@ -178,7 +179,7 @@ class ShardedProbe(GradientProbe):
         self._bearing = bearing
 
     def read(self) -> ProbedStep:
-        """Return the squared norms of the step on all ranks; one collective for the micro-batches, one for the rest."""
+        """Return the squared norms of the step on all ranks; micro-batches and the rest take one collective each."""
         shards = self._update.shards()
         device = self._parameters[0].device
         whole = torch.zeros(3, len(self._parameters), dtype=torch.float32, device=device)
@@ -198,7 +199,7 @@ class ShardedProbe(GradientProbe):
         squares, tiny, present = whole.tolist()
         return ProbedStep(
             parameters=tuple(self._parameters),
-            # Where weights are spread, too, a rank holds nothing of what it does not use.
+            # If weights are sharded too, a rank holds no elements of parameters that it does not use.
             sizes=tuple(int(getattr(p, "ds_numel", p.numel())) for p in self._parameters),
             micro=tuple(tuple(row) for row in micro),
             whole=tuple(squares),
@@ -208,7 +209,7 @@ class ShardedProbe(GradientProbe):
 
 
 class _whole_groups:  # noqa: N801 - a context manager
-    """Let the optimizer know its shards while its state is read or written; stage 3 shows them one at a time."""
+    """Context in which the optimizer has all its shards, for its state; stage 3 otherwise shows one at a time."""
 
     def __init__(self, update: ShardedUpdate) -> None:
         self._optimizer = update.engine.optimizer if update.stage == 3 else None
@@ -223,7 +224,7 @@ class _whole_groups:  # noqa: N801 - a context manager
 
 
 def _reachable(value: Any, seen: set[int]) -> list[torch.Tensor]:
-    """Return the tensors in nested containers and in DeepSpeed's own objects."""
+    """Return the tensors in nested containers and in DeepSpeed's objects."""
     if isinstance(value, torch.Tensor):
         return [value, *([value.grad] if value.is_leaf and value.grad is not None else [])]
     if id(value) in seen:

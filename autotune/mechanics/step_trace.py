@@ -1,4 +1,4 @@
-"""Watch one optimizer step: when each piece of the model ran, and which blocks of memory lived when.
+"""Trace one optimizer step: when each piece of the model ran, and when each block of memory was alive.
 
 A *segment* is one call of a unit or the code between two calls; they are numbered in forward order, the code before
 call c as 2c and the call itself as 2c + 1, so that after n calls the last segment (the loss) is 2n.
@@ -63,13 +63,13 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """Note that a tensor's storage was seen at a place.
+    """An observation of a tensor's storage at a place.
 
     Attributes:
         role: ``input`` or ``output`` of a call, or ``saved`` for backward.
-        place: where.
-        time: when it was certainly alive.
-        address: of the storage.
+        place: place of the observation.
+        time: time at which the storage was certainly alive.
+        address: address of the storage.
     """
 
     role: Literal["input", "output", "saved"]
@@ -80,7 +80,7 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrace:
-    """What a traced step did with memory.
+    """Trace of a step's memory.
 
     Attributes:
         calls: the units called, in order, in the first micro-batch.
@@ -88,7 +88,7 @@ class StepTrace:
         places: those places.
         changes: (time, bytes) of every allocation (> 0) and release (< 0), ascending.
         blocks: blocks allocated during the step, by address, each list ascending in time.
-        sightings: storages seen in the first micro-batch.
+        sightings: observations of storages in the first micro-batch.
         older: bytes of blocks from before the step that were released in it, by address.
     """
 
@@ -101,12 +101,12 @@ class StepTrace:
     older: dict[int, int] = field(default_factory=dict)
 
     def place_at(self, moment: float) -> Place | None:
-        """Return where the step was; ``None`` before its first forward pass."""
+        """Return the place of the step at a time; ``None`` before its first forward pass."""
         index = bisect_right(self.times, moment) - 1
         return None if index < 0 else self.places[index]
 
     def block_at(self, address: int, moment: float) -> Block | None:
-        """Return the block that lived at an address; ``None`` for memory older than the step."""
+        """Return the block at an address and a time; ``None`` for memory older than the step."""
         for block in self.blocks.get(address, ()):
             if block.born <= moment < block.died:
                 return block
@@ -114,19 +114,19 @@ class StepTrace:
 
 
 class StepWatch:
-    """Follow a step from unit to unit; use as a context manager round the step.
+    """Observer of a step's progress from unit to unit; use it as a context manager around the step.
 
     Attributes:
-        places: where the step was, in order.
-        stamps: what ``stamp`` returned on entering each place.
+        places: places of the step, in order.
+        stamps: result of ``stamp`` on entering each place.
         calls: the units called in each micro-batch.
-        spoilt: why what was seen is not the whole step; ``None`` if it is.
+        spoilt: why the observations are incomplete; ``None`` if they are complete.
 
     Args:
         model: the model.
         units: names of the units.
-        stamp: takes the time.
-        on_call: is told of each call's role, place and tensors.
+        stamp: function that records the time.
+        on_call: called with each call's role, place and tensors.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class StepWatch:
         self._on_call = on_call
         self._hooks = ExitStack()
         self._copies: list[Any] = []
-        # The step's own; another may serve the model meanwhile.
+        # Thread of the step; another one may run the model meanwhile.
         self._thread = threading.get_ident()
         self.places: list[Place] = []
         self.stamps: list[Any] = []
@@ -153,7 +153,7 @@ class StepWatch:
         for name in self._units:
             module = self._model.get_submodule(name)
             if isinstance(module, torch.jit.ScriptModule):
-                # It takes no hooks: its calls are part of what surrounds them.
+                # It does not allow hooks: its calls count as the code around them.
                 continue
             entering, leaving = (
                 WatchingHook(do, watched=module, copies=self._copies) for do in (self._entering(name), self._left)
@@ -171,17 +171,17 @@ class StepWatch:
 
     @property
     def place(self) -> Place:
-        """Return where the step is."""
+        """Return the current place of the step."""
         return self.places[-1]
 
     def begin(self, phase: Phase) -> None:
-        """Note that a micro-batch's forward or backward pass, or the update after it, begins."""
+        """Begin a micro-batch's forward or backward pass, or the update after it."""
         if phase == "forward":
             self._thread = threading.get_ident()
             self.calls.append([])
             self._go(Place(len(self.calls) - 1, phase, 0))
         elif not self.calls:
-            # Whoever tells of no forward pass shows no step.
+            # Without a forward pass there is no step.
             return
         elif phase == "backward":
             self._go(Place(self.place.micro_batch, phase, 2 * len(self.calls[-1])))
@@ -204,7 +204,7 @@ class StepWatch:
         return enter
 
     def _left(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
-        # A call that began unwatched has no place.
+        # A call that began unobserved has no place.
         if not self._watching() or self.place.segment % 2 == 0:
             return
         call = len(self.calls[-1]) - 1
@@ -222,7 +222,7 @@ class StepWatch:
     def _look(self, role: Literal["input", "output"], call: int, tree: Any) -> None:
         try:
             self._see(role, call, tree)
-        except Exception as error:  # noqa: BLE001 - whoever only watches stops nobody
+        except Exception as error:  # noqa: BLE001 - an observer must not stop the step
             self.spoilt = f"what a unit was handed or returned cannot be looked at: {error}"
 
     def _see(self, role: Literal["input", "output"], call: int, tree: Any) -> None:
@@ -230,17 +230,17 @@ class StepWatch:
         if self._on_call is not None:
             self._on_call(role, self.place, found)
         inside, before = 2 * call + 1, 2 * call
-        # Of leaves, autograd refuses to say in autograd.grad() whether their gradients are due.
+        # In autograd.grad(), autograd does not tell whether gradients of leaves are needed.
         flowing = [tensor for tensor in found if tensor.grad_fn is not None]
         if not flowing or not torch.is_grad_enabled():
             return
         if role == "output":
-            # Backward is in the unit as soon as the gradient of any of its outputs is complete ...
+            # The backward pass enters the unit when the gradient of any of its outputs is complete ...
             handle = register_multi_grad_hook(flowing, lambda _: self._move_back(inside), mode="any")
         else:
-            # ... and leaves it when those of all its inputs are.
+            # ... and leaves it when the gradients of all its inputs are complete.
             handle = register_multi_grad_hook(flowing, lambda _: self._leave_back(inside, before), mode="all")
-        # Its closure holds the graph that holds it, which no garbage collector sees.
+        # Its closure and the graph hold each other, which no garbage collector sees.
         self._hooks.callback(handle.remove)
 
     def _move_back(self, segment: int) -> None:
@@ -256,8 +256,8 @@ def seconds_by_place(watch: StepWatch, device: torch.device) -> dict[tuple[Phase
     """Return the seconds spent in each phase and segment of a step, in all micro-batches.
 
     Args:
-        watch: what watched it, with :func:`autotune.mechanics.devices.stamp_for` as its clock.
-        device: where it ran.
+        watch: the observer, with :func:`autotune.mechanics.devices.stamp_for` as its clock.
+        device: the device of the step.
     """
     moments = devices.seconds_between(watch.stamps, device)
     seconds: dict[tuple[Phase, int], float] = {}
@@ -268,28 +268,28 @@ def seconds_by_place(watch: StepWatch, device: torch.device) -> dict[tuple[Phase
 
 
 def rest_of(step_s: float, seconds: Mapping[tuple[Phase, int], float]) -> float:
-    """Return the seconds of a step that are neither forward's nor backward's.
+    """Return the seconds of a step outside the forward and backward passes.
 
-    Never below 0: an accelerator's events and the host's clock do not agree to the last microsecond.
+    Never below 0: an accelerator's events and the host's clock differ by microseconds.
 
     Args:
-        step_s: of the whole step, by the host's clock.
-        seconds: what :func:`seconds_by_place` returned.
+        step_s: seconds of the whole step by the host's clock.
+        seconds: result of :func:`seconds_by_place`.
     """
     return max(step_s - sum(value for (phase, _), value in seconds.items() if phase != "update"), 0.0)
 
 
 class StepTracer:
-    """Trace the memory of one step.
+    """Tracer of the memory of one step.
 
     Attributes:
-        watch: to be told of phases while the step runs.
-        trace: what was seen, once :meth:`tracing` has ended.
+        watch: observer that must be told of phases while the step runs.
+        trace: the trace, after :meth:`tracing` has ended.
 
     Args:
         model: the model.
         units: names of the units.
-        device: whose memory is traced.
+        device: device whose memory is traced.
     """
 
     _STEP, _MARK = "autotune.step", "autotune.step_trace"
@@ -308,7 +308,7 @@ class StepTracer:
             quiet_profiler(),
             settled_collectives(),
             profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
-            # Of what an accelerator releases between operations, the profiler keeps only what has a parent.
+            # The profiler keeps an accelerator's releases between operations only if they have a parent.
             record_function(self._STEP),
             self.watch,
             yielding_saved_hooks(self._pack, self._give_way),
@@ -322,7 +322,7 @@ class StepTracer:
 
     def _mark(self) -> Any:
         with record_function(self._MARK):
-            # What the host does at that moment, an accelerator may do much later.
+            # An accelerator may run the operation much later than the host.
             return self._stamp()
 
     def _note(self, role: Literal["input", "output"], place: Place, found: Sequence[torch.Tensor]) -> None:
@@ -337,20 +337,20 @@ class StepTracer:
         try:
             # Detached, or a saved output would keep its own graph alive.
             return tensor.detach()
-        except Exception as error:  # noqa: BLE001 - of a type of somebody else's that cannot be detached
+        except Exception as error:  # noqa: BLE001 - a foreign tensor type that cannot be detached
             watch.spoilt = f"a tensor that autograd saves cannot be looked at: {error}"
             return tensor
 
     def _address(self, tensor: torch.Tensor) -> int:
-        """Return what tells a tensor's storage from all others that are alive."""
-        # What has no storage of its own is told apart by itself.
+        """Return a number that identifies a tensor's storage among all that are alive."""
+        # A tensor without a storage of its own is identified by the object.
         return next(iter(storages([tensor])), id(tensor))
 
     def _read(self, profiled: profile) -> StepTrace:
         marks: list[float] = []
         changes: list[tuple[float, int, int]] = []
         profiler: Any = profiled.profiler
-        # There are tens of thousands of events, and each look at one costs microseconds.
+        # There are tens of thousands of events, and each access costs microseconds.
         waiting = list(profiler.kineto_results.experimental_event_tree())
         while waiting:
             event = waiting.pop()
@@ -386,7 +386,7 @@ class StepTracer:
             changes=tuple((moment, size) for moment, size, _ in changes),
             blocks=blocks,
             older=older,
-            # What is saved is alive when backward begins; inputs and outputs are, when they are seen.
+            # Saved tensors are alive when the backward pass begins; inputs and outputs when they are observed.
             sightings=tuple(
                 Sighting(role, place, first_backward if role == "saved" else _after(marks, mark, role), address)
                 for role, place, mark, address in self._seen

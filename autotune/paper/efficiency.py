@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from autotune.cost_model.profile import Profile
 from autotune.engines.job_checks import ask, build_model
 from autotune.job import Job
 from autotune.mechanics.devices import device_kind
+from autotune.mechanics.precision import DTYPES
 from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.stepping import num_samples
 from autotune.mechanics.trees import map_tensors
@@ -25,7 +27,6 @@ from autotune.paper.table_comparisons import (
     Summary,
     baseline_arm,
     fp32_notes,
-    geometric,
     paper_arm,
     samples_needed,
     summarised,
@@ -40,7 +41,6 @@ from autotune.records.run_documents import Rates
 MEMORY_SHARE = 0.75
 TUNED = "ppo"
 _SECONDS = {"min": 60.0, "hr": 3600.0}
-_KINDS = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 
 
 def efficiency(
@@ -92,7 +92,7 @@ def _rates(job: Job, precisions: Sequence[Precision], place: str) -> dict[str, A
     per_sample = step_flops(model, job.loss, batch) / num_samples(batch)
     return {
         "per_sample": per_sample,
-        "peak_per_s": {str(precision): matmul_peak(_KINDS[precision], place) for precision in precisions},
+        "peak_per_s": {str(precision): matmul_peak(DTYPES[precision], place) for precision in precisions},
         "threads": torch.get_num_threads(),
     }
 
@@ -166,7 +166,7 @@ def _held(experiment: Experiment, document: Mapping[str, Any], rates: Mapping[st
             sentence = f"{entry['arm']}: {entry['verdict']}, since {entry['reason']}"
             found.append({"arm": entry["arm"], "time_ratio": None, "holds": False, "sentence": sentence})
             continue
-        samples = geometric(
+        samples = statistics.geometric_mean(
             [samples_needed(run) / samples_needed(other) for run, other in zip(arm["runs"], baseline, strict=True)]
         )
         holds = ratio <= experiment.at_most and entry["non_inferior"]

@@ -209,11 +209,6 @@ def samples_needed(run: Mapping[str, Any]) -> int:
     return samples_to_target(run["curve"], run["time_to_target_s"])
 
 
-def geometric(values: Sequence[float]) -> float:
-    """Return the geometric mean."""
-    return math.exp(statistics.fmean(map(math.log, values)))
-
-
 def _mean(values: Sequence[float | None]) -> float | None:
     there = [value for value in values if value is not None]
     return statistics.fmean(there) if len(there) == len(values) and there else None

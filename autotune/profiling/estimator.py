@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from autotune.choices import REDUCED_PRECISIONS
 from autotune.cost_model.device_table import DeviceSpec
 from autotune.cost_model.profile import Calibration, Profile
 from autotune.engines.job_checks import accumulation_choices, ask, build_model, build_optimizer
@@ -26,10 +27,11 @@ from autotune.errors import InputError, JobError
 from autotune.job import Job
 from autotune.mechanics import controls, devices, stepping
 from autotune.mechanics.memory_meter import resident_tensors
+from autotune.mechanics.precision import DTYPES
 from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.step_trace import Phase
 from autotune.mechanics.trees import map_tensors, tensors
-from autotune.plan import Plan, PlanSpace, Precision, Storage
+from autotune.plan import Plan, PlanSpace, Precision
 from autotune.profiling.attribution import attribute
 from autotune.profiling.fake_trace import FakeTracer, fake_conversions, fused_attention
 from autotune.profiling.profile_assembly import Choice, Probe, all_tables, homogeneous_plans, known, without_copies
@@ -37,7 +39,7 @@ from autotune.profiling.profiler import fixed_shape, length_spread, spread_choic
 from autotune.units import Unit, units_of
 
 _MAX_TABLES = 4
-_PRECISION_OF = {torch.bfloat16: Precision.BF16, torch.float16: Precision.FP16}
+_PRECISION_OF = {DTYPES[precision]: precision for precision in REDUCED_PRECISIONS}
 
 
 def estimate(job: Job, device: DeviceSpec, *, on_progress: Callable[[float], None] | None = None) -> Profile:
@@ -167,7 +169,7 @@ class _Estimator:
         self._run(model, optimizer, batch, plan, tracer)
         controls.remove(model)
         assert tracer.trace is not None
-        recomputed = [name for name, storage in plan.storage.items() if storage is Storage.RECOMPUTE]
+        recomputed = list(plan.recomputed)
         seen = attribute(tracer.trace, recomputed, None if first is None else known(first).gradients)
         # At most two micro-batches are traced; the rest repeat the second.
         traced = min(plan.accumulation_steps, 2)

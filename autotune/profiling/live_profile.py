@@ -85,7 +85,7 @@ def seen_of(
         static_bytes: model and optimizer state.
         gradients: what each segment's backward pass leaves, as another trace showed it.
     """
-    recomputed = [name for name, storage in plan.storage.items() if storage is Storage.RECOMPUTE]
+    recomputed = list(plan.recomputed)
     return Seen(
         plan=plan,
         calls=trace.calls,
@@ -519,8 +519,8 @@ def _boundaries(seen: Sequence[Seen], calls: Sequence[str], units: Mapping[str, 
                 f"{precision}/{storage}"
                 for precision in precisions
                 for storage in Storage
-                if (segment in keepers and storage is Storage.SAVE)
-                or (segment in users and recomputed and storage is Storage.RECOMPUTE)
+                if (segment in keepers and not storage.recomputes)
+                or (segment in users and recomputed and storage.recomputes)
             )
         merged.append(
             Boundary(

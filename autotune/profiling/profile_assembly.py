@@ -38,17 +38,15 @@ def homogeneous_plans(space: PlanSpace, ks: Sequence[int]) -> dict[Probe, Plan]:
 
     At each k those that save come first: what disturbs some of the steps parts times that should agree.
     """
-    storages = [Storage.SAVE, *([Storage.RECOMPUTE] if space.recomputable else [])]
+    storages = space.storages if space.recomputable else space.storages[:1]
     return {
         Probe(k, choice_name(precision, storage), passes): space.plan(
-            accumulation_steps=k,
-            precision=precision,
-            recomputed=space.recomputable if storage is Storage.RECOMPUTE else (),
+            accumulation_steps=k, precision=precision, storage=storage
         )
         for k in ks
         for storage in storages
         for precision in space.precisions
-        for passes in ((False, True) if precision in (Precision.BF16, Precision.FP16) else (False,))
+        for passes in ((False, True) if precision.is_reduced else (False,))
     }
 
 
@@ -378,7 +376,7 @@ def no_free_recomputation(costs: Mapping[str, Cost]) -> dict[str, Cost]:
     for name, cost in costs.items():
         precision, _, storage = name.partition("/")
         saving = costs.get(f"{precision}/{Storage.SAVE}")
-        if storage == Storage.RECOMPUTE and saving is not None and cost.seconds < saving.seconds:
+        if Storage(storage).recomputes and saving is not None and cost.seconds < saving.seconds:
             raised[name] = replace(cost, backward_s=cost.backward_s + saving.seconds - cost.seconds)
     return raised
 

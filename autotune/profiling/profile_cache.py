@@ -19,8 +19,8 @@ import torch
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.time_model import seconds_per_step
-from autotune.engines.isolated_engine import RankOptions
 from autotune.engines.rank_processes import run_elsewhere
+from autotune.engines.registry import RankOptions
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.engines.worker_processes import WorkersError
 from autotune.errors import InputError, JobError, ProfileError

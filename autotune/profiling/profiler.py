@@ -37,7 +37,7 @@ from autotune.mechanics.memory_meter import tensor_bytes
 from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.step_trace import Phase, rest_of
 from autotune.mechanics.trees import map_tensors, tensors
-from autotune.plan import Plan, PlanSpace, Storage
+from autotune.plan import Plan, PlanSpace
 from autotune.profiling.attribution import attribute
 from autotune.profiling.profile_assembly import (
     Choice,
@@ -345,7 +345,7 @@ class _Profiler:
                 self._refuse(probe, window.failure, window.failure_detail)
                 refused = refused or window.failure is Failure.OUT_OF_MEMORY
                 continue
-            recomputed = [name for name, storage in plan.storage.items() if storage is Storage.RECOMPUTE]
+            recomputed = list(plan.recomputed)
             self._require_steady_calls(tracer.trace.calls)
             seen = attribute(tracer.trace, recomputed, None if first is None else known(first).gradients)
             choices[probe] = Choice(plan, seen, tracer.trace.calls, self.engine.batch_bytes)

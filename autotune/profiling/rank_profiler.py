@@ -12,8 +12,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from autotune.cost_model.profile import Profile
-from autotune.engines.isolated_engine import RankOptions
 from autotune.engines.rank_processes import RanksError, Report, be_rank, run_on_ranks
+from autotune.engines.registry import RankOptions
 from autotune.errors import JobError
 from autotune.measurement import Failure
 from autotune.mechanics.devices import device_kind

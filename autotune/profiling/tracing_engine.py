@@ -55,7 +55,8 @@ class WatchedEngine(TorchEngine):
             with self.watch:
                 yield False
         else:
-            yield False
+            with super().metering(batches) as metered:
+                yield metered
         self.watch = None
 
     def _static(self) -> int:
@@ -127,8 +128,8 @@ class WatchedEngine(TorchEngine):
     def leave_out(self, names: Collection[str]) -> None:
         """Let some units be as the job has them from now on, and no part of any plan."""
         units = tuple(unit for unit in self.space.units if unit.name not in names)
-        self._space = replace(self.space, units=units)
-        self.apply(self._space.baseline())
+        self.space = replace(self.space, units=units)
+        self.apply(self.space.baseline())
 
     def _unit_names(self) -> list[str]:
         return [unit.name for unit in self.space.units]

@@ -1,6 +1,6 @@
-"""Keep the last two generations of a saved file, so that damage to one costs a step back and no more.
+"""The last two generations of a saved file: if one is damaged, the other one is used.
 
-Each holds a checksum of the rest. What is damaged is named once and taken away; knows nothing of what is saved.
+Each generation contains a checksum. A damaged one is logged once and removed. This file does not know what is saved.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _Read = TypeVar("_Read")
 
 
 class Generations:
-    """Write and read one saved file and the one before it.
+    """A saved file and its previous generation.
 
     Args:
-        newest: the file.
-        before: the file of the generation before.
+        newest: path of the file.
+        before: path of the previous generation.
     """
 
     def __init__(self, newest: Path, before: Path) -> None:
@@ -35,14 +35,14 @@ class Generations:
         self._last: bytes | None = None
 
     def read(self, check: Callable[[bytes], _Read], *, begins_anew: str) -> _Read | None:
-        """Return the newest generation that is whole, or ``None`` where none is.
+        """Return the newest undamaged generation, or ``None`` if there is none.
 
         Args:
-            check: reads what was saved.
-            begins_anew: what happens where no generation is whole, as a clause of the warning.
+            check: function that reads the saved bytes.
+            begins_anew: what happens if there is none, as a clause of the warning.
 
         Raises:
-            RunDirectoryError: if what stands in a file's place cannot be taken away.
+            RunDirectoryError: if a damaged file cannot be removed.
         """
         damaged: InputError | None = None
         for path in (self._newest, self._before):
@@ -58,7 +58,7 @@ class Generations:
             if damaged:
                 logger.warning("%s: %s; going back to the save before it", self._newest, damaged.problem)
             if path != self._newest:
-                # Until the next save, nothing else may stand where the newest is looked for.
+                # The damaged newest file is replaced until the next save.
                 write_atomic(self._newest, _sealed(payload))
             self._last = payload
             return found
@@ -67,10 +67,10 @@ class Generations:
         return None
 
     def write(self, payload: bytes) -> None:
-        """Save; what was saved or read before becomes the generation before.
+        """Save a new generation; the present one becomes the previous one.
 
         Raises:
-            OSError: if it cannot be written; what is there is kept.
+            OSError: if it cannot be written; the present generation is kept.
         """
         if payload == self._last:
             return
@@ -80,16 +80,16 @@ class Generations:
         self._last = payload
 
     def remove(self) -> None:
-        """Take both generations away."""
+        """Remove both generations."""
         for path in (self._newest, self._before):
             path.unlink(missing_ok=True)
 
 
 def remove(path: Path) -> None:
-    """Take a damaged file away.
+    """Remove a damaged file.
 
     Raises:
-        RunDirectoryError: if it cannot be.
+        RunDirectoryError: if it cannot be removed.
     """
     try:
         path.unlink(missing_ok=True)

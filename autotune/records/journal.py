@@ -1,7 +1,7 @@
-"""Do what is expensive once: a campaign that was killed is taken up by running it again with its journal.
+"""Journal of a campaign: an interrupted campaign is resumed by running it again with its journal.
 
-A campaign is the same program with the same seed, so that it asks for the same things in the same order. What it asked
-for before is answered from the journal; then it goes on for real.
+With the same seed, a campaign requests the same expensive operations in the same order. Operations in the journal are
+not repeated: their recorded results are returned.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from autotune.engines.engine import Engine, PreparingEngine
+from autotune.engines.engine import Engine, EngineProxy
 from autotune.errors import RunDirectoryError
 from autotune.io.documents import Count, Seconds, document, validated
 from autotune.io.files import append_json_line, open_for_appending, parse_line, read_bytes
 from autotune.measurement import Measurement
-from autotune.plan import Plan, PlanSpace
+from autotune.plan import Plan
 from autotune.records.run_directory import BEGUN_WITH, LARGEST_LOG_BYTES, as_run_error, writing
 
 JOURNAL = "journal.jsonl"
 
 
 class Journal:
-    """Remember what a campaign asked for and what came of it, in order; on disk once it has a file.
+    """Operations of a campaign and their results, in order; on disk once the journal has a file.
 
     Attributes:
-        replayed_s: seconds that what was answered from the journal took when it was done.
+        replayed_s: seconds that the replayed operations took originally.
     """
 
     def __init__(self) -> None:
@@ -40,18 +40,18 @@ class Journal:
 
     @classmethod
     def opened(cls, folder: Path) -> Journal:
-        """Return the journal of a run directory, to be answered from; a torn last line, left by a kill, is dropped.
+        """Return the journal of a run directory for replay, without an incomplete last line that a kill left.
 
-        A campaign that was killed before it wrote anything but what it was asked for has an empty one.
+        The journal is empty if the campaign was killed before its first operation.
 
         Raises:
-            RunDirectoryError: if the run has results but no journal, or one of its records is damaged.
+            RunDirectoryError: if the run has results but no journal, or a record is damaged.
         """
         journal = cls()
         path = folder / JOURNAL
         if not path.is_file():
             if any(child.name not in BEGUN_WITH and child.name[0] != "." for child in folder.iterdir()):
-                raise RunDirectoryError("holds no journal", where=str(folder), allowed="the run of a tune or a compare")
+                raise RunDirectoryError("has no journal", where=str(folder), allowed="the run of a tune or a compare")
             open_for_appending(path).close()
         with as_run_error():
             rows = read_bytes(path, limit_bytes=LARGEST_LOG_BYTES, follow=False).split(b"\n")[:-1]
@@ -62,21 +62,21 @@ class Journal:
 
     @property
     def left(self) -> int:
-        """Return how many more things are answered from the journal."""
+        """Return the number of operations that are still to be replayed."""
         return len(self._records) - self._next
 
     @property
     def replaying(self) -> bool:
-        """Tell whether the next thing is answered from the journal."""
+        """Return whether the next operation is replayed."""
         return self.left > 0
 
     @property
     def place(self) -> str:
-        """Return where the last answer stands."""
+        """Return the place of the last result, for errors."""
         return f"{self._path}, line {self._next}, result"
 
     def keep_in(self, folder: Path) -> None:
-        """Write to a run directory from now on, and what came before.
+        """Write all records, earlier and later ones, to a run directory.
 
         Raises:
             RunDirectoryError: if it cannot be written.
@@ -87,25 +87,26 @@ class Journal:
                 self._write(record)
 
     def once(self, what: dict[str, Any], do: Callable[[], Any], kind: Any = Any) -> Any:
-        """Return what came of something that is asked for; do it, if it was not done before.
+        """Return the result of an operation, which is performed unless the journal has its result.
 
         Args:
-            what: names it, as a JSON object.
-            do: does it and returns a JSON value.
-            kind: the type of that value, to which one from the journal is held; see :mod:`autotune.io.documents`.
+            what: description of the operation, a JSON object.
+            do: performs the operation and returns a JSON value.
+            kind: type of that value, against which a recorded result is checked; see :mod:`autotune.io.documents`.
 
         Raises:
-            RunDirectoryError: if the journal says that the campaign asked for something else here, has something else
-                for an answer, or cannot be written.
+            RunDirectoryError: if the journal has another operation here or a result of another type, or cannot be
+                written.
         """
-        asked = json.loads(json.dumps(what))
+        operation = json.loads(json.dumps(what))
         if self.replaying:
             record = self._records[self._next]
-            if record["what"] != asked:
+            if record["what"] != operation:
                 raise RunDirectoryError(
-                    f"record {self._next + 1} is of {_shown(record['what'])}, and {_shown(asked)} is asked for",
+                    f"record {self._next + 1} is for {_shown(record['what'])}, "
+                    f"but the campaign requests {_shown(operation)}",
                     where=str(self._path),
-                    allowed="the run of this version of the job and of autotune",
+                    allowed="a run of the same version of the job and of autotune",
                 )
             self._next += 1
             self.replayed_s += record["seconds"]
@@ -113,7 +114,7 @@ class Journal:
             return record["result"]
         began = time.perf_counter()
         result = do()
-        record = {"what": asked, "result": result, "seconds": time.perf_counter() - began}
+        record = {"what": operation, "result": result, "seconds": time.perf_counter() - began}
         self._records.append(record)
         self._next += 1
         if self._path is not None:
@@ -121,7 +122,7 @@ class Journal:
         return result
 
     def clock(self) -> float:
-        """Return a clock's seconds on which what was replayed took its time."""
+        """Return the seconds of a clock that includes the original time of replayed operations."""
         return time.perf_counter() + self.replayed_s
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -130,82 +131,40 @@ class Journal:
             append_json_line(self._path, {**record, "crc32": _sum(record)})
 
 
-class JournaledEngine:
-    """Answer windows from a journal, as long as it has any, and train for real after that.
+class JournaledEngine(EngineProxy):
+    """An engine that replays the windows of a journal, and trains after that.
 
     Args:
-        engine: the engine that really trains; it begins where the job does.
-        journal: the campaign's.
-
-    Attributes:
-        ahead: windows that are worth preparing before the first of them is asked for.
+        engine: the engine that trains; it begins at the start of the job.
+        journal: the campaign's journal.
     """
 
     def __init__(self, engine: Engine, journal: Journal) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._journal = journal
-        self._plan = engine.plan
         self._prepared = 0
-        self.ahead = engine.ahead if isinstance(engine, PreparingEngine) else 1
-        self.memory_budget_bytes = engine.memory_budget_bytes
-
-    @property
-    def space(self) -> PlanSpace:
-        """Return the engine's space."""
-        return self._engine.space
-
-    @property
-    def plan(self) -> Plan:
-        """Return the plan of the next window."""
-        return self._plan
-
-    def apply(self, plan: Plan) -> None:
-        """Choose the plan of the next window."""
-        self._plan = self.space.check(plan)
 
     def prepare(self, plan: Plan, steps: int) -> None:
-        """Have a window begun that will be asked for, unless the journal will answer it."""
+        """Start a window that will be requested, unless the journal has its result."""
         ahead, self._prepared = self._prepared, self._prepared + 1
-        if isinstance(self._engine, PreparingEngine) and ahead >= self._journal.left:
-            self._engine.memory_budget_bytes = self.memory_budget_bytes
-            self._engine.prepare(plan, steps)
+        if ahead >= self._journal.left:
+            super().prepare(plan, steps)
 
     def run(self, steps: int) -> Measurement:
-        """Return a window."""
+        """Return a window, from the journal if it has it.
+
+        Raises:
+            EngineError: if the engine was closed.
+        """
+        self.require_open()
         self._prepared = max(self._prepared - 1, 0)
-
-        def train() -> dict[str, Any]:
-            self._engine.memory_budget_bytes = self.memory_budget_bytes
-            self._engine.apply(self._plan)
-            return _finite(self._engine.run(steps).to_json())
-
-        asked = {
-            "window": self._plan.to_json(),
-            "steps": steps,
-            "memory_budget_bytes": self.memory_budget_bytes,
-        }
-        seen = self._journal.once(asked, train)
+        asked = {"window": self.plan.to_json(), "steps": steps, "memory_budget_bytes": self.memory_budget_bytes}
+        seen = self._journal.once(asked, lambda: _finite(super(JournaledEngine, self).run(steps).to_json()))
         return Measurement.from_json(seen, where=self._journal.place)
-
-    def evaluate(self) -> float:
-        """Return the metric of the engine's model."""
-        return self._engine.evaluate()
-
-    def snapshot(self) -> Any:
-        """Return the engine's training state."""
-        return self._engine.snapshot()
-
-    def restore(self, snapshot: Any) -> None:
-        """Return to a training state."""
-        self._engine.restore(snapshot)
-
-    def close(self) -> None:
-        """Close the engine."""
-        self._engine.close()
 
 
 def _finite(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a window whose gradient can be written as JSON: one that overflowed is left out."""
+    """Return a window without gradient statistics that are not finite, which JSON cannot express."""
     gradient = document["gradient"]
     if gradient is not None:
         with contextlib.suppress(ValueError):
@@ -216,7 +175,7 @@ def _finite(document: dict[str, Any]) -> dict[str, Any]:
 
 @document
 class Record:
-    """A line of ``journal.jsonl``: what was asked for, what came of it, and a checksum of both."""
+    """A line of ``journal.jsonl``: an operation, its result, and a checksum of both."""
 
     what: dict[str, Any]
     result: Any
@@ -229,7 +188,7 @@ def _checked(row: bytes, *, where: str) -> dict[str, Any]:
         record = parse_line(row, where=where)
         validated(Record, record, where=where)
     if record.pop("crc32") != _sum(record):
-        raise RunDirectoryError("is damaged: its checksum differs", where=where, allowed="a record as it was written")
+        raise RunDirectoryError("is damaged: its checksum differs", where=where)
     return record
 
 

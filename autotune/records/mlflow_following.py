@@ -1,6 +1,6 @@
-"""Send an attached run's decision log to MLflow while it is being written: the whole of a process of its own.
+"""Entry point of the process that sends an attached run's decision log to MLflow while the log is being written.
 
-What it sends is made from the log's events alone, so that it can be made again from the log.
+All records are computed from the log's events alone, so that they can be computed again from the log.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autotune.live.decision_log import LOG_NAME
 from autotune.live.log_tail import LogTail
 from autotune.records.tracking import Tracker
 
-# Seconds between two looks at the log, and decisions sent of what one look finds, the latest.
+# Seconds between two reads of the log, and the largest number of (latest) decisions sent after one read.
 POLL_S = 2.0
 _DECISIONS_A_LOOK = 20
 _NICE = 19
@@ -29,7 +29,7 @@ _NICE = 19
 
 @dataclass(slots=True)
 class Counts:
-    """Count what metrics are the numbers of.
+    """Counters for metrics.
 
     Attributes:
         switches: switches so far.
@@ -42,24 +42,24 @@ class Counts:
     refused: int = 0
 
     def note(self, event: Mapping[str, Any]) -> None:
-        """Take in an event."""
+        """Count an event."""
         self.switches += event["event"] == "switched"
         self.trips += event["event"] == "tripped"
         self.refused += event["event"] == "decision" and refused_by(event) is not None
 
 
 def refused_by(decision: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the rule that refused a decision's proposal, and what it said; ``None`` if none did."""
+    """Return the rule that refused a decision's proposal, and its reason; ``None`` if no rule did."""
     rules = decision.get("rules") or {}
     return next(((name, said) for name, said in rules.items() if said not in ("ok", "repaired")), None)
 
 
 def metrics_of(decision: Mapping[str, Any], counts: Counts) -> dict[str, float | None]:
-    """Return the metrics of a decision; what is not known is ``None``.
+    """Return the metrics of a decision; unknown ones are ``None``.
 
     Args:
         decision: the event.
-        counts: what was counted up to it.
+        counts: counters up to this event.
     """
     predicted, measured = decision["predicted"], decision.get("measured") or {}
     budget, ran = decision.get("memory_budget_bytes"), decision.get("ran") or {}
@@ -82,11 +82,11 @@ def metrics_of(decision: Mapping[str, Any], counts: Counts) -> dict[str, float |
 
 @dataclass(slots=True)
 class Sender:
-    """Turn events into records of a tracker.
+    """Sender of events as records of a tracker.
 
     Attributes:
-        tracker: takes them.
-        counts: of the events so far.
+        tracker: the tracker.
+        counts: counters of the events so far.
         over: whether the run has detached.
     """
 
@@ -95,7 +95,7 @@ class Sender:
     over: bool = False
 
     def send(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Send what one look at the log found."""
+        """Send the events of one read of the log."""
         decisions = [number for number, event in enumerate(events) if event["event"] == "decision"]
         kept = set(decisions[-_DECISIONS_A_LOOK:])
         for number, event in enumerate(events):
@@ -125,17 +125,17 @@ class Sender:
 
 
 class LogReader:
-    """Read what a log has got since the last look.
+    """Reader of new events of a log.
 
     Args:
-        path: the log's file, there or not yet.
+        path: the log's file, which need not exist yet.
     """
 
     def __init__(self, path: Path) -> None:
         self._tail = LogTail(path)
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the events whose lines are complete; a damaged line is left out."""
+        """Return the new events with complete lines; damaged lines are skipped."""
         events = []
         with contextlib.suppress(InputError):
             for row, _ in self._tail.read():
@@ -147,17 +147,17 @@ class LogReader:
 
 
 def follow(folder: Path, process: int, *, poll_s: float = POLL_S) -> None:
-    """Send a run's log until the run has detached, or the process that makes it is gone.
+    """Send a run's log until the run has detached, or the process that writes it has ended.
 
     Args:
         folder: the run directory.
-        process: the number of the process whose child this is.
-        poll_s: seconds between two looks.
+        process: id of the parent process, which writes the log.
+        poll_s: seconds between two reads.
     """
     reader = LogReader(folder / LOG_NAME)
     events: list[dict[str, Any]] = []
     gone = False
-    # To import MLflow keeps a core busy for seconds: not while the run is being profiled.
+    # Importing MLflow occupies a core for seconds, so it waits until the run has been profiled.
     while not gone and not any(map(_ends_profiling, events)):
         time.sleep(poll_s)
         gone = os.getppid() != process
@@ -180,7 +180,7 @@ def _ends_profiling(event: Mapping[str, Any]) -> bool:
 
 
 def main() -> None:
-    """Follow the run whose directory and process the command line names."""
+    """Follow the run of the command line's run directory and process id."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     with contextlib.suppress(OSError):
         os.nice(_NICE)

@@ -1,4 +1,4 @@
-"""Declare a comparison before its first run, and hold what each run of it came to."""
+"""Protocol of a comparison, which is fixed before the first run, and the records of its runs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from autotune.plan import PlanSpace
 
 # Paired seeds below which a verdict is an indication only: with n = 3 the best two-sided sign-flip p is 0.25.
 FEWEST_FOR_A_CLAIM = 6
-# Seeds of compared runs: none of them is a seed that tuning used.
+# First seed of compared runs, which differ from all seeds of tuning.
 _FIRST_SEED = 1000
 _MOST_SEEDS = 1000
-# Windows between two dips: more than any run has.
+# Largest number of windows between two dips, more than any run has.
 _RAREST_DIPS = 10**6
 
 ArmFactory = Callable[[PlanSpace], Policy]
@@ -31,9 +31,10 @@ class Dips:
     """How the memory budget dips while a run trains, as an evaluation or another process makes it do.
 
     Attributes:
-        every: windows from one dip to the next; a window is a stretch between evaluations, and a dip lasts for one.
+        every: number of windows from one dip to the next; a window is the time between two evaluations, and a dip lasts
+            for one window.
         share: share of the budget that a dip leaves.
-        told: whether policies are told beforehand.
+        told: whether dips are announced to policies.
     """
 
     every: int
@@ -45,7 +46,7 @@ class Dips:
         """Read ``EVERY:SHARE`` or ``EVERY:SHARE:told``, as in ``5:70%``.
 
         Raises:
-            InputError: if it is neither.
+            InputError: if the text has another form.
         """
         parts = text.split(":")
         allowed = "EVERY:SHARE or EVERY:SHARE:told, as in 5:70%, with EVERY from 2 to 1000000 and a share below 100%"
@@ -65,15 +66,15 @@ class Dips:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """One thing to compare.
+    """One alternative in a comparison.
 
     Attributes:
-        name: what it is called.
+        name: name of the arm.
         policy: makes the policy for a space; called once per run.
         tuning_s: seconds that were spent to find it.
         tuning_steps: real optimizer steps that were spent to find it.
-        job: the job that it trains, where it is the compared one with something else than a plan changed, such as the
-            learning-rate schedule; ``None`` for the compared job itself.
+        job: job that it trains, if this differs from the compared job by more than a plan, such as the learning-rate
+            schedule; ``None`` for the compared job.
     """
 
     name: str
@@ -85,19 +86,19 @@ class Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protocol:
-    """Declare a comparison before its first run.
+    """Declaration of a comparison before its first run.
 
     Attributes:
         job: the job's name.
         arms: the arms' names; the first is the baseline.
         seeds: the paired seeds.
-        horizon_samples: samples that every run consumes; the schedule is bound to it.
-        memory_budget_bytes: what ``within_budget`` refers to; ``None`` for no budget.
-        dips: how the budget dips; ``None`` if it stays. A window that runs out of memory is then repeated under the
-            leanest plan, and its time counts.
-        watts: power from which energy is estimated where it cannot be measured; ``None`` makes no estimate.
+        horizon_samples: number of samples of every run; the schedule depends on it.
+        memory_budget_bytes: memory budget of the runs; ``None`` for no budget.
+        dips: how the budget dips; ``None`` for a constant budget. With dips, a window that runs out of memory is
+            repeated under the leanest plan, and its time counts.
+        watts: power in watts, to estimate energy where it cannot be measured; ``None`` makes no estimate.
         margin: largest relative loss of the final metric that counts as non-inferior.
-        confidence: of every interval.
+        confidence: confidence level of every interval.
     """
 
     job: str
@@ -112,7 +113,7 @@ class Protocol:
 
     @property
     def digest(self) -> str:
-        """Return a SHA-256 of the protocol, to be logged before the first run."""
+        """Return the SHA-256 of the protocol, which is logged before the first run."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
@@ -130,17 +131,17 @@ class RunRecord:
     peak_bytes: int | None = None
     within_budget: bool = True
     out_of_memory: int = 0
-    # Windows in which a policy's planner acted without its network, by reason; empty for other arms.
+    # Number of windows in which a policy's planner acted without its network, by reason; empty for other arms.
     alone: dict[str, int] = field(default_factory=dict)
-    # Of training alone, as its time is; and the POSIX seconds between which the run drew it.
+    # Energy of training without evaluation, and the POSIX times of the start and the end of the run.
     energy_j: float | None = None
     energy_source: str = ABSENT
     ran_s: tuple[float, float] = (0.0, 0.0)
     failure: str | None = None
-    # Training seconds, samples and metric at each evaluation, and plans by the step they began at.
+    # Training seconds, samples and metric at each evaluation; plans with the step at which they were applied.
     curve: list[tuple[float, int, float]] = field(default_factory=list)
     plans: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    # What each window saw, in order; kept where plans change.
+    # Documents of the windows, in order; kept if plans change.
     windows: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -153,7 +154,7 @@ class RunRecord:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> RunRecord:
-        """Return the record of a document of the kind :class:`autotune.records.run_documents.Run`."""
+        """Return the record of a document of type :class:`autotune.records.run_documents.Run`."""
         curve = [(seconds, samples, metric) for seconds, samples, metric in document["curve"]]
         plans = [(entry["step"], entry["plan"]) for entry in document.get("plans") or ()]
         ran = tuple(document.get("ran_s", (0.0, 0.0)))

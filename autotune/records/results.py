@@ -1,8 +1,8 @@
-"""Read the document that a finished campaign left, and refuse what no campaign wrote before anything is made of it."""
+"""Reading of the document of a finished campaign; anything that no campaign wrote is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from autotune.errors import RunDirectoryError
@@ -27,62 +27,46 @@ AS_WRITTEN = "what autotune wrote"
 
 
 def result_name(config: Config, where: str) -> str:
-    """Return the name of the document that a finished campaign leaves.
+    """Return the name of the document of a finished campaign.
 
     Args:
-        config: what it was asked for.
-        where: the run directory.
+        config: configuration of the run.
+        where: the run directory, for errors.
 
     Raises:
-        RunDirectoryError: if it is no campaign, but a training or an attached run.
+        RunDirectoryError: if the run is not a campaign, but a training or an attached run.
     """
-    match config:
-        case JobsConfig():
-            return "jobs.json"
-        case ReproduceConfig():
-            return "reproduction.json"
-        case TuneConfig():
-            return "tuned.json"
-        case CompareConfig():
-            return "comparison.json"
-    raise RunDirectoryError(
-        f"is a run of {config.verb!r}", where=where, allowed="the run of a tune, a compare, a demo or a reproduce"
-    )
+    if type(config) not in _DOCUMENTS:
+        raise RunDirectoryError(
+            f"is a run of {config.verb!r}", where=where, allowed="the run of a tune, a compare, a demo or a reproduce"
+        )
+    return _DOCUMENTS[type(config)][0]
 
 
 def result_of(run: RunDirectory, config: Config) -> dict[str, Any]:
-    """Return the document that a finished campaign left.
+    """Return the document of a finished campaign.
 
     Raises:
         RunDirectoryError: if it is missing or damaged.
-        PlanError: if a plan in it is.
+        PlanError: if a plan in it is damaged.
     """
     name = result_name(config, str(run.path))
-    found, where = run.read(name), str(run.path / name)
-    match config:
-        case JobsConfig():
-            _check_jobs(found, where)
-        case ReproduceConfig():
-            validated(Reproduction, found, where=where, version=1, error=RunDirectoryError)
-        case TuneConfig():
-            validated(Tuned, found, where=where, error=RunDirectoryError)
-            Plan.from_json(found["plan"], where=f"{where}, plan")
-        case _:
-            _check_comparison(found, where)
+    found = run.read(name)
+    _DOCUMENTS[type(config)][1](found, str(run.path / name))
     return found
 
 
 def trials_of(run: RunDirectory) -> tuple[dict[str, Any], ...]:
-    """Return what was measured to find plans, in order.
+    """Return the trials of a search, in order.
 
     Raises:
-        InputError: naming the line that no campaign wrote.
+        InputError: naming the first line that no campaign wrote.
     """
     path, rows = run.path / "trials.jsonl", run.lines("trials.jsonl")
     for number, row in enumerate(rows, 1):
         validated(Trial, row, where=f"{path} line {number}", error=RunDirectoryError)
         Plan.from_json(row["plan"], where=f"{path} line {number}, plan")
-        # With the values that a line may leave out.
+        # Add the optional values that a line may omit.
         row["measurement"] = Measurement.from_json(
             row["measurement"], where=f"{path} line {number}, measurement"
         ).to_json()
@@ -90,7 +74,7 @@ def trials_of(run: RunDirectory) -> tuple[dict[str, Any], ...]:
 
 
 def _check_comparison(found: Mapping[str, Any], where: str) -> None:
-    """Refuse a comparison with unknown values, or whose parts do not belong together."""
+    """Refuse a comparison whose arms, seeds and verdicts do not belong together."""
     read = validated(Comparison, found, where=where, version=1, error=RunDirectoryError)
     names = [arm.name for arm in read.arms]
     judged = [entry.arm for entry in (*read.against_baseline, *([read.gate] if read.gate else []))]
@@ -119,8 +103,26 @@ def _check_comparison(found: Mapping[str, Any], where: str) -> None:
 
 
 def _check_jobs(found: Mapping[str, Any], where: str) -> None:
-    """Refuse a comparison of several jobs whose arms are not the same on each."""
+    """Refuse a comparison on several jobs whose arms differ between jobs."""
     read = validated(Jobs, found, where=where, version=1, error=RunDirectoryError)
     for entry in read.together:
         if not all(entry.arm in [one.arm for one in job.against_baseline] for job in read.jobs):
-            raise RunDirectoryError(f"arm {entry.arm!r} is not of every job", where=where, allowed=AS_WRITTEN)
+            raise RunDirectoryError(f"arm {entry.arm!r} is missing from a job", where=where, allowed=AS_WRITTEN)
+
+
+def _check_tuned(found: Mapping[str, Any], where: str) -> None:
+    validated(Tuned, found, where=where, error=RunDirectoryError)
+    Plan.from_json(found["plan"], where=f"{where}, plan")
+
+
+def _check_reproduction(found: Mapping[str, Any], where: str) -> None:
+    validated(Reproduction, found, where=where, version=1, error=RunDirectoryError)
+
+
+# Name and check of the document of a finished campaign, by the type of its configuration.
+_DOCUMENTS: dict[type, tuple[str, Callable[[Mapping[str, Any], str], None]]] = {
+    JobsConfig: ("jobs.json", _check_jobs),
+    ReproduceConfig: ("reproduction.json", _check_reproduction),
+    TuneConfig: ("tuned.json", _check_tuned),
+    CompareConfig: ("comparison.json", _check_comparison),
+}

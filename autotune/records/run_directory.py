@@ -1,4 +1,4 @@
-"""Keep run directories: one folder per command, every document written atomically."""
+"""Run directories: one folder per command, in which every document is written atomically."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _PACKAGES = (
     "mlflow-skinny",
     "scipy",
 )
-# What a run directory is made with.
+# Files that every run directory has from the start.
 BEGUN_WITH = ("environment.json", "config.json")
-# The job's profile, as it was when the run was begun.
+# The job's profile at the start of the run.
 PROFILE = "profile.json"
-# Files to which a record is added at every window, trial or step.
+# Limit for files to which a record is added at every window, trial or step.
 LARGEST_LOG_BYTES = 2**30
 # A plan of ten thousand units has less than one megabyte.
 _LARGEST_PLAN_BYTES = 4 * 2**20
@@ -46,8 +46,9 @@ _LARGEST_PLAN_BYTES = 4 * 2**20
 class RunDirectory:
     """One run's folder, ``<runs>/<utc time>-<verb>-<job>-<id>/``.
 
-    A folder may come from anybody. It is read as data: regular files and folders only, each document within a limit and
-    checked by its kind. Whoever writes in it holds its lock, from :meth:`create` or :meth:`take_up` to :meth:`close`.
+    A folder may come from anybody. It is read as data: regular files and folders only, each document limited in size
+    and checked against its type. A writer holds the lock of the folder from :meth:`create` or :meth:`take_up` to
+    :meth:`close`.
 
     Attributes:
         path: the folder.
@@ -64,8 +65,8 @@ class RunDirectory:
         Args:
             runs: the runs folder.
             verb: the command.
-            job: the job, or what else the run is called after.
-            config: what the command was asked for.
+            job: the job, or another name for the run.
+            config: keys of ``config.json`` that depend on the command.
 
         Raises:
             RunDirectoryError: if it cannot be written.
@@ -82,37 +83,37 @@ class RunDirectory:
             ) from error
         run = cls(path)
         run._lock = WriterLock(path)
-        # What makes the folder a run comes last.
+        # ``config.json`` comes last: it makes the folder a run directory.
         run.write("environment.json", describe_environment(None if isinstance(job, str) else job))
         run.write("config.json", {"version": 1, "verb": verb, "job": called, **config})
         return run
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """Open an existing run to read it.
+        """Open an existing run for reading.
 
         Raises:
-            RunDirectoryError: if the folder holds no ``config.json``, or holds links, pipes, sockets or devices.
+            RunDirectoryError: if the folder has no ``config.json``, or has links, pipes, sockets or devices.
         """
         with as_run_error():
             if not (path / "config.json").is_file():
-                raise RunDirectoryError("is no run directory", where=str(path), allowed="a folder with config.json")
+                raise RunDirectoryError("is not a run directory", where=str(path), allowed="a folder with config.json")
             require_plain(path)
         return cls(path)
 
     @classmethod
     def take_up(cls, path: Path) -> RunDirectory:
-        """Open an existing run to write in it, and take its lock.
+        """Open an existing run for writing, and take its lock.
 
         Raises:
-            RunDirectoryError: as :meth:`open`, or if another process writes in it.
+            RunDirectoryError: as :meth:`open`, or if another process is writing in it.
         """
         run = cls.open(path)
         run._lock = WriterLock(path)
         return run
 
     def close(self) -> None:
-        """Let others write in the folder."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.close()
 
@@ -126,7 +127,7 @@ class RunDirectory:
 
     @property
     def config(self) -> Config:
-        """Return what the run was asked for.
+        """Return the configuration of the run.
 
         Raises:
             RunDirectoryError: if ``config.json`` is missing or damaged.
@@ -144,7 +145,7 @@ class RunDirectory:
         return validated(Environment, self.read("environment.json"), where=where, version=1, error=RunDirectoryError)
 
     def has(self, name: str) -> bool:
-        """Tell whether the run holds a document."""
+        """Return whether the run has a document."""
         return (self.path / name).is_file()
 
     def write(self, name: str, document: object) -> Path:
@@ -159,7 +160,7 @@ class RunDirectory:
         return path
 
     def append(self, name: str, record: object) -> None:
-        """Append one record to a JSON-lines file; it is on the disk when this returns.
+        """Append one record to a JSON-lines file and wait until it is on disk.
 
         Raises:
             RunDirectoryError: if it cannot be written.
@@ -168,7 +169,7 @@ class RunDirectory:
             append_json_line(self.path / name, record)
 
     def read(self, name: str) -> dict[str, Any]:
-        """Return one of the run's documents, strict JSON whose kind is not checked.
+        """Return one of the run's documents as strict JSON, without checking its type.
 
         Raises:
             RunDirectoryError: if it is missing or damaged.
@@ -177,10 +178,10 @@ class RunDirectory:
             return read_json(self.path / name, follow=False)
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """Return a JSON-lines file's records; a torn last line, left by a kill, is dropped.
+        """Return the records of a JSON-lines file, without an incomplete last line that a kill left.
 
         Raises:
-            RunDirectoryError: if the file or a line in it is damaged.
+            RunDirectoryError: if the file or one of its lines is damaged.
         """
         if not self.has(name):
             return []
@@ -190,7 +191,7 @@ class RunDirectory:
 
 @contextmanager
 def as_run_error() -> Iterator[None]:
-    """Turn wrong input into the error of a run directory, with the same text."""
+    """Convert input errors into errors of a run directory, with the same text."""
     try:
         yield
     except InputError as error:
@@ -199,31 +200,31 @@ def as_run_error() -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a full disk, or whatever else keeps a run's file from being written, into one line."""
+    """Convert a failure to write a run's file, such as a full disk, into an error of the run directory."""
     try:
         yield
     except OSError as error:
         raise RunDirectoryError(
-            f"cannot be written ({error.strerror}); what is there is kept, and autotune resume takes it up",
+            f"cannot be written ({error.strerror}); existing files are kept, and autotune resume continues the run",
             where=str(path),
-            allowed="room on the disk",
+            allowed="free space on the disk",
         ) from error
 
 
 def require_writable(folder: Path, *, where: str = "") -> None:
-    """Check that files and folders can be made in a folder, before anything expensive begins; nothing is left behind.
+    """Check that files and folders can be made in a folder; nothing is written.
 
     Args:
-        folder: the folder, which need not be there yet.
-        where: how an error calls it; empty for the runs folder.
+        folder: the folder, which need not exist yet.
+        where: name of the folder in errors; empty for the runs folder.
 
     Raises:
-        RunDirectoryError: if they cannot.
+        RunDirectoryError: if the folder is not writable.
     """
     try:
         nearest = folder.absolute()
         while not nearest.exists():
-            # A link that leads nowhere would be no folder when it is needed.
+            # A dangling link cannot become a folder.
             if nearest.is_symlink():
                 raise NotADirectoryError
             nearest = nearest.parent
@@ -236,7 +237,7 @@ def require_writable(folder: Path, *, where: str = "") -> None:
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan file, or the plan of a run directory, which may be no link out of it.
+    """Read a plan file, or the plan of a run directory, which must not be a link.
 
     Raises:
         InputError: naming the file, the key and what is allowed.
@@ -247,7 +248,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def describe_environment(job: Job | None = None) -> dict[str, Any]:
-    """Return what a run must say of the machine, the versions and the data to be repeated."""
+    """Return the machine, the versions and the data that are needed to repeat a run."""
     import torch
 
     sources = [] if job is None or job.data_sources is None else job.data_sources()
@@ -267,11 +268,11 @@ def describe_environment(job: Job | None = None) -> dict[str, Any]:
 
 
 def benchmark_folder(runs: Path, device: str | None = None) -> Path:
-    """Return where a device's benchmarks are written: ``<runs>/benchmarks/<device>/``.
+    """Return the folder of a device's benchmarks: ``<runs>/benchmarks/<device>/``.
 
     Args:
         runs: the runs folder.
-        device: what the device is called; ``None`` for where jobs train on this machine.
+        device: name of the device; ``None`` for the device on which jobs train here.
     """
     words = re.sub(r"\((R|TM)\)|Processor|CPU", " ", device_name() if device is None else device)
     return runs / "benchmarks" / ("-".join(re.findall(r"[a-z0-9]+", words.lower())) or "unknown")

@@ -1,8 +1,8 @@
-"""Kinds of the documents in a campaign's run directory, so that what no campaign wrote is refused by name.
+"""Types of the documents in a run directory, against which every document is checked when it is read.
 
-What a run was asked for (``config.json``) is one of several kinds, told apart by its verb. A document never decides
-which code is loaded, which file is opened elsewhere or which address is connected to: where a command was given one of
-those, its text is kept for people to read, and ``autotune resume`` must be given it again.
+``config.json`` has one of several types, which its verb selects. A document never decides which code is loaded, which
+file outside the run is opened or which address is contacted: it records these for people to read, and
+``autotune resume`` must be given them again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Interval, Len
 
-from autotune.errors import RunDirectoryError
+from autotune.errors import InputError, RunDirectoryError
 from autotune.io.documents import (
     STRICT,
     Bytes,
@@ -27,20 +27,17 @@ from autotune.io.documents import (
     shown,
     validated,
 )
+from autotune.records.requests import CompareOptions, CompareRequest, Name, Names, Seeds, Text, TuneRequest
 
-# POSIX seconds of the years 1 to 9999, which is what dates can show.
+# POSIX seconds of the years 1 to 9999, the range of dates.
 _Time = Annotated[float, Interval(ge=-62_135_596_800, le=253_402_300_799)]
-# Of two times; what it says is shown the other way round as well, as a speed.
+# An interval of a ratio of times, which is also shown inverted, as a ratio of speeds.
 _Ratios = Annotated[list[Ratio], Len(2, 2)]
-_Text = Annotated[str, Len(0, 10_000)]
-_Name = Annotated[str, Len(1, 1_000)]
-_Seeds = Annotated[list[Seed], Len(2, 1_000)]
-_Names = Annotated[list[_Name], Len(1, 1_000)]
 # How products of fp32 numbers were computed.
 _Fp32 = Annotated[dict[Literal["matrix products", "convolutions"], Literal["fp32", "tf32", "bf16"]], Len(2, 2)]
 
 
-# What was asked for.
+# Configurations.
 
 
 @document
@@ -50,55 +47,26 @@ class _Budget:
 
 
 @document
-class _Ranks:
-    # Each is a process of this machine.
-    count: Annotated[int, Interval(ge=1, le=256)]
-    zero_stage: Annotated[int, Interval(ge=0, le=3)]
-    # The SHA-256 of a configuration of the user's own, which may hold secrets.
-    config: _Text | None = None
-
-
-@document
-class _Cluster:
-    address: _Text
-    cores: Annotated[int, Interval(ge=1, le=4096)] = 1
-
-
-@document
-class Asked:
-    """The arguments of a tuning or a comparison, as given; see :func:`autotune.campaign.session.session_of`."""
-
-    job: _Text | None
-    memory_budget: _Text | None
-    steps: Count
-    trials: Count | None
-    seed: Seed
-    lean: bool
-    isolate: bool
-    ranks: _Ranks | None = None
-    cluster: _Cluster | None = None
-    storage: _Text | None = None
-    weights: _Text | None = None
-    watts: NotNegative | None = None
-    dips: _Text | None = None
-    carbon_intensity: _Text | None = None
-    within: _Text | None = None
-    method: _Name | None = None
-    arms: _Names | None = None
-    seeds: _Seeds | None = None
-
-
-@document
 class TuneConfig:
     """``config.json`` of a tuning."""
 
     verb: Literal["tune"]
-    job: _Name
-    method: _Name
+    job: Name
+    method: Name
     memory_budget: _Budget | None
     steps: Count
     seed: Seed
-    asked: Asked
+    asked: TuneRequest
+
+    def __post_init__(self) -> None:
+        _require_equal(self, "method")
+
+
+def _require_equal(config: TuneConfig | CompareConfig, *keys: str) -> None:
+    """Refuse a configuration whose request differs from its own keys."""
+    for key in keys:
+        if getattr(config.asked, key) != getattr(config, key):
+            raise RunDirectoryError(f"asked.{key} differs from {key}", allowed="the same value in both")
 
 
 @document
@@ -106,35 +74,16 @@ class CompareConfig:
     """``config.json`` of a comparison on one job."""
 
     verb: Literal["compare", "demo"]
-    job: _Name
-    arms: _Names
-    seeds: _Seeds
+    job: Name
+    arms: Names
+    seeds: Seeds
     memory_budget: _Budget | None
     steps: Count
     seed: Seed
-    asked: Asked
+    asked: CompareRequest
 
     def __post_init__(self) -> None:
-        for key in ("arms", "seeds"):
-            own, asked = getattr(self, key), getattr(self.asked, key)
-            if asked is not None and asked != own:
-                raise RunDirectoryError(f"asked.{key} is not {key}", allowed="the same in both")
-
-
-@document
-class Settings:
-    """What else a comparison of several jobs was asked for, for each of them."""
-
-    seeds: Count = 10
-    memory_budget: _Text | None = None
-    steps: Count = 120
-    trials: Count | None = None
-    seed: Seed = 0
-    dips: _Text | None = None
-    lean: bool = True
-    storage: _Text | None = None
-    watts: NotNegative | None = None
-    carbon_intensity: _Text | None = None
+        _require_equal(self, "arms", "seeds")
 
 
 @document
@@ -143,18 +92,18 @@ class JobsConfig:
 
     verb: Literal["compare"]
     job: Literal["jobs"]
-    jobs: _Names
-    arms: _Names
-    settings: Settings
+    jobs: Names
+    arms: Names
+    settings: CompareOptions
 
 
 @document
-class AskedTable:
-    """The arguments of a reproduction."""
+class TableRequest:
+    """Options of a reproduction; see :func:`autotune.reproduce`."""
 
-    table: _Name
-    data: _Text | None
-    scale: _Name
+    table: Name
+    data: Text | None
+    scale: Name
     seeds: Count
 
 
@@ -162,9 +111,9 @@ class AskedTable:
 class Source:
     """A file of data that a run read."""
 
-    name: _Text
+    name: Text
     size_bytes: Bytes
-    sha256: _Text
+    sha256: Text
 
 
 @document
@@ -172,17 +121,30 @@ class ReproduceConfig:
     """``config.json`` of a reproduction."""
 
     verb: Literal["reproduce"]
-    job: _Name
-    asked: AskedTable
+    job: Name
+    asked: TableRequest
     data: list[Source]
 
 
 @document
-class SearchShare:
-    """How far a search for recipes goes."""
+class SearchSettings:
+    """Limits of a search for recipes.
+
+    Attributes:
+        trials: number of trials, including failed ones and those before an interruption.
+        decisions: number of decisions in each trial.
+
+    Raises:
+        InputError: if one of them is below 1.
+    """
 
     trials: Count
-    decisions: Annotated[int, Interval(ge=1, le=10**12)]
+    decisions: Annotated[int, Interval(le=10**12)]
+
+    def __post_init__(self) -> None:
+        for option, value in (("--search", self.trials), ("--search-decisions", self.decisions)):
+            if value < 1:
+                raise InputError(f"is {value}", where=option, allowed="at least 1")
 
 
 @document
@@ -190,9 +152,9 @@ class TrainConfig:
     """``config.json`` of a training on simulated jobs, or of a search for its recipe."""
 
     verb: Literal["train"]
-    job: _Name
+    job: Name
     recipe: dict[str, Any]
-    search: SearchShare | None = None
+    search: SearchSettings | None = None
 
 
 @document
@@ -200,9 +162,9 @@ class FineTuneConfig:
     """``config.json`` of a training on one real job."""
 
     verb: Literal["train"]
-    job: _Name
-    policy: _Text
-    memory_budget: _Text | None
+    job: Name
+    policy: Text
+    memory_budget: Text | None
     seed: Seed
 
 
@@ -211,11 +173,11 @@ class AttachConfig:
     """``config.json`` of an attached run."""
 
     verb: Literal["attach"]
-    job: _Text
-    mode: _Name
-    stage: _Name
-    batching: _Name
-    policy: _Text
+    job: Text
+    mode: Name
+    stage: Name
+    batching: Name
+    policy: Text
 
 
 Config = TuneConfig | CompareConfig | JobsConfig | ReproduceConfig | TrainConfig | FineTuneConfig | AttachConfig
@@ -230,10 +192,10 @@ _VERBS: Mapping[str, type[Config]] = {
 
 
 def config_of(found: Mapping[str, Any], *, where: str) -> Config:
-    """Return what a run was asked for.
+    """Return the configuration of a run.
 
     Raises:
-        RunDirectoryError: naming the first key or value that no command wrote.
+        RunDirectoryError: naming the first key or value that is not allowed.
     """
     verb = found.get("verb")
     if not isinstance(verb, str) or verb not in _VERBS:
@@ -250,36 +212,36 @@ def config_of(found: Mapping[str, Any], *, where: str) -> Config:
 class Environment:
     """``environment.json``: the machine, the versions and the data."""
 
-    time: _Text
-    device: _Text
-    fp32: dict[str, _Text] | None = None
+    time: Text
+    device: Text
+    fp32: dict[str, Text] | None = None
     settings: dict[str, Any] | None = None
     cores: Count | None
     threads: Count
-    python: _Text
-    system: _Text
-    packages: Annotated[dict[str, _Text | None], Len(0, 1_000)]
+    python: Text
+    system: Text
+    packages: Annotated[dict[str, Text | None], Len(0, 1_000)]
     data: list[Source]
 
 
-# What was seen.
+# Results.
 
 
 @document
 class Window:
-    """What a window of a compared run saw."""
+    """A window of a compared run."""
 
     step: Count
     seconds_per_step: Seconds | None
     peak_bytes: Bytes | None
     memory_budget_bytes: Bytes | None
     noise_scale: Quantity | None
-    failure: _Text | None = None
+    failure: Text | None = None
 
 
 @document
 class PlanFrom:
-    """A plan, and the step from which it held."""
+    """A plan, and the step at which it was applied."""
 
     step: Count
     plan: dict[str, Any]
@@ -287,7 +249,7 @@ class PlanFrom:
 
 @document
 class Run:
-    """One run of a comparison; the journal and ``comparison.json`` have the same."""
+    """One run of a comparison, in the journal and in ``comparison.json``."""
 
     seed: Seed
     reached: bool
@@ -299,8 +261,8 @@ class Run:
     peak_bytes: Bytes | None
     within_budget: bool
     energy_j: NotNegative | None
-    energy_source: _Text
-    failure: _Text | None
+    energy_source: Text
+    failure: Text | None
     curve: list[tuple[Seconds, Count, Quantity]]
     ran_s: tuple[_Time, _Time] = (0.0, 0.0)
     out_of_memory: Count = 0
@@ -323,9 +285,9 @@ class Run:
 
 @document
 class Arm:
-    """What an arm of a comparison came to."""
+    """The runs of an arm, and what was spent to find it."""
 
-    name: _Name
+    name: Name
     tuning_s: Seconds
     tuning_steps: Count
     plan: dict[str, Any] | None = None
@@ -333,18 +295,18 @@ class Arm:
 
 
 def _require_interval(ratio: float | None, bounds: list[float] | None) -> None:
-    """Refuse a ratio without its interval, or an interval the wrong way round."""
+    """Refuse a ratio without its interval, or an interval in descending order."""
     if (ratio is None) != (bounds is None):
-        raise RunDirectoryError(f"time_ratio_ci95 is {bounds} beside a time_ratio of {ratio}", allowed="both, or none")
+        raise RunDirectoryError(f"time_ratio is {ratio} and time_ratio_ci95 is {bounds}", allowed="both, or neither")
     if bounds is not None and bounds[0] > bounds[1]:
         raise RunDirectoryError(f"time_ratio_ci95 is {bounds}", allowed="the lower bound before the upper one")
 
 
 @document
 class Judged:
-    """An arm against the baseline."""
+    """An arm compared with the baseline."""
 
-    arm: _Name
+    arm: Name
     time_ratio: Ratio | None
     time_ratio_ci95: _Ratios | None
     time_ratio_bca95: _Ratios | None = None
@@ -354,14 +316,14 @@ class Judged:
     metric_difference: Quantity | None
     non_inferior: bool | None
     break_even_steps: Count | None
-    verdict: _Text
-    reason: _Text
+    verdict: Text
+    reason: Text
 
     def __post_init__(self) -> None:
         _require_interval(self.time_ratio, self.time_ratio_ci95)
         for key in ("metric_difference", "p_value"):
             if self.time_ratio is not None and getattr(self, key) is None:
-                raise RunDirectoryError(f"{key} is None beside a time_ratio", allowed="a number")
+                raise RunDirectoryError(f"{key} is None although time_ratio is a number", allowed="a number")
 
 
 @document
@@ -382,35 +344,35 @@ class _Metric:
 class Comparison:
     """``comparison.json``."""
 
-    job: _Name
-    device: _Text
-    # The baseline's, on an accelerator.
+    job: Name
+    device: Text
+    # Arithmetic of the baseline, on an accelerator.
     fp32: _Fp32 | None = None
-    seeds: _Seeds
+    seeds: Seeds
     memory_budget_bytes: Bytes | None
     dips: _Dips | None = None
-    baseline: _Name
+    baseline: Name
     metric: _Metric
     horizon_samples: Count
-    protocol_sha256: _Text
+    protocol_sha256: Text
     indication_only: bool
     arms: Annotated[list[Arm], Len(1, 1_000)]
     against_baseline: list[Judged]
     gate: Judged | None = None
-    run: _Text
+    run: Text
 
 
 @document
 class Together:
-    """An arm of a comparison on several jobs, put together."""
+    """Combined result of an arm on several jobs."""
 
-    arm: _Name
+    arm: Name
     jobs: Count
     time_ratio: Ratio | None
     time_ratio_ci95: _Ratios | None
     non_inferior: bool
-    verdict: _Text
-    reason: _Text
+    verdict: Text
+    reason: Text
 
     def __post_init__(self) -> None:
         _require_interval(self.time_ratio, self.time_ratio_ci95)
@@ -418,10 +380,10 @@ class Together:
 
 @document
 class OneOfJobs:
-    """What a comparison on several jobs keeps of one of them."""
+    """One job of a comparison on several jobs."""
 
-    job: _Name
-    run: _Text
+    job: Name
+    run: Text
     against_baseline: list[Judged]
 
 
@@ -431,55 +393,55 @@ class Jobs:
 
     jobs: Annotated[list[OneOfJobs], Len(1, 1_000)]
     together: list[Together]
-    run: _Text
+    run: Text
 
 
 @document
 class Row:
-    """A number of the paper's and ours; see :class:`autotune.paper.rows.Row`."""
+    """A number of the paper and our own; see :class:`autotune.paper.rows.Row`."""
 
-    metric: _Text
-    configuration: _Text
-    unit: _Text
+    metric: Text
+    configuration: Text
+    unit: Text
     paper: Quantity | None
     ours: Quantity | None
     ratio: Quantity | None
     paper_change: Quantity | None
     our_change: Quantity | None
-    source: _Text
-    note: _Text
+    source: Text
+    note: Text
 
 
 @document
 class Rates:
-    """What an efficiency table takes the use of a device from; the journal of a reproduction has it."""
+    """Rates from which an efficiency table computes the utilisation of a device; in the journal of a reproduction."""
 
-    # Operations of one sample, and the highest rate of matrix products by precision.
+    # Operations per sample, and the peak rate of matrix products by precision.
     per_sample: NotNegative
     peak_per_s: dict[Literal["fp32", "bf16", "fp16"], Positive]
     threads: Count
 
     def __post_init__(self) -> None:
         if "fp32" not in self.peak_per_s:
-            raise RunDirectoryError("peak_per_s has no fp32", allowed="what the baseline is measured in")
+            raise RunDirectoryError("peak_per_s has no fp32", allowed="the precision of the baseline")
 
 
 @document
 class Reproduction:
-    """``reproduction.json``, but for the facts that each table adds."""
+    """``reproduction.json`` without the keys that only some tables have."""
 
-    # Tables differ in what else they keep, which nothing reads.
+    # Tables have further keys, which nothing reads.
     __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
 
-    table: _Name
-    scale: _Name
-    device: _Text
-    jobs: _Names
-    seeds: _Seeds
+    table: Name
+    scale: Name
+    device: Text
+    jobs: Names
+    seeds: Seeds
     rows: list[Row]
-    notes: list[_Text]
+    notes: list[Text]
     seconds: Seconds
-    run: _Text
+    run: Text
 
 
 @document
@@ -497,7 +459,7 @@ class _Measured:
     cost: Quantity
     sample_j: NotNegative | None
     baseline_sample_j: NotNegative | None
-    energy_source: _Text
+    energy_source: Text
     baseline_seconds_per_step: Seconds | None
     baseline_peak_bytes: Annotated[int, Interval(ge=1, le=2**60)]
     memory_budget_bytes: Bytes | None
@@ -512,14 +474,14 @@ class Tuned:
     measured: _Measured
     tuning_s: Seconds
     tuning_steps: Count
-    run: _Text
+    run: Text
 
 
 @document
 class Trial:
     """A line of ``trials.jsonl``."""
 
-    method: _Name
+    method: Name
     number: Count
     plan: dict[str, Any]
     measurement: dict[str, Any]

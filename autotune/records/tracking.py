@@ -1,9 +1,8 @@
-"""Log to MLflow without ever stopping or slowing what is logged.
+"""Log to MLflow without stopping or slowing down the command.
 
-Every record is appended to ``tracking.jsonl`` in the run directory first; one background thread sends it on. A server
-that does not answer costs one short time-out: from then on records are only kept, and the next command sends them.
-
-The only file that knows mlflow.
+Every record is first appended to ``tracking.jsonl`` in the run directory; a background thread sends it to the server. A
+server that does not answer costs one short timeout: after that records are only kept, and the next command sends them.
+No other file imports mlflow.
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ from autotune.records.tracking_spool import CURSOR, SPOOL, Cursor, Row, artifact
 logger = logging.getLogger(__name__)
 
 EXPERIMENT, DATABASE, ARTIFACTS = "autotune", "mlflow.db", "artifacts"
-# What a server says of a record that it will never take, however often it is sent.
+# Error codes of a server for records that it will never accept.
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
-# A server that is there answers within this; a command waits for at most this long at its end.
+# Seconds within which a running server answers, and the longest wait at the end of a command.
 _REQUEST_TIMEOUT_S = 2
 _CLOSE_TIMEOUT_S = 30.0
 Kind = Literal["begin", "params", "metrics", "tags", "artifact", "end"]
 
 
 def tracking_uri(runs: Path) -> str:
-    """Return ``MLFLOW_TRACKING_URI``, or SQLite in the runs folder."""
+    """Return ``MLFLOW_TRACKING_URI``, or the address of the SQLite database in the runs folder."""
     return os.environ.get("MLFLOW_TRACKING_URI") or sqlite_address(runs / DATABASE)
 
 
 class Tracker:
-    """Record one command as an MLflow run with nested runs.
+    """The record of one command as an MLflow run with nested runs.
 
     Args:
-        runs: the runs folder: home of the default database and of artifacts.
+        runs: the runs folder, with the default database and the artifacts.
         folder: the command's run directory.
-        name: the parent run's name.
+        name: name of the parent run.
     """
 
     def __init__(self, runs: Path, folder: Path, name: str) -> None:
@@ -63,17 +62,17 @@ class Tracker:
         self._thread = threading.Thread(target=self._work, name="autotune-tracking", daemon=True)
         rows = read_rows(folder)
         for row in rows[self._sender.sent :]:
-            # What a command that is taken up again did not get sent goes before all else.
+            # Unsent records of a command that is resumed come first.
             self._queue.put({"kind": "damaged"} if row is None else dict(row))
         self._names, left = _begun(rows)
         for key in left:
-            # A command that is taken up again was killed: what it left open is over.
+            # A command that is resumed was killed: the runs that it left open have ended.
             self._put("end", key, {"status": "KILLED"})
         self.parent = self._begin(name, None)
         self._thread.start()
 
     def knows(self, name: str) -> bool:
-        """Tell whether a run of this name was begun, by this command or by one that it takes up."""
+        """Tell whether a run of this name was begun, by this command or by the one that it resumes."""
         return name in self._names
 
     def begin(self, name: str) -> str:
@@ -85,7 +84,7 @@ class Tracker:
         self._put("params", run, {key: str(value)[:500] for key, value in values.items()})
 
     def metrics(self, values: Mapping[str, float | None], *, step: int = 0, run: str | None = None) -> None:
-        """Record metrics of a run at a step; what is ``None`` is left out."""
+        """Record metrics of a run at a step, without those that are ``None``."""
         self._put("metrics", run, {key: value for key, value in values.items() if value is not None}, step=step)
 
     def tags(self, values: Mapping[str, object], run: str | None = None) -> None:
@@ -101,7 +100,7 @@ class Tracker:
         self._put("end", run, {"status": "FAILED" if failed else "FINISHED"})
 
     def settle(self, timeout_s: float = 1.0) -> None:
-        """Let the background thread catch up, so that it does not run while something is timed.
+        """Wait for the background thread, so that it does not run while something is timed.
 
         Returns at once if the server does not answer.
         """
@@ -111,7 +110,7 @@ class Tracker:
             done.wait(timeout_s)
 
     def close(self, *, failed: bool = False) -> None:
-        """End the parent run and wait for what is queued, but never long."""
+        """End the parent run, and wait a short time for queued records."""
         self.end(failed=failed)
         self._queue.put(None)
         self._thread.join(_CLOSE_TIMEOUT_S)
@@ -152,12 +151,12 @@ class Tracker:
 
 
 def _make_database(path: Path) -> None:
-    """Make MLflow's database whole or not at all: one whose making was cut off is of no use any more."""
+    """Create MLflow's database completely or not at all: an incomplete one is unusable."""
     import fcntl
 
     from mlflow import MlflowClient
 
-    # Names of their own, so that what a kill leaves is taken over by the next command; the lock ends with its holder.
+    # Fixed names, so that the next command reuses what a killed one left; the lock ends with its holder.
     making, lock = path.with_name(f".{path.name}.making"), path.with_name(f".{path.name}.lock")
     with open_for_appending(lock) as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -172,13 +171,13 @@ def _make_database(path: Path) -> None:
 
 
 def _remove(database: Path) -> None:
-    """Remove a database and what SQLite keeps beside it."""
+    """Remove a database and the files that SQLite keeps next to it."""
     for suffix in ("", *BESIDE):
         database.with_name(database.name + suffix).unlink(missing_ok=True)
 
 
 def _begun(rows: Sequence[Row | None]) -> tuple[list[str], list[str]]:
-    """Return the names of the runs that an earlier command began in a run directory, and keys of those left open."""
+    """Return the names of runs that an earlier command began in a run directory, and the keys of open ones."""
     whole = [row for row in rows if row is not None]
     names = [row["values"]["name"] for row in whole if row["kind"] == "begin"]
     begun = [row["run"] for row in whole if row["kind"] == "begin"]
@@ -187,15 +186,15 @@ def _begun(rows: Sequence[Row | None]) -> tuple[list[str], list[str]]:
 
 
 def _key(name: str) -> str:
-    """Return a name as MLflow takes it; an arm may be called otherwise."""
+    """Replace characters of a name that MLflow does not accept."""
     return re.sub(r"[^\w\-. :/]", "-", name)
 
 
 def send_pending(runs: Path) -> int:
-    """Send what earlier commands could not, and return how many records that were.
+    """Send the records that earlier commands could not send, and return their number.
 
-    A run that is being written is left to its writer; one that is damaged is named once and left out. Stops at the
-    first run that the server does not take.
+    Runs that are being written are skipped; a damaged run is logged once and skipped. Stops at the first run that the
+    server does not accept.
     """
     sent = 0
     for spool in sorted(runs.glob(f"*/{SPOOL}")):
@@ -215,12 +214,12 @@ def send_pending(runs: Path) -> int:
     return sent
 
 
-# Damaged run directories that were named before.
+# Damaged run directories that were already logged.
 _NAMED: set[Path] = set()
 
 
 def _send_folder(runs: Path, folder: Path) -> tuple[int, str]:
-    """Send what is left of one run directory; return how many records the server took, and why it took no more."""
+    """Send the unsent records of one run directory; return the number sent, and why sending stopped."""
     if folder.is_symlink():
         return 0, ""
     require_plain(folder)
@@ -237,11 +236,11 @@ def _send_folder(runs: Path, folder: Path) -> tuple[int, str]:
 
 
 class _LeftOutError(Exception):
-    """A record that no server is sent."""
+    """A record that must not be sent."""
 
 
 class _Sender:
-    """Send records in order to one server; give up on the first that it does not take."""
+    """Sender of records in order to one server, until the first that it does not accept."""
 
     def __init__(self, uri: str, runs: Path, folder: Path) -> None:
         self.uri = uri
@@ -253,7 +252,7 @@ class _Sender:
         try:
             state = read_cursor(folder)
         except RunDirectoryError as error:
-            # What was sent cannot be told from what was not: nothing is sent twice.
+            # It is unknown which records were sent: none is sent twice.
             self.broken, state = str(error), Cursor(sent=0, ids={})
         self.sent = state.sent
         self._ids = dict(state.ids)
@@ -270,7 +269,7 @@ class _Sender:
             self._dispatch(record)
         except _LeftOutError as error:
             logger.warning("%s; it is not sent", error)
-        except Exception as error:  # noqa: BLE001 - whatever a tracking server does must not reach training
+        except Exception as error:  # noqa: BLE001 - errors of a tracking server must not reach training
             if self._refused(record, error):
                 self.sent += 1
                 return
@@ -279,13 +278,13 @@ class _Sender:
             return
         self.sent += 1
         if record["kind"] == "begin":
-            # Whatever else is sent twice is the same; a run that is begun twice is two.
+            # Sending a record twice changes nothing, except that a run begun twice would be two runs.
             self.finish()
 
     def _refused(self, record: Mapping[str, Any], error: Exception) -> bool:
         """Tell whether a server that answers refuses one record, such as a parameter with a second value.
 
-        Sent again and again, it would keep whatever comes after it from being sent, of other runs as well.
+        Sending it again would block all later records, also those of other runs.
         """
         known = self._experiment is not None if record["kind"] == "begin" else record["run"] in self._ids
         if not known or getattr(error, "error_code", None) not in _REFUSALS:
@@ -294,7 +293,7 @@ class _Sender:
         return True
 
     def finish(self) -> None:
-        """Remember how far the server has got."""
+        """Save how many records the server has."""
         if self._client is None:
             return
         try:
@@ -306,10 +305,10 @@ class _Sender:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(_REQUEST_TIMEOUT_S))
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-        # Read when mlflow is imported: its migrations would announce themselves line by line.
+        # Read when mlflow is imported: its migrations would log many lines.
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "CRITICAL")
         logging.getLogger("alembic").setLevel(logging.ERROR)
-        # What fails is told by this sender, in one line.
+        # This sender reports failures itself, in one line.
         for name in ("mlflow", "sqlalchemy.pool"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         from mlflow import MlflowClient
@@ -324,7 +323,7 @@ class _Sender:
         if found is not None:
             self._experiment = found.experiment_id
         elif not self.uri.startswith(("http://", "https://")):
-            # A database keeps no files: they would go to wherever the command was called.
+            # A database stores no files: by default they would go to the working directory.
             location = (self._runs / ARTIFACTS).absolute().as_uri()
             self._experiment = self._client.create_experiment(EXPERIMENT, artifact_location=location)
         else:
@@ -355,7 +354,7 @@ class _Sender:
             raise _LeftOutError(one_line(error)) from error
 
     def _require_own_place(self, run: str) -> None:
-        """Refuse to store where a database in the runs folder leads out of it: a server, or a folder elsewhere."""
+        """Refuse artifact locations of a database in the runs folder that lead out of it."""
         if self.uri != sqlite_address(self._runs / DATABASE):
             return
         place = self._client.get_run(run).info.artifact_uri

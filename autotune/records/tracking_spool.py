@@ -1,7 +1,7 @@
-"""Read what a command recorded for a tracking server, and how far the server has got: files in its run directory.
+"""The files in a run directory with the records for a tracking server, and with how many of them were sent.
 
-A folder that somebody else made may hold any record. One that is no record is left out; a path in one leads to a file
-of the same folder or nowhere.
+A folder from other people may contain any record. Invalid records are skipped, and the path in a record must lead to a
+file of the same folder.
 """
 
 from __future__ import annotations
@@ -84,17 +84,17 @@ _KINDS: Mapping[str, type[_Record]] = {
 
 @document
 class Cursor:
-    """``tracking-sent.json``: how many records a server has, and what it calls the runs that they begin."""
+    """``tracking-sent.json``: the number of records that a server has, and its ids of the runs that they begin."""
 
     sent: Count
     ids: dict[_Key, _Key]
 
 
 def read_cursor(folder: Path) -> Cursor:
-    """Return how far a server has got with a run directory's records; nowhere, if nothing was sent.
+    """Return how many of a run directory's records a server has.
 
     Raises:
-        RunDirectoryError: if the file is damaged: what was sent can then not be told from what was not.
+        RunDirectoryError: if the file is damaged, so that it is unknown which records were sent.
     """
     path = folder / CURSOR
     return read_document(Cursor, path, error=RunDirectoryError) if path.exists() else Cursor(sent=0, ids={})
@@ -114,11 +114,11 @@ def read_rows(folder: Path) -> list[Row | None]:
 
 
 def artifact_of(folder: Path, row: Row) -> Path:
-    """Return the file or the folder that a record sends.
+    """Return the file or folder of a record.
 
     Raises:
-        InputError: if it lies outside the run directory, or is or holds anything but regular files and folders.
-        OSError: if it is gone.
+        InputError: if it lies outside the run directory, or contains anything but regular files and folders.
+        OSError: if it does not exist.
     """
     path = inside(folder, row["values"]["path"])
     if path.is_dir() and not path.is_symlink():

@@ -1,4 +1,4 @@
-"""Keep and log what a search measured."""
+"""The measured plans of a search."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Trial:
     """One measured plan of a search.
 
     Attributes:
-        number: from 0, in the order of measuring.
+        number: number of the trial, from 0 in the order of measurement.
         plan: the plan.
         measurement: its window.
-        cost: its cost against the baseline; lower is better.
+        cost: its cost relative to the baseline; lower is better.
         final: whether the window belongs to the finals.
-        tuning_steps: real steps that the method had spent after it, references and profile included.
-        tuning_s: the seconds of the same.
+        tuning_steps: real steps that the method had spent after this trial, including references and profile.
+        tuning_s: seconds that it had spent.
     """
 
     number: int
@@ -46,11 +46,11 @@ class Trial:
 
 
 def track(tracker: Tracker, method: str, trial: Trial) -> None:
-    """Log a trial, once.
+    """Log a trial once.
 
     Args:
-        tracker: where.
-        method: the method that measured it, with what the job is launched with.
+        tracker: the tracker.
+        method: the method that measured it, with the launch choices of the job.
         trial: the trial.
     """
     window = trial.measurement

@@ -1,6 +1,6 @@
-"""Judge arms against a baseline from paired runs: speed and quality as two tests, and what must not be compared.
+"""Verdicts on arms against a baseline, from paired runs: speed and quality are judged separately.
 
-This file only counts; what was run is handed over.
+Nothing is run here.
 """
 
 from __future__ import annotations
@@ -12,13 +12,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
-from autotune.io.documents import LEAST_RATIO
 from autotune.records.protocol import Arm, Protocol, RunRecord
+from autotune.stats import (
+    log_ratios,
+    mean_interval,
+    mean_interval_bca,
+    mean_upper_bound,
+    ratio_of_log,
+    sign_flip_p_value,
+)
 
-# How much fewer samples than the baseline an arm may need: who learns more per sample trains something else. Source:
-# MLPerf Training rules, reference convergence points: a run that converges faster than the reference is refused.
+# Share by which an arm may need fewer samples than the baseline: an arm that learns more per sample trains something
+# else. Source: MLPerf Training rules, reference convergence points: a run that converges faster is refused.
 _PLAUSIBLE_FRAC = 0.05
 
 
@@ -27,10 +33,17 @@ def judge(
 ) -> dict[str, Any]:
     """Return one entry of ``against_baseline``.
 
-    Time: mean log ratio of paired times, with a t-interval, an exact sign-flip test and, to be read beside them, a
-    BCa bootstrap interval, which assumes no distribution; the t-interval decides. Quality: the final metric is
-    non-inferior if the one-sided bound of the mean relative loss stays below the margin. A run that failed, or did not
-    reach the target, stays in as the worst outcome.
+    Time is judged by the t-interval of the mean log ratio of paired times. The entry also holds a sign-flip test and a
+    BCa bootstrap interval of the same ratios. Quality: the final metric is non-inferior if the one-sided bound of the
+    mean relative loss stays below the margin. A run that failed or did not reach the target counts as the worst
+    outcome.
+
+    Args:
+        arm: the arm.
+        runs: the runs of the arm, in the order of seeds.
+        baseline: the runs of the baseline, in the same order.
+        protocol: what was agreed before the runs.
+        goal: ``min`` or ``max``, the direction in which the job's metric improves.
     """
     entry: dict[str, Any] = {
         "arm": arm.name,
@@ -49,30 +62,35 @@ def judge(
         return {**entry, "verdict": "not comparable", "reason": reason}
     failures = [record.failure for record in runs if record.failure is not None]
     if failures:
-        entry["non_inferior"] = False
         listed = ", ".join(dict.fromkeys(failures))
         reason = f"{len(failures)} of {len(runs)} runs ended with {listed}, which counts as never arriving"
-        return {**entry, "verdict": "slower", "reason": reason}
-    worse = _relative_losses(runs, baseline, goal)
-    entry["metric_difference"] = _metric_difference(runs, baseline)
-    entry["non_inferior"] = upper_bound(worse, protocol.confidence) <= protocol.margin
+        return {**entry, "non_inferior": False, "verdict": "slower", "reason": reason}
+    differences = [_relative_difference(run, other) for run, other in zip(runs, baseline, strict=True)]
+    losses = differences if goal == "min" else [-difference for difference in differences]
+    entry["metric_difference"] = statistics.fmean(differences)
+    entry["non_inferior"] = mean_upper_bound(losses, protocol.confidence) <= protocol.margin
     missed = sum(not record.reached for record in runs)
     if missed:
         reason = f"{missed} of {len(runs)} runs did not reach the target"
         return {**entry, "verdict": "slower", "reason": reason}
-    logs = log_ratios([_time(record) for record in runs], [_time(record) for record in baseline])
-    low, high = interval(logs, protocol.confidence)
-    entry["time_ratio"] = ratio_of(statistics.fmean(logs))
-    entry["time_ratio_ci95"] = [ratio_of(low), ratio_of(high)]
-    bounds = bootstrap_interval(logs, protocol.confidence)
-    entry["time_ratio_bca95"] = None if bounds is None else [ratio_of(bound) for bound in bounds]
-    entry["p_value"] = sign_flip(logs)
+    entry |= _time_ratio(runs, baseline, protocol.confidence)
     entry["break_even_steps"] = _break_even(arm, runs, baseline)
-    entry["samples_ratio"], suspicious = _learnt(runs, baseline, protocol.confidence)
+    entry["samples_ratio"], suspicious = _samples_ratio(runs, baseline, protocol.confidence)
     # An arm with a schedule of its own may learn more per sample.
     if suspicious is not None and arm.job is None:
         return {**entry, "verdict": "not comparable", "reason": suspicious}
     return {**entry, **verdict_of(entry["time_ratio_ci95"], non_inferior=entry["non_inferior"])}
+
+
+def _time_ratio(runs: Sequence[RunRecord], baseline: Sequence[RunRecord], confidence: float) -> dict[str, Any]:
+    logs = log_ratios([_time(record) for record in runs], [_time(record) for record in baseline])
+    bounds = mean_interval_bca(logs, confidence)
+    return {
+        "time_ratio": ratio_of_log(statistics.fmean(logs)),
+        "time_ratio_ci95": [ratio_of_log(bound) for bound in mean_interval(logs, confidence)],
+        "time_ratio_bca95": None if bounds is None else [ratio_of_log(bound) for bound in bounds],
+        "p_value": sign_flip_p_value(logs),
+    }
 
 
 def verdict_of(time_ratio_ci: Sequence[float], *, non_inferior: bool) -> dict[str, str]:
@@ -91,11 +109,11 @@ def verdict_of(time_ratio_ci: Sequence[float], *, non_inferior: bool) -> dict[st
 
 
 def gated(entries: Sequence[Mapping[str, Any]], gate: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the entries as they stand beside the baseline's comparison with itself.
+    """Return the entries with their verdicts withdrawn where the baseline is called different from itself.
 
     Args:
-        entries: of ``against_baseline``.
-        gate: the same of the baseline, run a second time; called faster or slower, it takes every verdict away.
+        entries: entries of ``against_baseline``.
+        gate: the entry of the baseline, run a second time, against itself.
     """
     if gate["verdict"] not in ("faster", "slower"):
         return [dict(entry) for entry in entries]
@@ -104,18 +122,8 @@ def gated(entries: Sequence[Mapping[str, Any]], gate: Mapping[str, Any]) -> list
     return [{**entry, "verdict": "not comparable", "reason": reason} for entry in entries]
 
 
-def ratio_of(log: float) -> float:
-    """Return the ratio of a logarithm, as far as it says anything: two pairs that differ have an endless interval."""
-    return min(max(math.exp(min(log, 700.0)), LEAST_RATIO), 1 / LEAST_RATIO)
-
-
-def log_ratios(own: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Return the logarithm of each pair's ratio, of numbers above 0."""
-    return [math.log(first / second) for first, second in zip(own, others, strict=True)]
-
-
 def _incomparable(runs: Sequence[RunRecord], baseline: Sequence[RunRecord]) -> str | None:
-    """Return why nothing can be said of an arm, whatever it did; ``None`` if something can."""
+    """Return why an arm cannot be compared with the baseline; ``None`` if it can."""
     if not all(record.reached for record in baseline):
         return "the baseline did not reach its target on every seed"
     if any(record.failure is not None for record in baseline):
@@ -127,21 +135,21 @@ def _incomparable(runs: Sequence[RunRecord], baseline: Sequence[RunRecord]) -> s
     return None
 
 
-def _learnt(
+def _samples_ratio(
     runs: Sequence[RunRecord], baseline: Sequence[RunRecord], confidence: float
 ) -> tuple[float | None, str | None]:
-    """Return the ratio of samples to the target, and what is wrong if it is implausibly small.
+    """Return the ratio of samples to the target, and what is wrong with it if it is implausibly small.
 
-    It is, if it is clearly below 1, and by more than the evaluations are apart.
+    It is implausible if it is clearly below 1, and by more samples than lie between two evaluations.
     """
     own, other = ([samples_to_target(record.curve, _time(record)) for record in side] for side in (runs, baseline))
     if any(count <= 0 for count in (*own, *other)):
         return None, None
     logs = log_ratios(own, other)
-    ratio = ratio_of(statistics.fmean(logs))
-    gained = statistics.fmean(other) - statistics.fmean(own)
-    clearly = upper_bound(logs, confidence) < math.log1p(-_PLAUSIBLE_FRAC)
-    if not clearly or gained <= max(_stride(record) for record in (*runs, *baseline)):
+    ratio = ratio_of_log(statistics.fmean(logs))
+    saved = statistics.fmean(other) - statistics.fmean(own)
+    clearly = mean_upper_bound(logs, confidence) < math.log1p(-_PLAUSIBLE_FRAC)
+    if not clearly or saved <= max(_stride(record) for record in (*runs, *baseline)):
         return ratio, None
     return ratio, (
         f"it arrives after {1 - ratio:.0%} fewer samples than the baseline: it learns something else per sample (a "
@@ -150,69 +158,19 @@ def _learnt(
 
 
 def samples_to_target(curve: Iterable[Sequence[float]], time_s: float) -> int:
-    """Return the samples after which a run reached its target; 0 where that was not kept.
+    """Return the samples after which a run reached its target; 0 where the curve does not reach that time.
 
     Args:
         curve: seconds, samples and metric of each evaluation.
-        time_s: the seconds after which it did.
+        time_s: seconds after which the run reached its target.
     """
     return next((int(samples) for seconds, samples, _ in curve if seconds >= time_s), 0)
 
 
 def _stride(record: RunRecord) -> int:
+    """Return the most samples between two evaluations."""
     samples = [count for _, count, _ in record.curve]
     return max((after - before for before, after in itertools.pairwise(samples)), default=0)
-
-
-def interval(values: Sequence[float], confidence: float) -> tuple[float, float]:
-    """Return the t-interval of a mean; a point where the values do not differ.
-
-    Args:
-        values: at least two numbers.
-        confidence: two-sided.
-    """
-    mean, error = statistics.fmean(values), stats.sem(values)
-    if error == 0:
-        return mean, mean
-    low, high = stats.t.interval(confidence, len(values) - 1, loc=mean, scale=error)
-    return float(low), float(high)
-
-
-def bootstrap_interval(values: Sequence[float], confidence: float) -> tuple[float, float] | None:
-    """Return the BCa interval of a mean from 9,999 seeded resamples; ``None`` of fewer than three, or of equal values.
-
-    Args:
-        values: the numbers.
-        confidence: two-sided.
-
-    Source: B. Efron, Journal of the American Statistical Association 82 (1987) 171, as scipy computes it.
-    """
-    if len(values) < 3 or len(set(values)) < 2:
-        return None
-    generator = np.random.default_rng(0)
-    found = stats.bootstrap((np.asarray(values),), np.mean, confidence_level=confidence, method="BCa", rng=generator)
-    low, high = map(float, found.confidence_interval)
-    return (low, high) if math.isfinite(low) and math.isfinite(high) else None
-
-
-def upper_bound(values: Sequence[float], confidence: float) -> float:
-    """Return the one-sided upper confidence bound of a mean."""
-    mean, error = statistics.fmean(values), float(stats.sem(values))
-    return mean + float(stats.t.ppf(confidence, len(values) - 1)) * error
-
-
-def sign_flip(values: Sequence[float], largest_exact: int = 12) -> float:
-    """Return the two-sided p-value of the sign-flip test that a mean is 0.
-
-    Exact up to ``largest_exact`` values, by 20,000 seeded random flips above.
-    """
-    array = np.asarray(values)
-    observed = abs(array.mean())
-    if len(array) <= largest_exact:
-        signs = np.array(list(itertools.product((-1, 1), repeat=len(array))))
-    else:
-        signs = np.random.default_rng(0).choice((-1, 1), size=(20_000, len(array)))
-    return float((np.abs((signs * array).mean(axis=1)) >= observed * (1 - 1e-12)).mean())
 
 
 def _time(record: RunRecord) -> float:
@@ -221,21 +179,11 @@ def _time(record: RunRecord) -> float:
 
 
 def _relative_difference(run: RunRecord, other: RunRecord) -> float:
-    """Return the difference of two final metrics, as a share of the second; of 0, anything else is all of it away."""
+    """Return the difference of two final metrics over the second one; where that is 0, the sign of the difference."""
     assert run.final_metric is not None
     assert other.final_metric is not None
     difference = run.final_metric - other.final_metric
     return difference / abs(other.final_metric) if other.final_metric else float(np.sign(difference))
-
-
-def _relative_losses(runs: Sequence[RunRecord], baseline: Sequence[RunRecord], goal: str) -> list[float]:
-    """Return by what share each final metric is worse than its pair's; below 0 is better."""
-    sign = 1 if goal == "min" else -1
-    return [sign * _relative_difference(run, other) for run, other in zip(runs, baseline, strict=True)]
-
-
-def _metric_difference(runs: Sequence[RunRecord], baseline: Sequence[RunRecord]) -> float:
-    return statistics.fmean(_relative_difference(run, other) for run, other in zip(runs, baseline, strict=True))
 
 
 def _memory_ratio(runs: Sequence[RunRecord], baseline: Sequence[RunRecord]) -> float | None:
@@ -244,7 +192,7 @@ def _memory_ratio(runs: Sequence[RunRecord], baseline: Sequence[RunRecord]) -> f
 
 
 def _break_even(arm: Arm, runs: Sequence[RunRecord], baseline: Sequence[RunRecord]) -> int | None:
-    """Return the baseline's steps after which the tuning time is won back; ``None`` if it never is."""
+    """Return the number of baseline steps after which the tuning time is won back; ``None`` if it never is."""
     own = statistics.fmean(_time(record) for record in runs)
     other = statistics.fmean(_time(record) for record in baseline)
     if own >= other:

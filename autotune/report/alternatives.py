@@ -1,4 +1,4 @@
-"""Show, per unit, what its other choices would change: the reason, in figures, for the choice that was made."""
+"""Predicted effects of the choices that a plan did not make: the reason, in figures, for those that it made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import ProfileError
-from autotune.plan import Plan, Storage
+from autotune.plan import Plan
 from autotune.report.pareto import predicted
 from autotune.units import Unit
 
@@ -17,62 +17,62 @@ from autotune.units import Unit
 _MOST_UNITS = 120
 
 
-def otherwise(profile: Profile, plan: Plan, budget_bytes: int | None) -> dict[str, str]:
-    """Return per unit what each other choice for it alone would change, as the profile predicts.
+def other_units(profile: Profile, plan: Plan, budget_bytes: int | None) -> dict[str, str]:
+    """Return for each unit what every other choice for it alone would change in time per step and peak.
 
     Args:
         profile: the profile.
-        plan: the plan, which the profile can predict.
+        plan: a plan that the profile can predict.
         budget_bytes: the budget; ``None`` for none.
 
     Raises:
         ProfileError: if the profile cannot predict the plan.
     """
     texts = {}
-    own = seconds_per_step(profile, plan), peak_bytes(profile, plan)
+    own_s, own_bytes = seconds_per_step(profile, plan), peak_bytes(profile, plan)
     for unit in profile.units[:_MOST_UNITS]:
         said = []
-        for told, other in _others(profile, plan, unit):
+        for name, other in _others(profile, plan, unit):
             try:
                 seconds, peak = seconds_per_step(profile, other), peak_bytes(profile, other)
             except ProfileError:
                 continue
-            fits = "" if budget_bytes is None or peak <= budget_bytes else ", over the budget"
-            said.append(f"{told}: {(seconds - own[0]) * 1e3:+.2f} ms, {_signed(peak - own[1])}{fits}")
+            said.append(f"{name}: {(seconds - own_s) * 1e3:+.2f} ms, {_peak_change(own_bytes, peak, budget_bytes)}")
         texts[unit.name] = "; ".join(said)
     return texts
 
 
 def other_steps(profile: Profile, plan: Plan, budget_bytes: int | None) -> str:
-    """Return what each other k would change, as the profile predicts: time per sample, and the peak.
+    """Return what every other k would change in time per sample and peak.
 
     Args:
         profile: the profile.
-        plan: the plan, which the profile can predict.
+        plan: a plan that the profile can predict.
         budget_bytes: the budget; ``None`` for none.
     """
     own = predicted(profile, plan)
     said = []
     for k in profile.accumulation_choices:
         other = predicted(profile, plan.changed(accumulation_steps=k))
-        if k == plan.accumulation_steps or own is None or other is None:
-            continue
-        fits = "" if budget_bytes is None or other.peak_bytes <= budget_bytes else ", over the budget"
-        ratio = other.seconds_per_sample / own.seconds_per_sample - 1
-        said.append(f"k = {k}: {ratio:+.1%} time per sample, {_signed(other.peak_bytes - own.peak_bytes)}{fits}")
+        if k != plan.accumulation_steps and own is not None and other is not None:
+            ratio = other.seconds_per_sample / own.seconds_per_sample - 1
+            peak = _peak_change(own.peak_bytes, other.peak_bytes, budget_bytes)
+            said.append(f"k = {k}: {ratio:+.1%} time per sample, {peak}")
     return "; ".join(said)
 
 
 def _others(profile: Profile, plan: Plan, unit: Unit) -> Iterator[tuple[str, Plan]]:
-    """Yield the plans that differ from a plan in one choice for one unit, and what that choice is called."""
+    """Yield the plans that differ from a plan in one choice for one unit, each with the name of that choice."""
     if unit.recomputable:
-        kept = plan.storage_of(unit.name) is Storage.SAVE
-        other = Storage.RECOMPUTE if kept else Storage.SAVE
-        yield "recomputed" if kept else "kept", plan.changed(storage={**plan.storage, unit.name: other})
+        for storage in profile.space.storages:
+            if storage is not plan.storage_of(unit.name):
+                yield storage.label, plan.changed(storage={**plan.storage, unit.name: storage})
     for precision in profile.precisions:
         if precision != plan.precision_of(unit.name):
             yield str(precision), plan.changed(precision={**plan.precision, unit.name: precision})
 
 
-def _signed(size: float) -> str:
-    return f"{'-' if size < 0 else '+'}{format_bytes(abs(size))}"
+def _peak_change(own_bytes: float, other_bytes: float, budget_bytes: int | None) -> str:
+    over = ", over the budget" if budget_bytes is not None and other_bytes > budget_bytes else ""
+    change = other_bytes - own_bytes
+    return f"{'-' if change < 0 else '+'}{format_bytes(abs(change))}{over}"

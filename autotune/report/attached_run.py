@@ -1,7 +1,4 @@
-"""Read from an attached run's directory what there is to say about it: figures and one honest sentence.
-
-All of it comes from the decision log. What the log does not hold is not said.
-"""
+"""The figures of an attached run, and a summary in words, from its decision log alone."""
 
 from __future__ import annotations
 
@@ -16,10 +13,11 @@ from autotune.budget import format_bytes
 from autotune.errors import RunDirectoryError
 from autotune.live.decision_log import LOG_NAME, read_log, schedule_of
 from autotune.live.replaying import in_words, time_error, windows_of
-from autotune.plan import Plan, Storage
+from autotune.plan import Plan
 from autotune.records.mlflow_following import refused_by
 from autotune.records.run_directory import RunDirectory
 from autotune.records.run_documents import AttachConfig
+from autotune.report.wording import count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,15 +26,15 @@ class Decision:
 
     Attributes:
         step: optimizer steps done when it was made.
-        switched: whether another plan was put to work by it.
-        refused: the rule that refused the proposal and what it said; ``None`` if none did.
+        switched: whether it switched to another plan.
+        refused: the rule that refused the proposal, and its reason; ``None`` if none did.
         repaired: rules that changed the proposal.
-        predicted_s: seconds per step of the plan that came out of it; ``None`` where nothing is predicted.
-        predicted_bytes: its peak.
-        gain: share of the running plan's step that it was predicted to save.
-        measured_s: seconds per step of the window before it; ``None`` without one.
-        measured_bytes: its measured peak; ``None`` where it is only an earlier one's, repeated.
-        budget_bytes: the budget of the moment; ``None`` for none.
+        predicted_s: predicted seconds per step of the decided plan; ``None`` where nothing is predicted.
+        predicted_bytes: predicted peak of the decided plan.
+        gain: share of the running plan's step time that the decided plan was predicted to save.
+        measured_s: seconds per step of the window before the decision; ``None`` without one.
+        measured_bytes: measured peak of that window; ``None`` where the log only repeats an earlier one.
+        budget_bytes: the budget at that time; ``None`` for none.
         plan: the proposal in a few words.
     """
 
@@ -60,27 +58,27 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachedRun:
-    """What a decision log says of its run.
+    """An attached run, as its decision log describes it.
 
     Attributes:
         folder: the run directory.
         name: what the run is called.
         options: mode, stage and policy.
         units: names of the units.
-        recomputable: those whose storage can be chosen.
-        locks: why something is locked, by what.
+        recomputable: units whose storage can be chosen.
+        locks: the reason of each lock, by what is locked.
         environment: device and versions; empty where the log has none.
         steps: optimizer steps that the log covers.
         total_steps: length of the run; ``None`` if it was not known.
         ended: why it was detached; ``None`` where the log breaks off.
-        decisions: in order.
-        schedule: plans by the step from which they were decided.
+        decisions: its decisions, in order.
+        schedule: decided plans by the step from which they hold.
         trips: step and reason.
-        others: events that are none of these, such as late answers: step, kind and reason.
+        others: other events, such as late answers: step, kind and reason.
         profiles: the ``profiled`` events.
         windows: predicted against measured, per window.
         summary: the tuner's last figures; empty where the log breaks off.
-        overhead_frac: the tuner's own share of the run's time; ``None`` if it is not known.
+        overhead_frac: share of the run's time that the tuner took; ``None`` if it is not known.
     """
 
     folder: Path
@@ -104,12 +102,12 @@ class AttachedRun:
 
     @property
     def plan(self) -> Plan | None:
-        """Return the plan that was decided on last; ``None`` if none ever was, so that the user's own ran."""
+        """Return the plan that was decided last; ``None`` if there was none, so that the user's own plan ran."""
         return self.schedule[-1][1] if self.schedule else None
 
     @property
     def observed_only(self) -> bool:
-        """Tell whether nothing was to be changed."""
+        """Tell whether the tuner was not allowed to change anything."""
         return self.options.get("stage") == "observe"
 
     @property
@@ -132,7 +130,7 @@ def read_attached(folder: Path) -> AttachedRun:
     """Read an attached run's directory.
 
     Raises:
-        RunDirectoryError: if it is none, or another verb's.
+        RunDirectoryError: if it is no run directory, or one of another command.
         InputError: if its log is missing or damaged.
     """
     config = RunDirectory.open(folder).config
@@ -142,14 +140,14 @@ def read_attached(folder: Path) -> AttachedRun:
             where=str(folder),
             allowed="the run directory of an attached run",
         )
-    return _told(folder, read_log(folder))
+    return _run_of(folder, read_log(folder))
 
 
-def _told(folder: Path, events: list[dict[str, Any]]) -> AttachedRun:
+def _run_of(folder: Path, events: list[dict[str, Any]]) -> AttachedRun:
     first, last = events[0], events[-1]
     summary = last if last["event"] == "detached" else {}
     profiles = [event for event in events if event["event"] == "profiled"]
-    # On a CPU, peaks are measured on the few steps that are traced, and the last one stands in the log until the next.
+    # On a CPU, peaks are measured on the few steps that are traced; the log repeats the last one until the next.
     environment, baseline = first.get("environment") or {}, first.get("baseline") or {}
     repeats = environment.get("device") == "cpu"
     decisions = _decisions(events)
@@ -209,7 +207,7 @@ def _ran(row: dict[str, Any], following: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _first_of_each(values: Sequence[float | None]) -> list[float | None]:
-    """Return the values, with ``None`` for one that is only the last known one again."""
+    """Return the values with ``None`` in place of repetitions of the last known one."""
     found, before = [], None
     for value in values:
         found.append(None if value == before else value)
@@ -272,7 +270,7 @@ def _pressure(run: AttachedRun) -> list[str]:
 
 
 def _baseline(run: AttachedRun) -> list[str]:
-    """Compare the user's own baseline with the smallest budget: it is what the tuner is there for."""
+    """Compare the user's own baseline with the smallest budget: fitting it is the purpose of the tuner."""
     peak = (run.profiles[-1].get("baseline") or {}).get("peak_bytes") if run.profiles else None
     budgets = [decision.budget_bytes for decision in run.decisions if decision.budget_bytes]
     if not peak or not budgets:
@@ -297,17 +295,6 @@ def _time(run: AttachedRun) -> list[str]:
 
 def _overhead(run: AttachedRun) -> list[str]:
     return [] if run.overhead_frac is None else [f"The tuner's own work was {run.overhead_frac:.1%} of the time."]
-
-
-def count(number: int, what: str) -> str:
-    """Return a count with its noun."""
-    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
-    return f"{number:,} {what if number == 1 else plural}"
-
-
-def recomputed(plan: Plan) -> frozenset[str]:
-    """Return the names of the units that a plan recomputes."""
-    return frozenset(name for name, choice in plan.storage.items() if choice is Storage.RECOMPUTE)
 
 
 def to_json(run: AttachedRun) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Read the run directory of a comparison or a tuning, and refuse what no campaign wrote before anything is made of it.
+"""The run directory of a comparison or a tuning, read and validated.
 
-All that a report says comes from these files: nothing is measured, and no job is loaded.
+Reports use these files alone: nothing is measured, and no job is loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autotune.records.run_documents import CompareConfig, Environment, TuneConfi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CampaignRun:
-    """What a campaign's run directory says.
+    """A campaign, as its run directory describes it.
 
     Attributes:
         folder: the run directory.
@@ -30,7 +30,7 @@ class CampaignRun:
         document: ``comparison.json`` or ``tuned.json``.
         trials: what was measured to find plans, in order.
         plan: the plan to launch with; ``None`` where no arm that fits has one.
-        profile: what the job's pieces cost; ``None`` where it was never profiled.
+        profile: profile of the job; ``None`` if it was never profiled.
     """
 
     folder: Path
@@ -64,11 +64,12 @@ def read_campaign(folder: Path, profile: Path | None = None) -> CampaignRun:
 
     Args:
         folder: the run directory.
-        profile: a profile of the job; ``None`` for the one that the campaign kept, if it did.
+        profile: a profile of the job; ``None`` for the campaign's own, if it has one.
 
     Raises:
-        RunDirectoryError: if it is none, is not finished, or a file of it is damaged.
-        ProfileError: if the profile is damaged or of another job.
+        RunDirectoryError: if it is no campaign, is not finished, or has a damaged file.
+        ProfileError: if the profile is damaged.
+        InputError: if the profile is of another job.
     """
     run = RunDirectory.open(folder)
     config = run.config

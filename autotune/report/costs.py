@@ -12,14 +12,14 @@ from autotune.cost_model.carbon import Intensity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmCost:
-    """What an arm of a comparison cost.
+    """The cost of an arm of a comparison.
 
     Attributes:
         arm: its name.
         to_target_s: training seconds to the target, mean of the runs that arrived; ``None`` if none did.
         train_s: training seconds of a whole run, mean.
         tuning_s: seconds that finding its plan took.
-        tuning_steps: real steps that this took.
+        tuning_steps: real steps that finding its plan took.
         peak_bytes: highest peak of any run; ``None`` where unmeasured.
         energy_j: energy of a whole run, mean; ``None`` where it was not read on every seed.
         energy_source: where it was read, or ``absent``.
@@ -49,7 +49,7 @@ def arm_costs(comparison: Mapping[str, Any], intensity: Intensity | None = None)
 
 def _arm_cost(arm: Mapping[str, Any], intensity: Intensity | None) -> ArmCost:
     runs = arm["runs"]
-    arrived = [run["time_to_target_s"] for run in runs if run["reached"]]
+    arrived = reached_times(arm)
     energy, source = energy_of(runs)
     return ArmCost(
         arm=arm["name"],
@@ -57,11 +57,21 @@ def _arm_cost(arm: Mapping[str, Any], intensity: Intensity | None) -> ArmCost:
         train_s=statistics.fmean(run["curve"][-1][0] if run["curve"] else 0.0 for run in runs),
         tuning_s=arm["tuning_s"],
         tuning_steps=arm["tuning_steps"],
-        peak_bytes=max((run["peak_bytes"] for run in runs if run["peak_bytes"]), default=None),
+        peak_bytes=peak_of(arm),
         energy_j=energy,
         energy_source=source,
         carbon_g=_mean([_grams(run, intensity) for run in runs]),
     )
+
+
+def reached_times(arm: Mapping[str, Any]) -> list[float]:
+    """Return the seconds to the target of the runs that reached it."""
+    return [run["time_to_target_s"] for run in arm["runs"] if run["reached"]]
+
+
+def peak_of(arm: Mapping[str, Any]) -> int | None:
+    """Return the highest peak of any run of an arm in bytes; ``None`` where none was measured."""
+    return max((run["peak_bytes"] for run in arm["runs"] if run["peak_bytes"]), default=None)
 
 
 def energy_of(records: Sequence[Mapping[str, Any]]) -> tuple[float | None, str]:
@@ -80,6 +90,6 @@ def _grams(run: Mapping[str, Any], intensity: Intensity | None) -> float | None:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean of what is known of all; half a mean would be none."""
+    """Return the mean; ``None`` if any value is missing, since a mean of some would mislead."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known and len(known) == len(values) else None

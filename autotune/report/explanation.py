@@ -1,9 +1,9 @@
-"""Explain a plan: by the rule that made it, or by what the search's windows show."""
+"""Explanations of plans: by the rule that made them, or by the windows of a search."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from autotune.agents.planner import PLANNERS
 from autotune.agents.rules import RULES, Rule
 from autotune.budget import format_bytes
-from autotune.cost_model.profile import Profile, Segment, choice_name
+from autotune.cost_model.profile import Profile, choice_name
 from autotune.plan import Plan, PlanSpace, Precision, Storage
 from autotune.units import Unit
 
@@ -31,8 +31,8 @@ class Row:
     """One line of an explanation.
 
     Attributes:
-        unit: the unit's name, or ``accumulation_steps``.
-        kind: the unit's class.
+        unit: name of the unit, or ``accumulation_steps``.
+        kind: class of the unit.
         choice: what the plan chose.
         reason: why.
     """
@@ -45,12 +45,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What a choice does on average, as factors against the baseline's choice.
+    """The average effect of a choice, as factors against the baseline's choice.
 
     Attributes:
         time: factor on seconds per step.
         peak: factor on peak bytes.
-        windows: measured windows that had the choice.
+        windows: number of measured windows that had the choice.
     """
 
     time: float
@@ -61,42 +61,32 @@ class Effect:
         return f"time {self.time - 1:+.1%}, peak {self.peak - 1:+.1%} ({self.windows} windows)"
 
 
-def explain_rule(plan: Plan, space: PlanSpace, rule: Rule) -> list[Row]:
-    """Return the explanation of a rule's plan."""
-    rows = [
-        Row(
-            unit="accumulation_steps",
-            kind="",
-            choice=f"k = {plan.accumulation_steps}",
-            reason=rule.accumulation_reason,
-        )
-    ]
+def _rows(plan: Plan, space: PlanSpace, k_reason: str, unit_reason: Callable[[Unit], str]) -> list[Row]:
+    """Return a row for k and one for each unit."""
+    rows = [Row(unit="accumulation_steps", kind="", choice=f"k = {plan.accumulation_steps}", reason=k_reason)]
     for unit in space.units:
-        reason = rule.precision_reason
-        if unit.recomputable:
-            reason += f"; {rule.storage_reason}"
-        rows.append(
-            Row(
-                unit=unit.name,
-                kind=unit.kind,
-                choice=_choice(plan, unit.name, unit.recomputable),
-                reason=reason,
-            )
-        )
+        storage = f", {plan.storage_of(unit.name)}" if unit.recomputable else ""
+        choice = f"{plan.precision_of(unit.name)}{storage}"
+        rows.append(Row(unit=unit.name, kind=unit.kind, choice=choice, reason=unit_reason(unit)))
     return rows
 
 
+def explain_rule(plan: Plan, space: PlanSpace, rule: Rule) -> list[Row]:
+    """Return the explanation of the plan of a rule."""
+
+    def reason(unit: Unit) -> str:
+        return rule.precision_reason + (f"; {rule.storage_reason}" if unit.recomputable else "")
+
+    return _rows(plan, space, rule.accumulation_reason, reason)
+
+
 def explain_file(plan: Plan, space: PlanSpace, reason: str = "stands in the plan file") -> list[Row]:
-    """Return a plan's choices with one reason for all of them."""
-    rows = [Row(unit="accumulation_steps", kind="", choice=f"k = {plan.accumulation_steps}", reason=reason)]
-    return rows + [
-        Row(unit=unit.name, kind=unit.kind, choice=_choice(plan, unit.name, unit.recomputable), reason=reason)
-        for unit in space.units
-    ]
+    """Return the choices of a plan with one reason for all of them."""
+    return _rows(plan, space, reason, lambda _: reason)
 
 
 def explain_trials(plan: Plan, space: PlanSpace, trials: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return the explanation of a plan by the windows of whoever found it: a planner, or searches."""
+    """Return the explanation of a plan by the windows of the planner or the search that found it."""
     owners = {trial["method"] for trial in trials if Plan.from_json(trial["plan"]) == plan.bare}
     planners = [name for name in PLANNERS if name in owners]
     if planners:
@@ -105,10 +95,10 @@ def explain_trials(plan: Plan, space: PlanSpace, trials: Sequence[Mapping[str, A
 
 
 def explain_arm(name: str, plan: Plan, space: PlanSpace, trials: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return the explanation of the plan that an arm is launched with: by whoever made it.
+    """Return the explanation of the plan that an arm is launched with.
 
     Args:
-        name: the arm: a rule, a method, a plan file or a policy.
+        name: name of the arm: a rule, a method, a plan file or a policy.
         plan: its plan.
         space: the space that the plan lies in.
         trials: records of ``trials.jsonl``, of every method.
@@ -122,7 +112,7 @@ def explain_arm(name: str, plan: Plan, space: PlanSpace, trials: Sequence[Mappin
 
 
 def space_of(plans: Sequence[Plan]) -> PlanSpace:
-    """Return the smallest space that some plans lie in, where there is no profile to say more."""
+    """Return the smallest space that some plans lie in, for jobs without a profile."""
     storage = dict.fromkeys(name for plan in plans for name in plan.storage)
     precision = dict.fromkeys([Precision.FP32, *(choice for plan in plans for choice in plan.precision.values())])
     units = dict.fromkeys([*(name for plan in plans for name in plan.precision), *storage])
@@ -138,42 +128,39 @@ def space_of(plans: Sequence[Plan]) -> PlanSpace:
 
 def explain_search(plan: Plan, space: PlanSpace, trials: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Return the explanation of a searched plan: each choice with its average effect over the search's windows."""
-    effects = estimate_effects(space, trials)
-    baseline = space.baseline()
+    effects, baseline = estimate_effects(space, trials), space.baseline()
 
-    def reason(keys: Sequence[tuple[str, str]]) -> str:
+    def told(*keys: tuple[str, str]) -> str:
         found = [f"{choice}: {effects[key, choice]}" for key, choice in keys if (key, choice) in effects]
         return "; ".join(found) or "as in the baseline; no window had another choice that was better"
 
-    k = plan.accumulation_steps
-    rows = [Row(unit="accumulation_steps", kind="", choice=f"k = {k}", reason=reason([("k", f"k = {k}")]))]
-    for unit in space.units:
-        keys = [(f"precision {unit.name}", str(plan.precision_of(unit.name)))]
+    def reason(unit: Unit) -> str:
+        precision, keys = plan.precision_of(unit.name), []
+        if precision != baseline.precision_of(unit.name):
+            keys.append((f"precision {unit.name}", str(precision)))
         if unit.recomputable:
             keys.append((f"storage {unit.name}", str(plan.storage_of(unit.name))))
-        if plan.precision_of(unit.name) == baseline.precision_of(unit.name):
-            keys = keys[1:]
-        choice = _choice(plan, unit.name, unit.recomputable)
-        rows.append(Row(unit=unit.name, kind=unit.kind, choice=choice, reason=reason(keys)))
-    return rows
+        return told(*keys)
+
+    return _rows(plan, space, told(("k", f"k = {plan.accumulation_steps}")), reason)
 
 
 def estimate_effects(space: PlanSpace, trials: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], Effect]:
-    """Return each choice's average effect, by a ridge regression of log time and log peak on all choices.
+    """Return the average effect of each choice, by a ridge regression of log time and log peak on all choices.
 
     Args:
-        space: the space; its baseline's choices are what effects are relative to.
+        space: the space; effects are relative to its baseline's choices.
         trials: records of ``trials.jsonl``; windows that failed are left out.
     """
     good = [
-        trial["measurement"] | {"plan": Plan.from_json(trial["plan"])}
+        trial["measurement"] | {"choices": _choices(space, Plan.from_json(trial["plan"]))}
         for trial in trials
         if trial["measurement"]["failure"] is None and trial["measurement"]["seconds_per_step"]
     ]
-    columns = sorted({key for row in good for key in _features(space, row["plan"])})
+    columns = sorted({key for row in good for key in row["choices"]})
     if not columns:
         return {}
-    matrix = np.array([[key in _features(space, row["plan"]) for key in columns] for row in good], dtype=float)
+    matrix = np.array([[key in row["choices"] for key in columns] for row in good], dtype=float)
     centred = matrix - matrix.mean(axis=0)
     penalty = centred.T @ centred + _RIDGE * np.eye(len(columns))
     factors = []
@@ -187,7 +174,7 @@ def estimate_effects(space: PlanSpace, trials: Sequence[Mapping[str, Any]]) -> d
     }
 
 
-def _features(space: PlanSpace, plan: Plan) -> set[tuple[str, str]]:
+def _choices(space: PlanSpace, plan: Plan) -> set[tuple[str, str]]:
     """Return the choices in which a plan differs from the baseline."""
     baseline = space.baseline()
     found = set()
@@ -196,36 +183,32 @@ def _features(space: PlanSpace, plan: Plan) -> set[tuple[str, str]]:
     for unit in space.units:
         if plan.precision_of(unit.name) != baseline.precision_of(unit.name):
             found.add((f"precision {unit.name}", str(plan.precision_of(unit.name))))
-        if plan.storage_of(unit.name) is Storage.RECOMPUTE:
-            found.add((f"storage {unit.name}", str(Storage.RECOMPUTE)))
+        if plan.storage_of(unit.name) is not baseline.storage_of(unit.name):
+            found.add((f"storage {unit.name}", str(plan.storage_of(unit.name))))
     return found
 
 
 def unit_costs(profile: Profile, plan: Plan) -> dict[str, str]:
-    """Return per unit what its choice costs, and what recomputing it saves and costs, as a profile measured it."""
-    table = profile.table_for(plan)
-    texts = {}
+    """Return what the choice for each unit costs, and what recomputing it saves and costs, as the profile measured."""
+    table, texts = profile.table_for(plan), {}
+
+    def total(unit: Unit, precision: Precision, storage: Storage) -> tuple[float, int]:
+        choice = choice_name(precision, storage)
+        found = [segment.cost(choice) for segment in table.segments if segment.unit == unit.name]
+        return sum(cost.seconds for cost in found), sum(cost.saved_bytes for cost in found)
+
+    measured = {segment.unit for segment in table.segments}
     for unit in profile.units:
-        segments = [segment for segment in table.segments if segment.unit == unit.name]
         precision = plan.precision_of(unit.name)
-        if not segments or precision not in profile.precisions:
+        if unit.name not in measured or precision not in profile.precisions:
             continue
-
-        def total(
-            storage: Storage, segments: list[Segment] = segments, precision: Precision = precision
-        ) -> tuple[float, int]:
-            found = [segment.cost(choice_name(precision, storage)) for segment in segments]
-            return sum(cost.seconds for cost in found), sum(cost.saved_bytes for cost in found)
-
-        own_s, own_bytes = total(plan.storage_of(unit.name))
-        text = f"{own_s * 1e3:.1f} ms, keeps {format_bytes(own_bytes)}"
+        seconds, kept_bytes = total(unit, precision, plan.storage_of(unit.name))
+        text = f"{seconds * 1e3:.1f} ms, keeps {format_bytes(kept_bytes)}"
         if unit.recomputable:
-            (save_s, save_bytes), (again_s, again_bytes) = total(Storage.SAVE), total(Storage.RECOMPUTE)
+            (save_s, save_bytes), (again_s, again_bytes) = (
+                total(unit, precision, storage) for storage in (Storage.SAVE, Storage.RECOMPUTE)
+            )
             saved, paid = format_bytes(max(save_bytes - again_bytes, 0)), (again_s - save_s) * 1e3
             text += f"; recomputing saves {saved} for {paid:.1f} ms"
         texts[unit.name] = text
     return texts
-
-
-def _choice(plan: Plan, unit: str, recomputable: bool) -> str:
-    return str(plan.precision_of(unit)) + (f", {plan.storage_of(unit)}" if recomputable else "")

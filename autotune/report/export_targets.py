@@ -1,4 +1,4 @@
-"""What a plan becomes elsewhere, and what a launcher's configuration can express of it."""
+"""Exported plans, and the part of a plan that the configuration of a launcher can express."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autotune.engines.job_checks import accumulation_choices, build_model
 from autotune.errors import PlanError
 from autotune.job import Job
 from autotune.mechanics import randomness
-from autotune.plan import Plan, PlanSpace, Precision, Storage
+from autotune.plan import Plan, PlanSpace, Precision
 from autotune.units import units_of
 
 _WHERE = "export"
@@ -21,12 +21,12 @@ _WHERE = "export"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """What a plan becomes.
+    """An exported plan.
 
     Attributes:
-        files: by file name, JSON documents, or text as it is.
-        command: how to launch with them.
-        notes: what the target cannot hold by itself, and what to do about it.
+        files: JSON documents or texts, by file name.
+        command: how to launch with the files.
+        notes: what the files cannot express, and what to do about it.
     """
 
     files: Mapping[str, Mapping[str, Any] | str]
@@ -44,11 +44,11 @@ class Launched:
 
     Attributes:
         plan: the plan, every unit of the job named in it.
-        samples: of one optimizer step, on all ranks.
-        micro_samples: of one micro-batch on one rank.
-        ranks: how many ranks train.
+        samples: samples of one optimizer step, on all ranks.
+        micro_samples: samples of one micro-batch on one rank.
+        ranks: number of ranks.
         clip_norm: largest 2-norm of the gradient; 0 never clips.
-        layers: the layers that transformers recomputes where it is told to recompute all, in the model's order.
+        layers: names of the layers that transformers can recompute, in the order of the model.
     """
 
     plan: Plan
@@ -67,20 +67,20 @@ class Launched:
     def autocast(self) -> Precision | None:
         """Return the precision of the launcher's own autocast; ``None`` leaves it off.
 
-        A single fp16 unit asks for it too: the launcher scales losses only under its own fp16.
+        A single fp16 unit needs it too: the launcher scales losses only under its own fp16.
         """
-        return self.plan.uniform_16_bit or (Precision.FP16 if self.plan.uses_fp16 else None)
+        return self.plan.uniform_reduced or (Precision.FP16 if self.plan.needs_loss_scaling else None)
 
     @property
     def by_unit(self) -> Plan | None:
-        """Return what is left to be applied to the model, unit by unit; ``None`` if the autocast says it all.
+        """Return what must be applied to the model unit by unit; ``None`` if the launcher's autocast is enough.
 
-        Where units are recomputed each names its precision, since the launcher's autocast keeps casted weights from
-        one graph to another (pytorch#141896) and a unit's own does not.
+        Where units are recomputed, each has a precision of its own, since the launcher's autocast keeps cast weights
+        from one graph to another (pytorch#141896) and a unit's own autocast does not.
         """
         plan = self.plan
-        differs = plan.uniform_16_bit is None and any(choice.is_16_bit for choice in plan.precision.values())
-        if not differs and Storage.RECOMPUTE not in plan.storage.values():
+        differs = plan.uniform_reduced is None and any(choice.is_reduced for choice in plan.precision.values())
+        if not differs and not plan.recomputed:
             return None
         if self.autocast is None or not differs:
             return plan
@@ -89,21 +89,21 @@ class Launched:
 
     @property
     def every_n_layers(self) -> int | None:
-        """Return n where transformers itself can recompute what the plan does, every n-th layer from the first on.
+        """Return n if the plan recomputes every n-th layer from the first on, which transformers can do by itself.
 
-        ``None`` where other layers are recomputed than that, none at all, or a plan file is needed for precisions.
+        ``None`` if it recomputes other layers or none, or if a plan file is needed for precisions.
         """
         plan = self.plan
-        recomputed = tuple(name for name in self.layers if plan.storage_of(name) is Storage.RECOMPUTE)
-        if len(recomputed) != list(plan.storage.values()).count(Storage.RECOMPUTE):
+        recomputed = tuple(name for name in self.layers if plan.storage_of(name).recomputes)
+        if len(recomputed) != len(plan.recomputed):
             return None
-        if plan.uniform_16_bit is None and any(choice.is_16_bit for choice in plan.precision.values()):
+        if plan.uniform_reduced is None and any(choice.is_reduced for choice in plan.precision.values()):
             return None
         return next((n for n in range(1, len(self.layers) + 1) if recomputed and self.layers[::n] == recomputed), None)
 
 
 def model_of(job: Job) -> nn.Module:
-    """Return a job's model, and leave the random generators as they were.
+    """Return the model of a job without a change to the random generators.
 
     Raises:
         JobError: if it cannot be built.
@@ -113,13 +113,13 @@ def model_of(job: Job) -> nn.Module:
 
 
 def require_fit(plan: Plan, job: Job, model: nn.Module) -> Plan:
-    """Return the plan with every unit of the job named, in the plan's own order.
+    """Return the plan with every unit of the job added, in the order of the plan.
 
     Raises:
-        PlanError: if the job has no such unit or k, naming it.
+        PlanError: if the plan has a unit or a k that the job lacks.
     """
     units = units_of(model, job.units)
-    # Precisions are the target machine's affair, not this one's.
+    # The target machine may have other precisions than this one.
     space = PlanSpace(
         units=units, accumulation_choices=accumulation_choices(job, model, {}), precisions=tuple(Precision)
     )
@@ -132,13 +132,13 @@ def launched(plan: Plan, job: Job, ranks: int, model: nn.Module) -> Launched:
     """Return a plan as launchers see it.
 
     Args:
-        plan: a plan of the job, every unit named.
+        plan: a plan of the job with every unit.
         job: the job.
         model: the job's model.
-        ranks: how many ranks will train it.
+        ranks: number of ranks.
 
     Raises:
-        PlanError: if the batch cannot be cut evenly, as launchers' arithmetic demands.
+        PlanError: if the batch cannot be split evenly, as launchers demand.
     """
     k = plan.accumulation_steps
     samples = job.batch_size * (k if job.batching == "adaptive" else 1)
@@ -153,18 +153,18 @@ def launched(plan: Plan, job: Job, ranks: int, model: nn.Module) -> Launched:
         samples=samples,
         micro_samples=samples // (k * ranks),
         ranks=ranks,
-        # Launchers clip at 1 where nothing is said.
+        # Launchers clip at 1 unless they are told a norm.
         clip_norm=clip_norm(job),
         layers=tuple(name for name, part in model.named_modules() if _is_layer(part)),
     )
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Tell whether a module is one of those layers that transformers counts; it need not be installed for that."""
+    """Tell whether a module is a layer that transformers can recompute; transformers need not be installed."""
     return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
 
 
 def clip_norm(job: Job) -> float:
-    """Return the largest 2-norm of the job's gradient as a plain number; 0 never clips, as an infinite one does."""
+    """Return the largest 2-norm of the job's gradient; 0, which never clips, also for an infinite one."""
     norm = float(job.clip_norm or 0.0)
     return norm if math.isfinite(norm) else 0.0

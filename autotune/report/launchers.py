@@ -1,4 +1,4 @@
-"""Write what DeepSpeed, Accelerate and transformers' Trainer are launched with, and say what it cannot hold."""
+"""Configurations for DeepSpeed, Accelerate and the Trainer of transformers, with notes on what they cannot express."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 from autotune.engines.deepspeed_config import STAGES
-from autotune.plan import Plan, Precision, Storage
+from autotune.plan import Plan, Precision
 from autotune.report.export_targets import Export, Launched
 
 PLAN_FILE = "plan.json"
-# What applies a plan's choices of single units to a model.
+# The lines that apply the choices of a plan for single units to a model.
 APPLY = (
     "from pathlib import Path",
     "from autotune.records.run_directory import read_plan",
     "from autotune.mechanics import controls",
     f'controls.apply(model, read_plan(Path("{PLAN_FILE}")))',
 )
-_DTYPES = {Precision.BF16: "bfloat16", Precision.FP16: "float16"}
 
 
 def to_deepspeed(launched: Launched) -> Export:
@@ -34,10 +33,10 @@ def to_deepspeed(launched: Launched) -> Export:
         "zero_optimization": {"stage": stage},
     }
     notes, files = [], {}
-    uniform = plan.uniform_16_bit
+    uniform = plan.uniform_reduced
     if uniform is not None:
-        config["torch_autocast"] = {"enabled": True, "dtype": _DTYPES[uniform]}
-    elif any(precision.is_16_bit for precision in plan.precision.values()):
+        config["torch_autocast"] = {"enabled": True, "dtype": uniform.dtype}
+    elif any(precision.is_reduced for precision in plan.precision.values()):
         notes.append(
             "precision differs from unit to unit, which a configuration cannot hold: the units stay in fp32 unless "
             "autotune's own DeepSpeed engine trains them"
@@ -58,13 +57,13 @@ def to_deepspeed(launched: Launched) -> Export:
 
 
 def to_accelerate(launched: Launched) -> Export:
-    """Return a configuration of ``accelerate launch`` with the plan's ranks and precision; k goes by the command.
+    """Return a configuration for ``accelerate launch`` with the plan's ranks and precision; k is in the command.
 
-    The file holds no k (only its DeepSpeed section does), but each ``Accelerator()`` reads it from its environment.
+    The file cannot contain k outside of its DeepSpeed section, but ``Accelerator()`` reads it from the environment.
     """
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        # Also without GPUs: nothing else in such a file starts several processes.
+        # Also without GPUs: no other value starts several processes.
         "distributed_type": "MULTI_GPU" if launched.ranks > 1 else "NO",
         "num_machines": 1,
         "num_processes": launched.ranks,
@@ -73,7 +72,7 @@ def to_accelerate(launched: Launched) -> Export:
         "use_cpu": False,
     }
     clip = f"accelerator.clip_grad_norm_(model.parameters(), {launched.clip_norm:g})"
-    alone = "without GPUs, ACCELERATE_USE_CPU=true before the command; else each rank trains by itself"
+    alone = "without GPUs, put ACCELERATE_USE_CPU=true before the command; otherwise each rank trains by itself"
     notes = [
         *([alone] if launched.ranks > 1 else []),
         f"micro-batches are the script's own: DataLoader(..., batch_size={launched.micro_samples}) on each of "
@@ -90,7 +89,7 @@ def to_accelerate(launched: Launched) -> Export:
 def to_transformers(launched: Launched) -> Export:
     """Return the ``TrainingArguments`` with the plan's micro-batch, k, precision and clipping, as a JSON file.
 
-    They hold what is recomputed as well where that is every n-th of the layers that transformers counts.
+    They also contain the recomputation if the plan recomputes every n-th layer.
     """
     every = launched.every_n_layers
     arguments: dict[str, Any] = {
@@ -118,11 +117,11 @@ def _plan_file(launched: Launched) -> dict[str, Any]:
 
 
 def _not_held(launched: Launched, when: str) -> list[str]:
-    """Return what a configuration says nothing of: single units, and what the plan launches with.
+    """Return notes on what a configuration cannot express: single units, and launch settings.
 
     Args:
         launched: the plan.
-        when: at which point of the script single units are told.
+        when: the point of the script at which the choices for single units are applied.
     """
     notes, own = [], launched.by_unit
     if own is not None:
@@ -136,7 +135,7 @@ def _not_held(launched: Launched, when: str) -> list[str]:
 
 
 def own_launch(plan: Plan) -> str:
-    """Return what a plan launches with that only a DeepSpeed configuration, or the script itself, can hold."""
+    """Return the launch settings of a plan that only a DeepSpeed configuration or the script itself can contain."""
     chosen = plan.launch.to_json()
     if stage := chosen.pop("zero_stage", 0):
         chosen["zero_stage"] = f"{stage} (autotune export --to deepspeed does)"
@@ -151,9 +150,9 @@ def _by_precision(plan: Plan) -> dict[Precision, list[str]]:
 
 
 def _recomputed(plan: Plan) -> list[str]:
-    return [name for name, storage in plan.storage.items() if storage is Storage.RECOMPUTE]
+    return list(plan.recomputed)
 
 
 def _listed(names: list[str]) -> str:
-    """Return names of units in one line that a terminal shows as it is; a module may be called anything."""
+    """Return names of units in one printable line; modules may have any names."""
     return ", ".join(name if name.isprintable() else repr(name) for name in names)

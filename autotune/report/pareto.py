@@ -1,4 +1,4 @@
-"""Set what was measured beside what is predicted: time against memory, the front, and the optimum within the budget."""
+"""Costs of plans, measured and predicted: time, memory, the Pareto front, and the optimum within the budget."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _LIMIT_S = 8.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What a plan costs: measured, or predicted from the profile.
+    """The cost of a plan, measured or predicted.
 
     Attributes:
         seconds_per_sample: training seconds per sample.
-        peak_bytes: its peak.
+        peak_bytes: peak memory.
         spread: lowest and highest seconds per sample over the seeds, or over the finals' steps.
     """
 
@@ -43,7 +43,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Front:
-    """What a profile predicts to be best.
+    """The best plans, as a profile predicts.
 
     Attributes:
         points: the best plan of several budgets, the smallest first.
@@ -55,7 +55,7 @@ class Front:
 
 
 def predicted(profile: Profile, plan: Plan) -> Cost | None:
-    """Return what a profile predicts of a plan; ``None`` for a plan that it cannot predict."""
+    """Return the predicted cost of a plan; ``None`` for a plan that the profile cannot predict."""
     try:
         seconds, peak = seconds_per_step(profile, plan), peak_bytes(profile, plan)
     except ProfileError:
@@ -96,7 +96,7 @@ def front_of(profile: Profile, budget_bytes: int | None, *, limit_s: float = _LI
 
 
 def _coarse_first(values: list[float]) -> list[float]:
-    """Return values so that any first few of them are spread over all: every eighth, then the fourths between, ..."""
+    """Return the values in an order whose every beginning is spread over all: every eighth, then every fourth, ..."""
     order = sorted(range(len(values)), key=lambda number: (-(_twos(number + 1)), number))
     return [values[number] for number in order]
 
@@ -119,7 +119,7 @@ def _costed(profile: Profile, solution: Solution) -> tuple[Plan, Cost]:
 
 
 def measured_arm(arm: Mapping[str, Any]) -> Cost | None:
-    """Return what the runs of an arm of ``comparison.json`` cost; ``None`` where nothing could be measured."""
+    """Return the cost of an arm of ``comparison.json``; ``None`` where nothing could be measured."""
     each = [1 / run["throughput"] for run in arm["runs"] if run["throughput"]]
     peaks = [run["peak_bytes"] for run in arm["runs"] if run["peak_bytes"]]
     if not each or not peaks:
@@ -128,12 +128,12 @@ def measured_arm(arm: Mapping[str, Any]) -> Cost | None:
 
 
 def measured_trial(trial: Mapping[str, Any]) -> Cost | None:
-    """Return what a window of ``trials.jsonl`` cost; ``None`` for one that failed or was not timed."""
+    """Return the cost of a window of ``trials.jsonl``; ``None`` for one that failed or was not timed."""
     return _measured(Measurement.from_json(trial["measurement"]))
 
 
 def measured_finals(run: CampaignRun) -> dict[Plan, Cost]:
-    """Return what each finalist of a tuning cost, over all its final windows, and the baseline beside them."""
+    """Return the cost of each finalist of a tuning and of the baseline, over all final windows."""
     windows: dict[Plan, list[Measurement]] = {}
     for trial in run.trials:
         if trial["final"]:

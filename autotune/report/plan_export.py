@@ -1,4 +1,4 @@
-"""Turn a plan into what other programs are launched with."""
+"""Export of a plan to other programs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ TARGETS = (*_LAUNCHERS, "python", "json")
 
 
 def export(plan: Plan, job: Job, target: str, *, ranks: int = 1, reference: str = "") -> Export:
-    """Return what a plan becomes for a target.
+    """Return a plan as the files of a target.
 
     Args:
         plan: a plan of the job.
         job: the job.
         target: one of :data:`TARGETS`.
-        ranks: how many ranks will train it.
-        reference: what the job is loaded by; a ``python`` script needs it.
+        ranks: number of ranks that will train it.
+        reference: reference that the job is loaded by; a ``python`` script needs it.
 
     Raises:
         InputError: if the target is unknown, or cannot launch the plan.
         JobError: if the job's model cannot be built.
-        PlanError: if the plan is not one of the job's, naming the unit or the k.
+        PlanError: if the plan has a unit or a k that the job lacks.
     """
     if target not in TARGETS:
         raise InputError(f"target is {target!r}", where="--to", allowed=TARGETS)

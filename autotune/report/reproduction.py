@@ -1,4 +1,4 @@
-"""Show a reproduced table of the paper in a terminal."""
+"""A reproduced table of the paper, for terminals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 
 
 def reproduction_table(document: Mapping[str, Any]) -> Table:
-    """Return one row per number: the paper's, ours (in the unit shown), the ratio, and each over its own baseline's.
+    """Return one row per number: the paper's and ours in the given unit, their ratio, and each over its own baseline.
 
     Args:
         document: what ``reproduce --json`` prints.
@@ -40,7 +40,7 @@ def reproduction_table(document: Mapping[str, Any]) -> Table:
 
 
 def missing_lines(document: Mapping[str, Any]) -> list[str]:
-    """Return why numbers of ours are missing, a line for each reason."""
+    """Return why numbers of ours are missing, one line per reason."""
     reasons: dict[str, list[str]] = {}
     for row in document["rows"]:
         if row["ours"] is None and row["note"]:

@@ -1,6 +1,6 @@
-"""Write a campaign's figures as tables for papers and notebooks: CSV, or Parquet.
+"""Tables of a campaign for papers and notebooks, as CSV or Parquet.
 
-One row per arm, run, evaluation, change of plan, window and unit; units of measure stand in the columns' names.
+One row per arm, run, evaluation, change of plan, window, trial and unit; the names of columns end in their unit.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from autotune.cost_model.carbon import Intensity
 from autotune.errors import InputError
 from autotune.io.files import write_atomic
 from autotune.plan import Plan
+from autotune.records.run_documents import TuneConfig
 from autotune.report.campaign_run import CampaignRun, launched
 from autotune.report.costs import arm_costs
 from autotune.report.terminal_tables import judged_arms
 
 Row = Mapping[str, Any]
 Kind = Literal["csv", "parquet"]
-# What a spreadsheet takes for the beginning of a formula.
+# Characters with which a formula begins in a spreadsheet.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
@@ -64,7 +65,7 @@ def sheets_of(run: CampaignRun, intensity: Intensity | None = None) -> dict[str,
 
 def _as_csv(rows: Sequence[Row]) -> str:
     text = io.StringIO(newline="")
-    # A row of somebody else's run may leave out what others have.
+    # Rows of one table may have different keys in a run that another version wrote.
     names = list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
@@ -73,7 +74,7 @@ def _as_csv(rows: Sequence[Row]) -> str:
 
 
 def _as_text(value: Any) -> Any:
-    """Return a value of which no spreadsheet makes a formula: names in a run may be anything."""
+    """Return a value that no spreadsheet takes for a formula: a run may contain any names."""
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
@@ -91,89 +92,74 @@ def _as_parquet(rows: Sequence[Row]) -> bytes:
 
 def _arms(run: CampaignRun, intensity: Intensity | None) -> Iterator[Row]:
     judged = judged_arms(run.document)
+    keys = ("time_ratio", "p_value", "memory_ratio", "metric_difference", "non_inferior", "break_even_steps")
     for cost in arm_costs(run.document, intensity):
         entry = judged.get(cost.arm, {})
-        low, high = entry.get("time_ratio_ci95") or (None, None)
-        bca_low, bca_high = entry.get("time_ratio_bca95") or (None, None)
-        keys = ("time_ratio", "p_value", "memory_ratio", "metric_difference", "non_inferior", "break_even_steps")
+        intervals = {
+            f"{name}_{end}": bound
+            for name, key in (("time_ratio", "time_ratio_ci95"), ("time_ratio_bca", "time_ratio_bca95"))
+            for end, bound in zip(("low", "high"), entry.get(key) or (None, None), strict=True)
+        }
         yield {
             **asdict(cost),
             **{key: entry.get(key) for key in keys},
-            "time_ratio_low": low,
-            "time_ratio_high": high,
-            "time_ratio_bca_low": bca_low,
-            "time_ratio_bca_high": bca_high,
+            **intervals,
             "verdict": entry.get("verdict", "reference"),
             "reason": entry.get("reason", ""),
         }
 
 
-def _runs(run: CampaignRun) -> Iterator[Row]:
+def _records(run: CampaignRun) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each run of each arm with the name of the arm."""
     for arm in run.document["arms"]:
-        for record in arm["runs"]:
-            plain = {key: value for key, value in record.items() if not isinstance(value, list | dict)}
-            yield {"arm": arm["name"], **plain}
+        yield from ((arm["name"], record) for record in arm["runs"])
+
+
+def _runs(run: CampaignRun) -> Iterator[Row]:
+    for arm, record in _records(run):
+        yield {"arm": arm, **{key: value for key, value in record.items() if not isinstance(value, list | dict)}}
 
 
 def _curves(run: CampaignRun) -> Iterator[Row]:
-    for arm in run.document["arms"]:
-        for record in arm["runs"]:
-            for seconds, samples, metric in record["curve"]:
-                yield {
-                    "arm": arm["name"],
-                    "seed": record["seed"],
-                    "train_s": float(seconds),
-                    "samples": samples,
-                    "metric": float(metric),
-                }
+    for arm, record in _records(run):
+        for seconds, samples, metric in record["curve"]:
+            own = {"train_s": float(seconds), "samples": samples, "metric": float(metric)}
+            yield {"arm": arm, "seed": record["seed"], **own}
 
 
 def _plans(run: CampaignRun) -> Iterator[Row]:
-    for arm in run.document["arms"]:
-        for record in arm["runs"]:
-            for entry in record.get("plans") or ():
-                plan = Plan.from_json(entry["plan"])
-                yield {
-                    "arm": arm["name"],
-                    "seed": record["seed"],
-                    "from_step": entry["step"],
-                    "accumulation_steps": plan.accumulation_steps,
-                    "plan": str(plan),
-                    "digest": plan.digest,
-                }
+    for arm, record in _records(run):
+        for entry in record.get("plans") or ():
+            own = {"arm": arm, "seed": record["seed"], "from_step": entry["step"]}
+            yield own | _plan_columns(Plan.from_json(entry["plan"]))
 
 
 def _windows(run: CampaignRun) -> Iterator[Row]:
-    for arm in run.document["arms"]:
-        for record in arm["runs"]:
-            for window in record.get("windows") or ():
-                yield {"arm": arm["name"], "seed": record["seed"], **window}
+    for arm, record in _records(run):
+        yield from ({"arm": arm, "seed": record["seed"], **window} for window in record.get("windows") or ())
 
 
 def _trials(run: CampaignRun) -> Iterator[Row]:
     keys = ("seconds_per_step", "samples_per_step", "peak_bytes", "loss", "energy_j", "energy_source", "failure")
     for trial in run.trials:
-        plan, window = Plan.from_json(trial["plan"]), trial["measurement"]
         yield {
             **{key: trial[key] for key in ("method", "number", "final", "cost", "tuning_steps", "tuning_s")},
-            **{key: window.get(key) for key in keys},
-            "accumulation_steps": plan.accumulation_steps,
-            "plan": str(plan),
-            "digest": plan.digest,
+            **{key: trial["measurement"].get(key) for key in keys},
+            **_plan_columns(Plan.from_json(trial["plan"])),
         }
+
+
+def _plan_columns(plan: Plan) -> dict[str, Any]:
+    return {"accumulation_steps": plan.accumulation_steps, "plan": str(plan), "digest": plan.digest}
 
 
 def _units(run: CampaignRun) -> Iterator[Row]:
     """Yield the choices of the plan that each arm is launched with."""
-    if run.compared:
-        plans = [(arm["name"], launched(arm)) for arm in run.document["arms"]]
+    if isinstance(run.config, TuneConfig):
+        plans = [(run.config.method, Plan.from_json(run.document["plan"]))]
     else:
-        plans = [(str(run.config.asked.method), Plan.from_json(run.document["plan"]))]
+        plans = [(arm["name"], launched(arm)) for arm in run.document["arms"]]
     for name, plan in plans:
         for unit in dict.fromkeys([*plan.precision, *plan.storage]):
-            yield {
-                "arm": name,
-                "unit": unit,
-                "precision": str(plan.precision_of(unit)),
-                "storage": str(plan.storage_of(unit)) if unit in plan.storage else None,
-            }
+            storage = str(plan.storage_of(unit)) if unit in plan.storage else None
+            yield {"arm": name, "unit": unit, "precision": str(plan.precision_of(unit)), "storage": storage}

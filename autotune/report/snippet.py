@@ -1,6 +1,6 @@
-"""Write a plan as a training script that runs by itself: a plain loop, to be taken over.
+"""A plan as a training script that runs by itself, with a plain loop to start from.
 
-What a plan or a reference says enters the script as ``repr`` of plain data, never as source.
+Plans and references enter the script as ``repr`` of plain data, never as source code.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ def to_python(plan: Plan, job: Job, reference: str) -> Export:
     Args:
         plan: a plan of the job.
         job: the job.
-        reference: what the job is loaded by.
+        reference: reference that the job is loaded by.
 
     Raises:
         InputError: if there is no reference.
     """
     if not reference:
         raise InputError("a job was given without its reference", where="export", allowed="what load_job takes")
-    # Numbers of other libraries say their own types in their repr; plain ones are left of them.
+    # The repr of another library's number contains its type; JSON leaves a plain number.
     document = json.loads(json.dumps(plan.to_json()))
     script = _SCRIPT.format(
         reference=reference,
@@ -87,7 +87,7 @@ def to_python(plan: Plan, job: Job, reference: str) -> Export:
         taken=_block(2, _taken(plan, job)),
         updated=_block(2, _updated(plan, job)),
     )
-    # How fp32 is computed is the process's setting, which a job does not carry.
+    # The arithmetic of fp32 is a setting of the process, not of the job.
     alone = replace(job.launch, fp32=None)
     own = Launch(fp32=plan.launch.fp32) if replace(plan.launch, zero_stage=None, fp32=None) == alone else plan.launch
     held = own_launch(plan.changed(launch=own))
@@ -95,9 +95,9 @@ def to_python(plan: Plan, job: Job, reference: str) -> Export:
 
 
 def _prepared(plan: Plan, job: Job) -> list[str]:
-    """Return the lines that make the optimizer, and what a step needs beside it."""
+    """Return the lines that make the optimizer and what else a step needs."""
     lines = ["optimizer = job.optimizer(parameters)"]
-    if plan.uses_fp16:
+    if plan.needs_loss_scaling:
         lines.append("scaler = torch.amp.GradScaler(parameters[0].device.type)")
     if _factors(plan, job):
         lines.append('rates = [group["lr"] for group in optimizer.param_groups]')
@@ -123,14 +123,14 @@ def _updated(plan: Plan, job: Job) -> list[str]:
     norm = clip_norm(job)
     clip = [f"torch.nn.utils.clip_grad_norm_(parameters, {norm!r})"] if norm else []
     loss = "    loss = job.loss(model, piece) * weight"
-    if not plan.uses_fp16:
+    if not plan.needs_loss_scaling:
         return [loss, "    loss.backward()", *clip, "optimizer.step()"]
     unscale = ["scaler.unscale_(optimizer)"] if clip else []
     return [loss, "    scaler.scale(loss).backward()", *unscale, *clip, "scaler.step(optimizer)", "scaler.update()"]
 
 
 def _factors(plan: Plan, job: Job) -> list[str]:
-    """Return what a step's learning rate is multiplied by."""
+    """Return the factors of a step's learning rate."""
     scheduled = [] if job.schedule is None else ["job.schedule.factor(samples / job.total_samples)"]
     larger = batch_factor(job.lr_rule, plan.accumulation_steps, 1) if job.batching == "adaptive" else 1.0
     return [*scheduled, *([] if larger == 1.0 else [repr(larger)])]

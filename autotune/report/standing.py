@@ -1,6 +1,6 @@
-"""Tell from an attached run's decision log how the run stands, also while it goes on.
+"""The state of an attached run, finished or not, from its decision log.
 
-All of it comes from the log. It has a line for each decision, and so the figures are those of the last one.
+The log has a line for each decision, so that all figures are those of the last decision.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from autotune.plan import Plan
 from autotune.records.run_directory import RunDirectory
 from autotune.records.run_documents import AttachConfig
 
-# How a line begins whose decision is passed over unread where at least as many bytes follow it.
+# The beginning of a decision's line. Decisions are skipped unread if more bytes than this follow them.
 _DECISION = b'{"event": "decision"'
 _RECENT_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """How an attached run stands at one moment.
+    """The state of an attached run at one moment.
 
     Attributes:
         name: what the run is called.
         stage: how far the tuner goes.
         units: names of the units, in the order of the forward pass.
-        recomputable: those of them whose storage can be chosen.
+        recomputable: units whose storage can be chosen.
         total_steps: length of the run; ``None`` if it is not known.
-        plan: the plan that is applied, as far as the log says.
+        plan: the applied plan, as far as the log tells.
         steps: optimizer steps at the log's last line.
-        acting: whether plans may be switched.
-        switches: decided switches.
-        placed: changes of storage between them, for a batch or a budget.
-        over_budget_steps: steps that ran though no plan was known to fit.
-        trips: trips so far.
-        last_trip: step and reason of the last one; ``None`` before one.
+        acting: whether the tuner may switch plans.
+        switches: number of decided switches.
+        placed: number of changes of storage between switches, for a batch or a budget.
+        over_budget_steps: steps that ran although no plan was known to fit.
+        trips: number of trips.
+        last_trip: step and reason of the last trip; ``None`` before one.
         memory_budget_bytes: the budget; ``None`` for none.
-        predicted_peak_bytes: of the applied plan; ``None`` before there is a profile.
-        measured_peak_bytes: the last one measured; ``None`` before.
+        predicted_peak_bytes: predicted peak of the applied plan; ``None`` before there is a profile.
+        measured_peak_bytes: the last measured peak; ``None`` before one.
         predicted_s: predicted seconds per step of the plans of the last window that had steps to compare, at the
             profiled batch's size; ``None`` before one.
         measured_s: what those steps took, as if at that size.
         noise_scale: simple noise scale in samples; ``None`` while unknown.
-        overhead_frac: the tuner's own share of the run's time; ``None`` before the first decision.
-        ended: why the run was detached; ``None`` while it is attached, as far as the log says.
+        overhead_frac: share of the run's time that the tuner took; ``None`` before the first decision.
+        ended: why the run was detached; ``None`` while it is attached, as far as the log tells.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, attached: Mapping[str, Any]) -> Snapshot:
-        """Return the snapshot of a run that a log's first event begins."""
+        """Return the snapshot at the first event of a log."""
         baseline, recomputable = attached.get("baseline"), attached.get("recomputable")
         plan = Plan() if baseline is None else Plan.from_json(baseline)
         return cls(
@@ -92,7 +92,7 @@ class Snapshot:
         )
 
     def after(self, event: Mapping[str, Any]) -> Snapshot:
-        """Return the snapshot after the log's next event."""
+        """Return the snapshot after the next event of the log."""
         changes: dict[str, Any] = {"steps": event["step"]}
         match event["event"]:
             case "profiled":
@@ -110,7 +110,7 @@ class Snapshot:
 
     @property
     def state(self) -> str:
-        """Return what the tuner does, in a few words."""
+        """Return what the tuner is doing, in a few words."""
         if self.ended is not None:
             return "detached"
         if self.stage == Stage.OBSERVE:
@@ -139,7 +139,7 @@ class Snapshot:
         acting, plan = event.get("acting"), event.get("plan")
         peak, noise_scale = measured.get("peak_bytes"), measured.get("noise_scale")
         return {
-            # Logs of former versions lack the applied plan: the decided one stands for it.
+            # Logs of older versions lack the applied plan: the decided plan is shown instead.
             "acting": event["applied"] or not self.trips if acting is None else acting,
             "plan": self.plan if plan is None else Plan.from_json(plan),
             "predicted_peak_bytes": predicted["peak_bytes"] if plan is None else event.get("predicted_peak_bytes"),
@@ -157,7 +157,7 @@ class Snapshot:
         ended = {"ended": event["reason"], "acting": False}
         plan = event.get("plan")
         if plan is None:
-            # A tuner that broke has no figures of its end.
+            # A tuner that failed has no last figures.
             return ended
         same = (
             *("switches", "placed", "over_budget_steps", "memory_budget_bytes", "predicted_peak_bytes"),
@@ -167,16 +167,16 @@ class Snapshot:
 
 
 class Watched:
-    """An attached run that is watched by its log.
+    """An attached run that is watched through its log.
 
     Attributes:
-        snapshot: how it stood at the log's last line; ``None`` before there is one.
+        snapshot: state at the last line of the log; ``None`` before there is one.
 
     Args:
         folder: the run directory.
 
     Raises:
-        RunDirectoryError: if it is no directory of an attached run.
+        RunDirectoryError: if the folder is not the run directory of an attached run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -190,13 +190,13 @@ class Watched:
         self._line = 0
 
     def look(self) -> list[Snapshot]:
-        """Take in what the log has got since the last look.
+        """Read the new lines of the log.
 
         Returns:
-            The snapshot after each decision and each trip of it; of very many decisions, after the latest ones.
+            The snapshot after each new decision and trip; of very many decisions, only after the latest.
 
         Raises:
-            InputError: if a line is none that a live tuner writes.
+            InputError: if a line is not one that a tuner writes.
         """
         found = []
         for row, left in self._tail.read():
@@ -221,16 +221,11 @@ class Watched:
 
     @property
     def is_over(self) -> bool:
-        """Tell whether the log says that the run was detached."""
+        """Tell whether the run was detached."""
         return self.snapshot is not None and self.snapshot.ended is not None
 
     @property
     def silent_s(self) -> float | None:
-        """Return seconds since the log was last written to; ``None`` before it is there."""
+        """Return the seconds since the log was last written; ``None`` before it exists."""
         grown = self._tail.grown
         return None if grown is None else max(time.time() - grown, 0.0)
-
-
-def told_steps(steps: int, total: int | None) -> str:
-    """Return how far a run is."""
-    return f"step {steps:,}" if total is None else f"step {steps:,} of {total:,}"

@@ -1,26 +1,45 @@
-"""Draw how the units of a plan were stored over a run: a row per unit, the run from left to right."""
+"""Figures of the choices for each unit: over the steps of a run, and of one plan."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autotune.report.html import Html, element, join
-from autotune.report.svg import RIGHT, Figure, Key, text_width, ticks
+from markupsafe import Markup
 
+from autotune.plan import Plan
+from autotune.report.plot import ticks
+from autotune.report.rendering import element, join
+from autotune.report.svg import RIGHT, Figure, Key, labels_below, text
+
+# What the kinds of storage are called.
+STORAGES = {"kept": "kept for backward", "again": "recomputed", "fixed": "no choice of storage"}
 _COLUMNS = 240
 _ROWS = 60
+_SIDE = 64
+
+
+def recomputed(plan: Plan) -> frozenset[str]:
+    """Return the names of the units that a plan recomputes."""
+    return frozenset(plan.recomputed)
+
+
+def storage_kind(plan: Plan, unit: str) -> str:
+    """Return how a plan stores a unit: ``kept``, ``again`` or ``fixed``."""
+    if unit not in plan.storage:
+        return "fixed"
+    return "again" if plan.storage_of(unit).recomputes else "kept"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """How the units of a plan were stored over a run.
+    """The storage of units over a run.
 
     Attributes:
-        units: their names.
+        units: names of the units.
         fixed: those whose storage cannot be chosen.
-        recomputed: names of the recomputed ones, by the step from which that held, ascending.
-        end: the last step.
+        recomputed: names of the recomputed units, by the step from which that holds, ascending.
+        end: last step of the run.
     """
 
     units: Sequence[str]
@@ -28,132 +47,102 @@ class Course:
     recomputed: Sequence[tuple[int, frozenset[str]]]
     end: int
 
-    def at(self, step: float) -> frozenset[str]:
-        """Return what was recomputed at a step."""
-        return next((names for begins, names in reversed(self.recomputed) if begins <= step), frozenset())
+    def kinds(self, names: Sequence[str], steps: Sequence[float]) -> list[str]:
+        """Return the kind of storage of most of some units at each of some steps."""
+        chosen = [name for name in names if name not in self.fixed]
+        if not chosen:
+            return ["fixed"] * len(steps)
+        found = []
+        for step in steps:
+            at = next((names for begins, names in reversed(self.recomputed) if begins <= step), frozenset[str]())
+            found.append("again" if 2 * sum(name in at for name in chosen) >= len(chosen) else "kept")
+        return found
 
 
-def strip(title: str, described: str, course: Course) -> Figure:
-    """Return a figure with a row per unit and the run from left to right; many units share rows."""
+def course_strip(title: str, described: str, course: Course) -> Figure:
+    """Return a figure with a row per unit and the run from left to right; many units share rows.
+
+    Args:
+        title: what it shows.
+        described: the same in a sentence or two.
+        course: what is drawn.
+    """
     each = max(-(-len(course.units) // _ROWS), 1)
-    rows = [course.units[start : start + each] for start in range(0, len(course.units), each)]
-    tall = 16 if len(rows) <= 24 else 8
+    names = [course.units[start : start + each] for start in range(0, len(course.units), each)]
     columns = max(min(_COLUMNS, course.end), 1)
-    sampled = [course.at((number + 0.5) * course.end / columns) for number in range(columns)]
-    height = tall * len(rows) + 40
+    steps = [(number + 0.5) * course.end / columns for number in range(columns)]
+    rows = [(some[0], list(_runs(course.kinds(some, steps)))) for some in names]
+    tall = 16 if len(rows) <= 24 else 8
 
-    def draw(width: int) -> tuple[Html, int]:
-        return _strip_rows(course, rows, sampled, width, tall), height
+    def draw(width: int) -> tuple[Markup, int]:
+        left = 96 if width < 500 else 150
+        wide = (width - left - RIGHT) / columns
+        parts = []
+        for number, (name, runs) in enumerate(rows):
+            if tall > 10 or number % 4 == 0:
+                parts.append(_row_name(name, left, (number + 0.5) * tall))
+            parts += [_cell(left + a * wide, number * tall + 1, (b - a) * wide, tall - 2, kind) for a, b, kind in runs]
+        below = len(rows) * tall + 16
+        values = ticks(0, course.end, width // 120)
+        scale = wide * columns / max(course.end, 1)
+        parts += labels_below([(left + value * scale, f"{value:,.0f}") for value in values], below, width)
+        middle = (width + left - RIGHT) / 2
+        parts.append(text("step", middle, below + 18, text_anchor="middle", class_="name"))
+        return join(parts), len(rows) * tall + 40
 
-    names = {"kept": "kept for backward", "again": "recomputed", "fixed": "no choice"}
-    used = [name for name in names if name != "fixed" or course.fixed]
-    key = [Key(sample=element("rect", width=26, height=12, class_=name), name=names[name]) for name in used]
+    used = [kind for kind in STORAGES if kind != "fixed" or course.fixed]
+    return Figure(title=title, described=described, key=[_patch(kind, STORAGES[kind]) for kind in used], draw=draw)
+
+
+def plan_strip(title: str, plan: Plan) -> Figure:
+    """Return a figure with the units of a plan from left to right: the storage of each, and its precision below.
+
+    Args:
+        title: what it shows.
+        plan: the plan.
+    """
+    units = list(dict.fromkeys([*plan.precision, *plan.storage]))
+    kinds = [storage_kind(plan, unit) for unit in units]
+    precisions = [str(plan.precision_of(unit)) for unit in units]
+    described = (
+        f"{len(units)} units in the order of the forward pass; {len(recomputed(plan))} recomputed; "
+        f"k = {plan.accumulation_steps}."
+    )
+
+    def draw(width: int) -> tuple[Markup, int]:
+        wide = (width - _SIDE) / max(len(units), 1)
+        shown = max(wide - (1.0 if wide > 4 else 0.0), 0.5)
+        parts = [text("storage", 0, 18, class_="name"), text("precision", 0, 42, class_="name")]
+        for number, (unit, kind, precision) in enumerate(zip(units, kinds, precisions, strict=True)):
+            x = _SIDE + number * wide
+            told = element("title", f"{unit}: {precision}, {STORAGES[kind]}")
+            parts.append(element("g", told, _cell(x, 4, shown, 20, kind), _cell(x, 28, shown, 20, f"of-{precision}")))
+        middles = ((_SIDE + (number + 0.5) * wide, unit) for number, unit in enumerate(units))
+        return join([*parts, *labels_below(middles, 62, width)]), 68
+
+    key = [_patch(kind, STORAGES[kind]) for kind in STORAGES if kind in kinds]
+    key += [_patch(f"of-{name}", name) for name in dict.fromkeys(precisions)]
     return Figure(title=title, described=described, key=key, draw=draw)
 
 
-def _strip_rows(
-    course: Course, rows: Sequence[Sequence[str]], sampled: Sequence[frozenset[str]], width: int, tall: int
-) -> Html:
-    left = 96 if width < 500 else 150
-    wide = (width - left - RIGHT) / len(sampled)
-    parts = []
-    for number, names in enumerate(rows):
-        y = number * tall
-        if tall > 10 or number % 4 == 0:
-            parts.append(_row_name(names[0], left, y + tall / 2))
-        for first, last, kind in _runs([_kind(course, names, there) for there in sampled]):
-            place = {"x": f"{left + first * wide:.1f}", "width": f"{(last - first) * wide:.1f}"}
-            parts.append(element("rect", **place, y=y + 1, height=tall - 2, class_=kind))
-    bottom = len(rows) * tall + 16
-    for value in ticks(0, course.end, width // 120):
-        x = left + value / max(course.end, 1) * wide * len(sampled)
-        anchor = "end" if value == course.end else "middle"
-        parts.append(element("text", f"{value:,.0f}", x=f"{x:.1f}", y=bottom, text_anchor=anchor))
-    middle = (width + left - RIGHT) / 2
-    return join([*parts, element("text", "step", x=middle, y=bottom + 18, text_anchor="middle", class_="name")])
+def _patch(style: str, name: str) -> Key:
+    return Key(sample=_cell(0, 0, 26, 12, style), name=name)
 
 
-def _row_name(name: str, left: int, y: float) -> Html:
+def _cell(x: float, y: float, width: float, height: float, style: str) -> Markup:
+    return element("rect", x=f"{x:.1f}", y=y, width=f"{width:.1f}", height=height, class_=style)
+
+
+def _row_name(name: str, left: int, y: float) -> Markup:
     room = left // 7
     short = name if len(name) <= room else "…" + name[-room + 1 :]
-    return element("text", short, x=left - 6, y=y, text_anchor="end", dominant_baseline="middle", class_="name")
-
-
-def _kind(course: Course, names: Sequence[str], recomputed: frozenset[str]) -> str:
-    chosen = [name for name in names if name not in course.fixed]
-    if not chosen:
-        return "fixed"
-    return "again" if 2 * sum(name in recomputed for name in chosen) >= len(chosen) else "kept"
+    return text(short, left - 6, y, text_anchor="end", dominant_baseline="middle", class_="name")
 
 
 def _runs(kinds: Sequence[str]) -> Iterator[tuple[int, int, str]]:
-    """Yield first and last-but-one position and kind of each run of equal ones."""
+    """Yield the beginning, the end (excluded) and the kind of each run of equal kinds."""
     first = 0
     for number in range(1, len(kinds) + 1):
         if number == len(kinds) or kinds[number] != kinds[first]:
             yield first, number, kinds[first]
             first = number
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """What a plan chose for one unit.
-
-    Attributes:
-        unit: its name.
-        precision: its precision.
-        storage: ``kept``, ``again`` or ``fixed``.
-    """
-
-    unit: str
-    precision: str
-    storage: str
-
-
-def plan_strip(title: str, described: str, cells: Sequence[Cell]) -> Figure:
-    """Return a figure with the units from left to right: how each is stored, and below it how it computes."""
-    storages = [name for name in _STORAGES if any(cell.storage == name for cell in cells)]
-    precisions = dict.fromkeys(cell.precision for cell in cells)
-
-    def draw(width: int) -> tuple[Html, int]:
-        wide = (width - _SIDE) / max(len(cells), 1)
-        gap = 1.0 if wide > 4 else 0.0
-        parts = [
-            element("text", "storage", x=0, y=18, class_="name"),
-            element("text", "precision", x=0, y=42, class_="name"),
-        ]
-        for number, cell in enumerate(cells):
-            place = {"x": f"{_SIDE + number * wide:.1f}", "width": f"{max(wide - gap, 0.5):.1f}", "height": 20}
-            told = element("title", f"{cell.unit}: {cell.precision}, {_STORAGES[cell.storage]}")
-            drawn = [
-                element("rect", **place, y=4, class_=cell.storage),
-                element("rect", **place, y=28, class_=f"of-{cell.precision}"),
-            ]
-            parts.append(element("g", told, *drawn))
-        return join([*parts, *_unit_names(cells, wide)]), 68
-
-    key = [_patch(name, _STORAGES[name]) for name in storages]
-    key += [_patch(f"of-{name}", name) for name in precisions]
-    return Figure(title=title, described=described, key=key, draw=draw)
-
-
-_STORAGES = {"kept": "kept for backward", "again": "recomputed", "fixed": "no choice of storage"}
-_SIDE = 64
-
-
-def _patch(style: str, name: str) -> Key:
-    return Key(sample=element("rect", width=26, height=12, class_=style), name=name)
-
-
-def _unit_names(cells: Sequence[Cell], wide: float) -> Iterator[Html]:
-    """Yield the names of as many units as have room for theirs."""
-    free = 0.0
-    for number, cell in enumerate(cells):
-        middle = _SIDE + (number + 0.5) * wide
-        half = text_width(cell.unit) / 2
-        last = number == len(cells) - 1
-        if middle - half >= free and (last or middle + half <= _SIDE + len(cells) * wide):
-            yield element(
-                "text", cell.unit, x=f"{middle:.1f}", y=62, text_anchor="end" if last and half > wide / 2 else "middle"
-            )
-            free = middle + half + 8

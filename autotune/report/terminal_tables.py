@@ -1,4 +1,4 @@
-"""Print measurements for terminals, in words and tables."""
+"""Results of campaigns and searches as tables and sentences for terminals."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from rich.table import Table
 from autotune.budget import format_bytes
 from autotune.mechanics.devices import arithmetic_shown
 from autotune.plan import Plan
-from autotune.report.costs import arm_costs
-from autotune.report.figures import reached_times
+from autotune.report.costs import arm_costs, peak_of, reached_times
 
 
 def comparison_table(comparison: Mapping[str, Any]) -> Table:
@@ -30,7 +29,7 @@ def comparison_table(comparison: Mapping[str, Any]) -> Table:
         table.add_column(name, justify="right")
     table.add_column("verdict")
     judged = judged_arms(comparison)
-    baseline_peak = _peak(comparison["arms"][0])
+    baseline_peak = peak_of(comparison["arms"][0])
     for arm in comparison["arms"]:
         entry = judged.get(arm["name"])
         fits = all_fit(comparison, arm["name"])
@@ -38,7 +37,7 @@ def comparison_table(comparison: Mapping[str, Any]) -> Table:
             _shown(comparison, arm),
             _time(arm),
             _speedup(entry),
-            _memory(_peak(arm), baseline_peak),
+            _memory(peak_of(arm), baseline_peak),
             _metric(arm),
             ("reference" if entry is None else entry["verdict"]) + ("" if fits else ", over budget") + _ran_out(arm),
             style=None if fits else "dim",
@@ -47,7 +46,7 @@ def comparison_table(comparison: Mapping[str, Any]) -> Table:
 
 
 def baseline_shown(comparison: Mapping[str, Any]) -> str:
-    """Return the baseline's name, with how it computes fp32 where the comparison says so."""
+    """Return the name of the baseline, with the arithmetic of its fp32 if the comparison recorded it."""
     name: str = comparison["baseline"]
     return f"{name} ({arithmetic_shown(comparison['fp32'])})" if comparison.get("fp32") else name
 
@@ -58,13 +57,13 @@ def _shown(comparison: Mapping[str, Any], arm: Mapping[str, Any]) -> str:
 
 
 def judged_arms(comparison: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return what is said of each arm but the baseline; of the baseline's second run, the gate, too."""
+    """Return the judgement of each arm but the baseline, including the gate, a second run of the baseline."""
     gate = comparison.get("gate")
     return {entry["arm"]: entry for entry in (*comparison["against_baseline"], *([gate] if gate else []))}
 
 
 def jobs_table(document: Mapping[str, Any]) -> Table:
-    """Return one row per arm of what several jobs' comparisons come to: on each job, and together."""
+    """Return one row per arm of the comparisons of several jobs: its speed-up on each job, and together."""
     jobs = [entry["job"] for entry in document["jobs"]]
     table = Table(title=f"speed-up on {', '.join(jobs)}", title_justify="left")
     table.add_column("arm", no_wrap=True)
@@ -89,7 +88,7 @@ def plan_lines(comparison: Mapping[str, Any]) -> list[str]:
 
 
 def verdict_line(comparison: Mapping[str, Any]) -> str:
-    """Return one sentence: the fastest arm within the budget, its uncertainty, and what it is worth."""
+    """Return one sentence on the fastest arm within the budget: its speed-up, interval and verdict."""
     best = best_entry(comparison)
     if best is None:
         reasons = {entry["reason"] for entry in comparison["against_baseline"] if entry["verdict"] == "not comparable"}
@@ -109,7 +108,7 @@ def verdict_line(comparison: Mapping[str, Any]) -> str:
 
 
 def best_entry(comparison: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return what is said of the fastest arm that kept to the budget on every seed; ``None`` if there is none."""
+    """Return the judgement of the fastest arm that kept to the budget on every seed; ``None`` if there is none."""
     fitting = [
         entry
         for entry in comparison["against_baseline"]
@@ -121,7 +120,7 @@ def best_entry(comparison: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def tuned_line(document: Mapping[str, Any]) -> str:
-    """Return one sentence on a tuning: what its plan costs against the baseline, and what that took to find."""
+    """Return one sentence on a tuning: the cost of its plan against the baseline, and what it took to find it."""
     measured, budget = document["measured"], document["measured"]["memory_budget_bytes"]
     peak, baseline = measured["peak_bytes"], measured["baseline_peak_bytes"]
     memory = "" if peak is None else f" and {peak / baseline:.0%} of its memory"
@@ -146,7 +145,7 @@ def _ran_out(arm: Mapping[str, Any]) -> str:
 
 
 def alone_lines(comparison: Mapping[str, Any]) -> list[str]:
-    """Return a line for each arm whose network stood back in some windows, and left them to the planner."""
+    """Return a line for each arm whose network left some windows to the planner."""
     lines = []
     for arm in comparison["arms"]:
         alone: Counter[str] = Counter()
@@ -163,17 +162,13 @@ def alone_lines(comparison: Mapping[str, Any]) -> list[str]:
 
 
 def energy_lines(comparison: Mapping[str, Any]) -> list[str]:
-    """Return a line for each arm whose energy is known on every seed: joules and grams of a run, and their source."""
+    """Return a line for each arm whose energy is known on every seed: joules and grams of a run, and the source."""
     lines = []
     for cost in arm_costs(comparison):
         if cost.energy_j is not None:
             grams = "" if cost.carbon_g is None else f", {cost.carbon_g:.3g} gCO2"
             lines.append(f"{cost.arm}: {cost.energy_j:.4g} J a run{grams} ({cost.energy_source})")
     return lines
-
-
-def _peak(arm: Mapping[str, Any]) -> int | None:
-    return max((run["peak_bytes"] for run in arm["runs"] if run["peak_bytes"]), default=None)
 
 
 def _time(arm: Mapping[str, Any]) -> str:

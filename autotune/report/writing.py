@@ -1,4 +1,4 @@
-"""Write what there is to see of a run: its page, its figures and its tables."""
+"""Files that show a campaign: its page and its figures."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from typing import Any
 from autotune.cost_model.carbon import Intensity
 from autotune.io.files import write_atomic
 from autotune.records.tracking import Tracker
-from autotune.report import figures
+from autotune.report.campaign_page import CampaignPage
 from autotune.report.campaign_run import CampaignRun, read_campaign
-from autotune.report.comparison_page import ComparisonPage
+from autotune.report.comparison_page import comparison_page
+from autotune.report.figures import draw, draw_comparison
 from autotune.report.pareto import front_of
 from autotune.report.svg import Figure
-from autotune.report.tuning_page import TuningPage
+from autotune.report.tuning_page import tuning_page
 
 PAGE_NAME, FIGURES = "report.html", "figures"
 logger = logging.getLogger(__name__)
 
 
-def page_for(run: CampaignRun, intensity: Intensity | None = None) -> ComparisonPage | TuningPage:
+def page_for(run: CampaignRun, intensity: Intensity | None = None) -> CampaignPage:
     """Return the page of a campaign.
 
     Args:
@@ -29,16 +30,14 @@ def page_for(run: CampaignRun, intensity: Intensity | None = None) -> Comparison
         intensity: the grid's carbon intensity; ``None`` if it was not given.
     """
     front = None if run.profile is None else front_of(run.profile, run.budget_bytes)
-    kind = ComparisonPage if run.compared else TuningPage
-    return kind(run=run, front=front, intensity=intensity)
+    return (comparison_page if run.compared else tuning_page)(run, front, intensity)
 
 
-def to_json(page: ComparisonPage | TuningPage) -> dict[str, Any]:
-    """Return what ``autotune report --json`` prints of a campaign."""
-    run, best = page.run, None if page.front is None else page.front.best
-    optimum = None
-    if best is not None:
-        plan, cost = best
+def to_json(page: CampaignPage) -> dict[str, Any]:
+    """Return what ``autotune report --json`` prints about a campaign."""
+    run, optimum = page.run, None
+    if page.front is not None and page.front.best is not None:
+        plan, cost = page.front.best
         optimum = {
             "plan": plan.to_json(),
             "seconds_per_sample": cost.seconds_per_sample,
@@ -57,9 +56,9 @@ def to_json(page: ComparisonPage | TuningPage) -> dict[str, Any]:
 
 
 def publish(folder: Path, tracker: Tracker) -> None:
-    """Write the page of a campaign that has ended into its run directory, and hand it and its figures to the tracker.
+    """Write the page and the figures of a finished campaign into its run directory, and hand them to the tracker.
 
-    A campaign is finished without them: what goes wrong here is logged, and ``autotune report`` says it again.
+    The campaign is complete without them: an error here is logged, and ``autotune report`` raises it again.
     """
     try:
         write_campaign(folder)
@@ -71,10 +70,10 @@ def publish(folder: Path, tracker: Tracker) -> None:
 
 
 def write_campaign(folder: Path) -> None:
-    """Write a campaign's page and its figures into its run directory.
+    """Write the page and the figures of a campaign into its run directory.
 
     Raises:
-        RunDirectoryError: if the folder holds no campaign that has ended.
+        RunDirectoryError: if the folder holds no finished campaign.
         OSError: if they cannot be written.
     """
     page = page_for(read_campaign(folder))
@@ -82,22 +81,22 @@ def write_campaign(folder: Path) -> None:
     write_figures(page.figures, folder / FIGURES)
 
 
-def draw_figures(page: ComparisonPage | TuningPage, folder: Path) -> list[Path]:
+def draw_figures(page: CampaignPage, folder: Path) -> list[Path]:
     """Write the pictures of a campaign as PNG files and return their paths.
 
     Raises:
         OSError: if they cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    trade = page.trade
-    drawn = [] if trade is None else [figures.draw_trade(trade, folder / "time-against-memory.png")]
+    costs = page.costs
+    drawn = [] if costs is None else [draw([costs], folder / "time-against-memory.png")]
     if page.run.compared:
-        drawn.append(figures.draw_comparison(page.run.document, folder / "comparison.png"))
+        drawn.append(draw_comparison(page.run.document, folder / "comparison.png"))
     return drawn
 
 
 def write_figures(drawn: Sequence[Figure], folder: Path) -> list[Path]:
-    """Write figures as SVG files and return their paths; those of one name are numbered.
+    """Write figures as SVG files and return their paths; figures with the same name are numbered.
 
     Raises:
         OSError: if they cannot be written.

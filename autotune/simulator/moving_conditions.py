@@ -166,7 +166,7 @@ def draw_course(
         budget_bytes: shape (n,), each lane's budget while nothing happens.
         windows: how many.
     """
-    n, units, precisions = len(job), arrays.max_units, arrays.max_choices // 2
+    n, units, precisions = len(job), arrays.max_units, arrays.max_precisions
 
     def own(strength: float) -> Floats:
         """Return each lane's strength, shape (n, 1)."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autotune.choices import STORAGES
 from autotune.cost_model.profile import FIXED, Boundary, Calibration, Cost, Profile, Segment, StepTable, choice_name
 from autotune.job import WarmupCosine
 from autotune.plan import Precision, Storage
@@ -199,7 +200,7 @@ def _table(
     for index, (unit, block) in enumerate(zip(units, blocks, strict=True)):
         costs = {}
         for precision in shape.precisions:
-            for storage in (Storage.SAVE, Storage.RECOMPUTE) if unit.recomputable else (Storage.SAVE,):
+            for storage in STORAGES if unit.recomputable else STORAGES[:1]:
                 costs[choice_name(precision, storage)] = _cost(block, precision, storage, share, repeats)
         segments += [Segment(unit=unit.name, gradient_bytes=int(block.weights), costs=costs), _between()]
         if index < len(units) - 1:
@@ -244,7 +245,7 @@ def _cost(block: _Block, precision: Precision, storage: Storage, share: float, r
     forward = block.seconds / 3 / block.gains[precision] * repeats
     saved = block.saved * block.shrinks[precision] * share
     around = (block.boundary + block.workspace) * share
-    recomputes = storage is Storage.RECOMPUTE
+    recomputes = storage.recomputes
     kept = 5056 if recomputes else saved
     back = saved + around + block.boundary * share
     return Cost(

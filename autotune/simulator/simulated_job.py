@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices
+from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices, precision_index
 from autotune.cost_model.profile import Profile
 from autotune.job import WarmupCosine
 from autotune.simulator.convergence import Convergence, Curve, falling
@@ -85,12 +85,14 @@ class JobArrays:
             arrays: what they cost, which says how many units and choices there is room for.
         """
         models = [job.convergence for job in jobs]
+        choices = np.arange(arrays.max_choices)
         squared_errors = np.zeros((len(jobs), arrays.max_units, arrays.max_choices))
         for number, job in enumerate(jobs):
             for place, unit in enumerate(job.profile.units):
                 errors = job.convergence.squared_errors.get(unit.name, {})
                 for index, precision in enumerate(job.profile.precisions):
-                    squared_errors[number, place, 2 * index : 2 * index + 2] = errors.get(str(precision), 0.0)
+                    chosen = precision_index(choices) == index
+                    squared_errors[number, place, chosen] = errors.get(str(precision), 0.0)
         return cls(
             loss=Curves.of([model.loss for model in models]),
             noise_reference=np.array([model.noise.reference for model in models]),

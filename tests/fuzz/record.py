@@ -64,13 +64,14 @@ def record(runs: Path) -> dict[str, Path]:
         "tune": commands.tune(job, "optuna", trials=4, **settings),
         "tune-exact": commands.tune(job, "exact", lean=True, **settings),
         "compare": commands.compare(job, ["paper", "random", "planner"], seeds=2, trials=3, lean=True, **settings),
-        "jobs": commands.compare_jobs([reference, "tests/fuzz/several.py:narrow"], ["paper"], seeds=2, **settings),
+        "jobs": _compared_jobs([reference, "tests/fuzz/several.py:narrow"], runs),
     }
     recipe = runs / "recipe.toml"
     recipe.write_text(_RECIPE)
-    found["train"] = commands.train(recipe, processes=1, runs_dir=runs)
-    found["search"] = commands.search_recipe(recipe, trials=1, decisions=32, processes=1, runs_dir=runs)
-    found["fine-tune"] = commands.fine_tune(job, windows=8, runs_dir=runs)
+    found["train"] = commands.train(commands.TrainRequest(recipe=recipe, processes=1), runs_dir=runs)
+    search = commands.TrainRequest(recipe=recipe, trials=1, decisions=32, processes=1)
+    found["search"] = commands.train(search, runs_dir=runs)
+    found["fine-tune"] = commands.fine_tune(commands.FineTuneRequest(job=job, windows=8), runs_dir=runs)
     found["reproduce"] = _reproduced(runs)
     folders = {name: Path(document["run"]) for name, document in found.items()}
     for entry in found["jobs"]["jobs"]:
@@ -78,6 +79,17 @@ def record(runs: Path) -> dict[str, Path]:
     folders["attach"] = _attached(runs)
     assert autotune.__version__
     return folders
+
+
+def _compared_jobs(jobs: list[str], runs: Path) -> dict[str, Any]:
+    """Compare an arm on several jobs."""
+    from autotune import commands
+    from autotune.campaign.trusted_inputs import TrustedInputs
+    from autotune.io.progress import Silent
+    from autotune.records.requests import CompareOptions
+
+    options = CompareOptions(seeds=2, memory_budget="90%", steps=48)
+    return commands.compare_jobs(jobs, ["paper"], options, TrustedInputs(jobs=jobs), runs, Silent())
 
 
 def _reproduced(runs: Path) -> dict[str, Any]:

@@ -252,10 +252,10 @@ def reproduced(folder: Path, path: Path) -> None:
 
 def train_resumed(folder: Path, path: Path) -> None:
     # As far as the recipe and the run: processes that train are another story.
-    from autotune.commands.training import _taken_up
+    from autotune.commands.training import TrainRequest, _resumed
 
-    searched = folder.name == "search"
-    _, run, _ = _taken_up(None, folder, searched=searched)
+    request = TrainRequest(resume=folder, trials=1 if folder.name == "search" else None)
+    _, _, run = _resumed(request, folder)
     run.close()
 
 

@@ -1,0 +1,158 @@
+"""A comparison on one job from the first check to the last file: references, arms, runs, documents."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autotune.campaign import comparison
+from autotune.campaign.arm_search import by_launch, launched_arms, plain_arms, searched_arms, within_dips
+from autotune.campaign.arms import named_arm, needs_profile, refuse_broken_policies, require_distinct
+from autotune.campaign.baselines import References
+from autotune.campaign.job_profile import keep_profile, profile_first, profile_for, refuse_small_budget
+from autotune.campaign.plan_search import METHODS
+from autotune.campaign.setup import Campaign
+from autotune.campaign.steps import SearchInputs, begin_run, open_engine, publish_run, references_of
+from autotune.engines.engine import Engine
+from autotune.engines.job_checks import build_model, build_optimizer
+from autotune.io.documents import Count
+from autotune.launching import launched, split
+from autotune.mechanics.devices import device_name
+from autotune.plan import Launch
+from autotune.records.protocol import Arm, Protocol
+from autotune.records.requests import CompareRequest
+from autotune.records.run_directory import RunDirectory, require_writable
+from autotune.records.tracking import Tracker
+from autotune.report.figures import draw_comparison
+
+_FIGURE = "comparison.png"
+
+
+def compare(campaign: Campaign, request: CompareRequest, *, verb: str = "compare") -> dict[str, Any]:
+    """Find the arms that must be searched for, compare all of them and return ``comparison.json``.
+
+    Args:
+        campaign: the campaign.
+        request: its request.
+        verb: the command that the run directory is named after.
+
+    Raises:
+        InputError: for wrong input, before anything is written.
+    """
+    names = request.arms
+    require_writable(campaign.runs)
+    refuse_broken_policies([split(name, where="--arms")[0] for name in names])
+    require_distinct(names)
+    own, others = by_launch(campaign, names)
+    refuse_small_budget(campaign)
+    profile_first(campaign, own)
+    with contextlib.ExitStack() as opened:
+        with contextlib.closing(open_engine(campaign)) as engine:
+            references = references_of(campaign, engine)
+            _require_launchable(campaign, others, engine)
+            profile = profile_for(campaign, own)
+            arms = plain_arms(campaign, own, engine, profile, references)
+            lowest = within_dips(campaign, references)
+            run = opened.enter_context(begin_run(campaign, verb, {"arms": names, "seeds": request.seeds}))
+            keep_profile(campaign, run, profile)
+            tracker = Tracker(campaign.runs, run.path, f"{verb} {campaign.job.name}")
+            inputs = SearchInputs(engine=engine, references=lowest, profile=profile, run=run, tracker=tracker)
+            arms |= searched_arms(campaign, own, inputs)
+        # The engine's memory must be free before other arms and compared runs are measured.
+        del engine, inputs
+        for launch, group in others.items():
+            arms |= launched_arms(campaign, launch, group, references.memory_budget_bytes, run, tracker)
+        document = _run_arms(campaign, [arms[name] for name in names], request.seeds, references, tracker)
+        document = {**document, "run": str(run.path)}
+        _publish(document, run, tracker)
+    return document
+
+
+def _require_launchable(campaign: Campaign, others: Mapping[Launch, Sequence[str]], engine: Engine) -> None:
+    """Refuse unknown arms, plans of another model and impossible optimizers among the arms with launch options.
+
+    These arms are found last; without this, a wrong one would be refused after the others were searched for.
+    """
+    for name in itertools.chain.from_iterable(others.values()):
+        if name not in METHODS and not needs_profile(name):
+            named_arm(name, campaign.job, engine.space)
+    for launch in others:
+        build_optimizer(launched(campaign.job, launch), build_model(campaign.job))
+
+
+def _run_arms(
+    campaign: Campaign, arms: Sequence[Arm], seeds: Sequence[int], references: References, tracker: Tracker
+) -> dict[str, Any]:
+    """Train every arm on every seed and return ``comparison.json`` without the run directory."""
+    reporter = campaign.reporter
+    protocol = Protocol(
+        job=campaign.job.name,
+        arms=tuple(arm.name for arm in arms),
+        seeds=tuple(seeds),
+        horizon_samples=_horizon(campaign),
+        memory_budget_bytes=references.memory_budget_bytes,
+        dips=campaign.dips,
+        watts=campaign.request.watts,
+    )
+    reporter.stage(f"compare {len(arms)} arms on {len(seeds)} seeds", len(arms) * len(seeds))
+    finished: set[tuple[str, int]] = set()
+
+    def on_progress(arm: str, seed: int, share: float) -> None:
+        if share >= 1:
+            finished.add((arm, seed))
+        reporter.advance(len(finished) + (share if share < 1 else 0), f"{arm}, seed {seed}")
+
+    return comparison.compare(
+        campaign.job,
+        arms,
+        protocol,
+        device=device_name(),
+        tracker=tracker,
+        journal=campaign.journal,
+        on_progress=on_progress,
+        intensity=campaign.intensity,
+    )
+
+
+def _horizon(campaign: Campaign) -> int:
+    """Return the samples of every compared run."""
+    campaign.reporter.stage("pilot run of the baseline, to fix the length of all runs", 1)
+
+    def find() -> int:
+        return comparison.find_horizon(
+            campaign.job, on_pilot=lambda number, share: campaign.reporter.advance(share, f"pilot {number + 1}")
+        )
+
+    return int(campaign.journal.once({"horizon": campaign.job.name}, find, Count))
+
+
+def _publish(document: dict[str, Any], run: RunDirectory, tracker: Tracker) -> None:
+    """Write the comparison, its figure, its best plan and its report, and log them."""
+    tracker.artifact(run.write("comparison.json", document))
+    tracker.artifact(draw_comparison(document, run.path / _FIGURE))
+    best = _fastest_fitting_plan(document)
+    if best is not None:
+        tracker.artifact(run.write("plan.json", best))
+    for entry in document["against_baseline"]:
+        tracker.metrics({f"time_ratio.{entry['arm']}": entry["time_ratio"]})
+        tracker.tags({f"verdict.{entry['arm']}": entry["verdict"]})
+    publish_run(run, tracker)
+
+
+def _fastest_fitting_plan(document: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the plan of the fastest arm that stayed within the budget on every seed; ``None`` if there is none."""
+    judged = [entry for entry in document["against_baseline"] if entry["verdict"] != "not comparable"]
+    ratios = {document["baseline"]: 1.0, **{entry["arm"]: entry["time_ratio"] for entry in judged}}
+    fitting = [
+        arm
+        for arm in document["arms"]
+        if "plan" in arm
+        and ratios.get(arm["name"]) is not None
+        and all(run["within_budget"] and run["reached"] for run in arm["runs"])
+    ]
+    if not fitting:
+        return None
+    best: dict[str, Any] = min(fitting, key=lambda arm: ratios[arm["name"]])["plan"]
+    return best

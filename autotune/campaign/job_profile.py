@@ -1,0 +1,75 @@
+"""Take the profile of a campaign's job, check the budget against it, and keep it in the run directory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autotune.campaign.arms import needs_profile
+from autotune.campaign.plan_search import PROFILED
+from autotune.campaign.setup import Campaign
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.profile import Profile
+from autotune.cost_model.solver import require_feasible
+from autotune.mechanics.devices import device_kind, is_accelerator
+from autotune.profiling.profile_cache import Ranked, cached_profile, find_profile, profile_elsewhere
+from autotune.profiling.profiler import ProfilerOptions
+from autotune.records.run_directory import PROFILE, RunDirectory
+
+
+def profile_first(campaign: Campaign, names: Sequence[str]) -> None:
+    """Take the profile before an engine exists, if the engine would hold memory that a profile must find free."""
+    if campaign.ranks is not None or is_accelerator(device_kind()):
+        profile_for(campaign, names)
+
+
+def profile_for(campaign: Campaign, names: Sequence[str]) -> Profile | None:
+    """Return the job's profile, measured if no cached one exists; ``None`` if no method or arm plans from it.
+
+    Args:
+        campaign: the campaign.
+        names: methods, or names of arms.
+    """
+    if not set(names) & set(PROFILED) and not any(needs_profile(name) for name in names):
+        return None
+    campaign.reporter.stage("profile the units, once", 1)
+    ranked = _ranked(campaign)
+    lean = campaign.request.lean
+    if ranked is None and campaign.reference is not None and find_profile(campaign.job, campaign.runs) is None:
+        profile_elsewhere(campaign.reference, campaign.runs, lean=lean)
+    profile, _, _ = cached_profile(
+        campaign.job,
+        campaign.runs,
+        options=ProfilerOptions.lean() if lean else ProfilerOptions(),
+        on_progress=campaign.reporter.advance,
+        ranked=ranked,
+    )
+    return profile
+
+
+def refuse_small_budget(campaign: Campaign) -> None:
+    """Refuse a budget that a cached profile shows to be too small, before anything runs.
+
+    Raises:
+        BudgetError: if no plan fits the budget.
+    """
+    if campaign.budget is None:
+        return
+    profile = find_profile(campaign.job, campaign.runs, _ranked(campaign))
+    if profile is not None:
+        require_feasible(profile, campaign.budget.resolve(peak_bytes(profile, profile.space.baseline())))
+
+
+def keep_profile(campaign: Campaign, run: RunDirectory, profile: Profile | None) -> None:
+    """Write the profile to the run directory, for its report; a cached one if the campaign needed none."""
+    # Finding a cached profile builds the job: not worthwhile if there are no profiles.
+    if profile is None and (campaign.runs / "profiles").is_dir():
+        profile = find_profile(campaign.job, campaign.runs, _ranked(campaign))
+    if profile is not None:
+        run.write(PROFILE, profile.to_json())
+
+
+def _ranked(campaign: Campaign) -> Ranked | None:
+    if campaign.ranks is None:
+        return None
+    assert campaign.reference is not None
+    return Ranked(campaign.reference, campaign.ranks)

@@ -1,0 +1,125 @@
+"""Check a request before anything is spent, and hold what the steps of its campaign share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from autotune.agents.study_store import checked
+from autotune.budget import MemoryBudget
+from autotune.campaign.plan_search import TuningSettings
+from autotune.campaign.trusted_inputs import TrustedInputs
+from autotune.catalog import load_job
+from autotune.cost_model.carbon import Intensity
+from autotune.cost_model.paper_equations import Weights
+from autotune.engines.ray_cluster import ClusterOptions
+from autotune.engines.registry import RankOptions
+from autotune.errors import InputError, JobError
+from autotune.gym.reward import Objective
+from autotune.io.progress import Reporter
+from autotune.job import Job
+from autotune.mechanics.devices import require_devices
+from autotune.mechanics.energy_meter import require_watts
+from autotune.plan import Launch
+from autotune.records.journal import Journal
+from autotune.records.protocol import Dips
+from autotune.records.requests import CompareRequest, Request, reference_of
+from autotune.records.run_directory import RunDirectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Campaign:
+    """A checked request, and what the steps of its campaign share.
+
+    Attributes:
+        request: the request.
+        job: the job.
+        reference: the job's reference, if windows run in worker processes; ``None`` for this process.
+        runs: the runs folder.
+        reporter: shows progress.
+        budget: the memory budget; ``None`` for none.
+        settings: limits and objective of each search.
+        ranks: processes that train the job together, through DeepSpeed; ``None`` for one without.
+        cluster: cluster whose workers measure plans in parallel; ``None`` for this machine.
+        dips: how the budget dips in compared runs; ``None`` for a constant budget. Static plans are searched for within
+            what a dip leaves.
+        intensity: grams of CO2 per kWh, for compared runs; ``None`` if it was not given.
+        journal: what the campaign has done so far.
+        run: run directory of a campaign that is resumed; ``None`` for a new campaign.
+    """
+
+    request: Request
+    job: Job
+    reference: str | None
+    runs: Path
+    reporter: Reporter
+    budget: MemoryBudget | None
+    settings: TuningSettings
+    ranks: RankOptions | None
+    cluster: ClusterOptions | None
+    dips: Dips | None = None
+    intensity: Intensity | None = None
+    journal: Journal = field(default_factory=Journal)
+    run: RunDirectory | None = None
+
+    @property
+    def launch(self) -> Launch:
+        """Return the launch options of the campaign's plans."""
+        return self.job.launch if self.ranks is None else replace(self.job.launch, zero_stage=self.ranks.zero_stage)
+
+
+def prepare(request: Request, trusted: TrustedInputs, runs: Path, reporter: Reporter) -> Campaign:
+    """Check a request and return its campaign; nothing is measured or written.
+
+    Args:
+        request: the request.
+        trusted: what the caller supplies for it.
+        runs: the runs folder.
+        reporter: shows progress.
+
+    Raises:
+        InputError: if an option is wrong, or two options contradict each other.
+    """
+    dips, intensity = None, None
+    if isinstance(request, CompareRequest):
+        trusted.require_arms(request.arms)
+        dips = None if request.dips is None else Dips.parse(request.dips)
+        if dips is not None and request.memory_budget is None:
+            raise InputError("--dips requires --memory-budget")
+        carbon = trusted.carbon(request.carbon_intensity)
+        intensity = None if carbon is None else Intensity.parse(carbon)
+    job = trusted.job(request.job)
+    ranks, cluster = trusted.rank_options(request.ranks), trusted.cluster_options(request.cluster)
+    if ranks is not None and cluster is not None:
+        raise InputError("--cluster cannot be combined with --ranks: ranks run on one machine")
+    if ranks is not None:
+        require_devices(ranks.count, "--ranks")
+    if request.in_workers and not isinstance(job, str):
+        raise JobError(
+            f"expected a job's reference, got {type(job).__name__}: worker processes load the job by its reference",
+            where="isolate",
+        )
+    require_watts(request.watts)
+    objective = Objective() if request.weights is None else Objective(weights=Weights.parse(request.weights))
+    budget = None if request.memory_budget is None else MemoryBudget.parse(request.memory_budget)
+    storage = trusted.database(request.storage)
+    settings = TuningSettings(
+        steps=request.steps,
+        trials=request.trials,
+        seed=request.seed,
+        objective=objective,
+        storage=None if storage is None else checked(storage),
+    )
+    return Campaign(
+        request=request,
+        job=load_job(job),
+        reference=reference_of(job) if request.in_workers else None,
+        runs=runs,
+        reporter=reporter,
+        budget=budget,
+        settings=settings,
+        ranks=ranks,
+        cluster=cluster,
+        dips=dips,
+        intensity=intensity,
+    )

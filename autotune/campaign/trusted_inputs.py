@@ -1,0 +1,138 @@
+"""Inputs that no file of a run may decide: code that is loaded, files outside the run, addresses that are contacted.
+
+A run directory is data that may come from anybody. Its request records only the text of these inputs; the campaign uses
+what its caller supplies, and ``autotune resume`` must be given them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from autotune.agents.rules import RULES
+from autotune.campaign.arms import LIVE
+from autotune.campaign.comparison import GATE
+from autotune.campaign.plan_search import METHODS
+from autotune.catalog import is_catalog_reference
+from autotune.engines.ray_cluster import ClusterOptions
+from autotune.engines.registry import RankOptions
+from autotune.errors import RunDirectoryError
+from autotune.job import Job
+from autotune.launching import split
+from autotune.records.requests import Cluster, Ranks, digest_of
+
+_Given = TypeVar("_Given")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrustedInputs:
+    """Inputs that a campaign's caller supplies.
+
+    Each method takes the value that the request records, returns the caller's own, and raises
+    :class:`autotune.errors.RunDirectoryError` if the two do not match.
+
+    Attributes:
+        jobs: jobs or references to them; a run on one job accepts a single job of any name.
+        arms: arms that are plan files or policy folders; other arms are ignored.
+        storage: address of the database that keeps Optuna's studies.
+        cluster: address of a Ray cluster.
+        ds_config: DeepSpeed configuration.
+        data: folder of a reproduction's data.
+        carbon_intensity: grams of CO2 per kWh, or the path of a file with a series of them.
+        run: run directory that is resumed, for error messages; ``None`` for a new campaign.
+    """
+
+    jobs: Sequence[str | Job] = ()
+    arms: Sequence[str] = ()
+    storage: str | None = None
+    cluster: str | None = None
+    ds_config: Mapping[str, Any] | None = None
+    data: str | Path | None = None
+    carbon_intensity: str | None = None
+    run: Path | None = None
+
+    def job(self, recorded: str | None, *, several: bool = False) -> str | Job:
+        """Return the job: the one that the caller supplies, or one of the catalog.
+
+        Args:
+            recorded: the recorded reference; ``None`` if the job was an object.
+            several: whether the run is a comparison on several jobs.
+        """
+        if recorded is not None and recorded in self.jobs:
+            return recorded
+        if len(self.jobs) == 1 and not several:
+            return self.jobs[0]
+        if recorded is None:
+            raise self._refusal("its job was an object of a program", "autotune.resume(run, job=...)")
+        if is_catalog_reference(recorded):
+            return recorded
+        raise self._refusal(
+            f"its job {recorded[:200]!r} is code, which is not loaded on the word of a run's own files",
+            "--job with its reference",
+        )
+
+    def require_arms(self, recorded: Sequence[str]) -> None:
+        """Check that the caller supplies every arm that is a file or a folder."""
+        known = (*RULES, GATE, *METHODS, *LIVE)
+        for name in recorded:
+            if name not in self.arms and split(name, where=f"{self.run}, arms")[0] not in known:
+                raise self._refusal(
+                    f"its arm {name[:200]!r} is a file or a folder, which is not opened on the word of a run's own "
+                    f"files",
+                    "--arms with the arms of the original command",
+                )
+
+    def rank_options(self, recorded: Ranks | None) -> RankOptions | None:
+        """Return the ranks with the caller's DeepSpeed configuration; ``None`` for one process."""
+        if recorded is None:
+            return None
+        config = self._supplied(recorded.config, self.ds_config, "--ds-config", "its DeepSpeed configuration")
+        if digest_of(config) != recorded.config:
+            raise self._refusal("--ds-config differs", "the configuration of the original command")
+        return RankOptions(count=recorded.count, zero_stage=recorded.zero_stage, config=config, engine=recorded.engine)
+
+    def cluster_options(self, recorded: Cluster | None) -> ClusterOptions | None:
+        """Return the cluster at the caller's address; ``None`` for this machine."""
+        kept = None if recorded is None else recorded.address
+        address = self._supplied(kept, self.cluster, "--cluster", "the address of its cluster")
+        if recorded is None or address is None:
+            return None
+        return ClusterOptions(address=address, cores=recorded.cores)
+
+    def database(self, recorded: str | None) -> str | None:
+        """Return the address of the database that keeps Optuna's studies; ``None`` for the run directory."""
+        return self._supplied(recorded, self.storage, "--storage", "the database of its studies")
+
+    def data_folder(self, recorded: str | None) -> Path | None:
+        """Return the folder of a reproduction's data; ``None`` for none."""
+        given = None if self.data is None else Path(self.data)
+        return self._supplied(recorded, given, "--data", "the folder of its data")
+
+    def carbon(self, recorded: str | None) -> str | None:
+        """Return the carbon intensity, of which the run may decide a number but not a file; ``None`` for none."""
+        if recorded is not None and self.carbon_intensity is None and _is_number(recorded):
+            return recorded
+        what = "its file of carbon intensities"
+        return self._supplied(recorded, self.carbon_intensity, "--carbon-intensity", what)
+
+    def _supplied(self, recorded: object, given: _Given | None, option: str, what: str) -> _Given | None:
+        if recorded is not None and given is None:
+            raise self._refusal(
+                f"{what} is not taken from a run's own files", f"{option} with the value of the original command"
+            )
+        if recorded is None and given is not None:
+            raise self._refusal(f"{option} is given, but the original command was run without it", "")
+        return given
+
+    def _refusal(self, problem: str, allowed: str) -> RunDirectoryError:
+        return RunDirectoryError(problem, where="" if self.run is None else str(self.run), allowed=allowed)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

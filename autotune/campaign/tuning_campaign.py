@@ -1,0 +1,105 @@
+"""A tuning from the first check to the last file: references, profile, search, documents."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from autotune.agents.planner import PLANNERS, planned
+from autotune.campaign.baselines import References
+from autotune.campaign.job_profile import keep_profile, profile_first, profile_for, refuse_small_budget
+from autotune.campaign.plan_search import METHODS, PROFILED, SEARCHES, SPREADING, TuningResult
+from autotune.campaign.setup import Campaign
+from autotune.campaign.steps import SearchInputs, begin_run, open_engine, publish_run, references_of, search_plan
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.profile import Profile
+from autotune.cost_model.solver import Goal, solve, with_shadow_price
+from autotune.cost_model.time_model import seconds_per_step
+from autotune.errors import InputError
+from autotune.plan import Plan
+from autotune.records.run_directory import require_writable
+from autotune.records.tracking import Tracker
+
+
+def tune(campaign: Campaign, method: str) -> dict[str, Any]:
+    """Find a plan with one method and return the document that ``autotune tune --json`` prints.
+
+    Raises:
+        InputError: for wrong input, before anything is written.
+    """
+    _require_method(campaign, method)
+    require_writable(campaign.runs)
+    refuse_small_budget(campaign)
+    profile_first(campaign, [method])
+    with contextlib.ExitStack() as opened:
+        with contextlib.closing(open_engine(campaign)) as engine:
+            references = references_of(campaign, engine, with_leanest=method not in PLANNERS)
+            campaign.settings.objective.check(references.baseline)
+            profile = profile_for(campaign, [method])
+            if profile is not None:
+                # A budget that cannot be met is refused here, before anything is written.
+                planned(method if method in PLANNERS else "exact", profile, references.memory_budget_bytes, Goal())
+            run = opened.enter_context(begin_run(campaign, "tune", {"method": method}))
+            keep_profile(campaign, run, profile)
+            tracker = Tracker(campaign.runs, run.path, f"tune {campaign.job.name} {method}")
+            inputs = SearchInputs(engine=engine, references=references, profile=profile, run=run, tracker=tracker)
+            result = search_plan(campaign, method, inputs)
+        document = {**_document(result, references, profile), "run": str(run.path)}
+        tracker.artifact(run.write("plan.json", result.plan.to_json()))
+        tracker.artifact(run.write("tuned.json", document))
+        publish_run(run, tracker)
+    return document
+
+
+def _require_method(campaign: Campaign, method: str) -> None:
+    """Refuse an unknown method, or one that contradicts the cluster or the weights."""
+    if method not in METHODS:
+        raise InputError(f"method is {method!r}", where="--method", allowed=METHODS)
+    if campaign.cluster is not None and method not in SPREADING:
+        raise InputError(
+            f"--cluster cannot be combined with --method {method}, which measures one plan after another",
+            allowed=f"--method {', '.join(SPREADING)}",
+        )
+    weights = campaign.settings.objective.weights
+    if method in PROFILED and not weights.time and not weights.memory:
+        raise InputError(
+            f"--method {method} plans by time and memory, and --weights gives neither a weight",
+            allowed=f"w1 or w2 above 0, or --method {', '.join(SEARCHES)}",
+        )
+
+
+def _document(result: TuningResult, references: References, profile: Profile | None) -> dict[str, Any]:
+    """Return ``tuned.json`` without the run directory."""
+    budget = references.memory_budget_bytes
+    return {
+        "plan": result.plan.to_json(),
+        "predicted": None if profile is None else _predicted(profile, result.plan, budget),
+        "measured": {
+            "seconds_per_step": result.measurement.seconds_per_step,
+            "peak_bytes": result.measurement.peak_bytes,
+            "throughput": result.measurement.throughput,
+            "cost": result.cost,
+            "sample_j": result.measurement.sample_j,
+            "baseline_sample_j": result.baseline.sample_j,
+            "energy_source": result.measurement.energy_source,
+            "baseline_seconds_per_step": result.baseline.seconds_per_step,
+            "baseline_peak_bytes": references.baseline.peak_bytes,
+            "memory_budget_bytes": budget,
+        },
+        "tuning_s": result.tuning_s,
+        "tuning_steps": result.tuning_steps,
+    }
+
+
+def _predicted(profile: Profile, plan: Plan, budget_bytes: int | None) -> dict[str, float]:
+    """Return what a profile predicts for a plan.
+
+    Returns:
+        ``seconds_per_step``, ``peak_bytes`` and, under a budget, ``seconds_per_gib``: the seconds per step that one
+        more GiB would save in the exact solver's plan.
+    """
+    document = {"seconds_per_step": seconds_per_step(profile, plan), "peak_bytes": peak_bytes(profile, plan)}
+    if budget_bytes is not None:
+        priced = with_shadow_price(profile, solve(profile, budget_bytes), budget_bytes)
+        document["seconds_per_gib"] = priced.shadow_price or 0.0
+    return document

@@ -1,0 +1,20 @@
+"""The calls that an engine answers to another process, as JSON objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autotune.engines.engine import Engine
+from autotune.plan import Plan
+
+
+def described(engine: Engine) -> dict[str, Any]:
+    """Return ``space``, the plans that an engine's job allows, and ``locks``, why not others."""
+    return {"space": engine.space.to_json(), "locks": {**getattr(engine, "locks", {})}}
+
+
+def measured(engine: Engine, plan: dict[str, Any], steps: int, memory_budget_bytes: int | None) -> dict[str, Any]:
+    """Run a window on an engine, and return its measurement."""
+    engine.apply(Plan.from_json(plan))
+    engine.memory_budget_bytes = memory_budget_bytes
+    return engine.run(steps).to_json()

@@ -1,0 +1,73 @@
+"""The engines that train a job, by name: what ``--engine`` can name, and what a worker process opens.
+
+A new engine is a class with the constructor of :class:`autotune.TorchEngine` and an entry in :data:`ENGINES`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.engines.deepspeed_config import STAGES
+from autotune.errors import InputError
+
+# The engine that needs no process of its own.
+DEFAULT_ENGINE = "torch"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEntry:
+    """What is known of an engine before it is imported.
+
+    Attributes:
+        module: the module that holds its class.
+        name: the class.
+        options: names of the :class:`RankOptions` that the class takes as arguments.
+    """
+
+    module: str
+    name: str
+    options: tuple[str, ...] = ()
+
+    def load(self) -> Any:
+        """Import and return the class."""
+        return getattr(importlib.import_module(self.module), self.name)
+
+
+ENGINES: dict[str, EngineEntry] = {
+    DEFAULT_ENGINE: EngineEntry("autotune.engines.torch_engine", "TorchEngine"),
+    "deepspeed": EngineEntry("autotune.engines.deepspeed_engine", "DeepSpeedEngine", ("zero_stage", "config")),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOptions:
+    """Options of an engine that trains one job in several processes.
+
+    Attributes:
+        count: number of processes.
+        zero_stage: ZeRO stage, 0 to 3.
+        config: a DeepSpeed configuration of the user's own; ``None`` for none.
+        engine: the engine's name in :data:`ENGINES`.
+    """
+
+    count: int = 2
+    zero_stage: int = 0
+    config: Mapping[str, Any] | None = None
+    engine: str = "deepspeed"
+
+    def __post_init__(self) -> None:
+        known = [name for name in ENGINES if name != DEFAULT_ENGINE]
+        if self.engine not in known:
+            raise InputError(f"engine is {self.engine!r}", where="ranks", allowed=known)
+        where = f"engine {self.engine}"
+        if type(self.count) is not int or self.count < 1:
+            raise InputError(f"ranks is {self.count!r}", where=where, allowed="a whole number >= 1")
+        if type(self.zero_stage) is not int or self.zero_stage not in STAGES:
+            raise InputError(f"ZeRO stage is {self.zero_stage!r}", where=where, allowed=STAGES)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that the engine's class takes besides those of every engine."""
+        return {name: getattr(self, name) for name in ENGINES[self.engine].options}

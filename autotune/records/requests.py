@@ -1,0 +1,180 @@
+"""Requests: the options of a tuning or a comparison, as ``asked`` in ``config.json`` records them.
+
+A request is built once, from command-line options or keyword arguments, and passed whole; ``autotune resume`` reads the
+same object from the document. It holds no secret and decides nothing outside the run directory: for that, see
+:class:`autotune.campaign.trusted_inputs.TrustedInputs`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from annotated_types import Interval, Len
+
+from autotune.engines.ray_cluster import ClusterOptions
+from autotune.engines.registry import RankOptions
+from autotune.io.addresses import without_secrets
+from autotune.io.documents import Count, NotNegative, Seed, document
+from autotune.job import Job
+from autotune.records.protocol import paired_seeds
+
+Text = Annotated[str, Len(0, 10_000)]
+Name = Annotated[str, Len(1, 1_000)]
+Names = Annotated[list[Name], Len(1, 1_000)]
+Seeds = Annotated[list[Seed], Len(2, 1_000)]
+
+
+@document
+class Ranks:
+    """Several processes of one machine that train the job together.
+
+    Attributes:
+        count: number of processes.
+        zero_stage: ZeRO stage.
+        config: SHA-256 of the user's DeepSpeed configuration, which may hold secrets; ``None`` without one.
+        engine: name of the engine.
+    """
+
+    count: Annotated[int, Interval(ge=1, le=256)]
+    zero_stage: Annotated[int, Interval(ge=0, le=3)]
+    config: Text | None = None
+    engine: Text = "deepspeed"
+
+    @classmethod
+    def of(cls, options: RankOptions | None) -> Ranks | None:
+        """Return what is recorded of an engine's options."""
+        if options is None:
+            return None
+        return cls(
+            count=options.count,
+            zero_stage=options.zero_stage,
+            config=digest_of(options.config),
+            engine=options.engine,
+        )
+
+
+@document
+class Cluster:
+    """A Ray cluster; see :class:`autotune.engines.ray_cluster.ClusterOptions`."""
+
+    address: Text
+    cores: Annotated[int, Interval(ge=1, le=4096)] = 1
+
+    @classmethod
+    def of(cls, options: ClusterOptions | None) -> Cluster | None:
+        """Return what is recorded of a cluster's options."""
+        return None if options is None else cls(**asdict(options))
+
+
+@document
+class SearchOptions:
+    """Options of every search; see :func:`autotune.tune` for what they mean.
+
+    Attributes:
+        storage: address of the database that keeps Optuna's studies, without its password.
+    """
+
+    memory_budget: Text | None = None
+    steps: Count = 120
+    trials: Count | None = None
+    seed: Seed = 0
+    lean: bool = True
+    storage: Text | None = None
+    watts: NotNegative | None = None
+
+
+@document
+class Request(SearchOptions):
+    """Options that a tuning and a comparison share.
+
+    Attributes:
+        job: the job's reference; ``None`` for a job that was given as an object.
+        isolate: whether windows run in a worker process.
+        ranks: processes that train the job together; ``None`` for one.
+        cluster: Ray cluster that measures plans in parallel; ``None`` for this machine.
+        weights: weights of time, memory and energy in what is minimised; ``None`` for time alone.
+    """
+
+    job: Text | None
+    isolate: bool = False
+    ranks: Ranks | None = None
+    cluster: Cluster | None = None
+    weights: Text | None = None
+
+    @property
+    def in_workers(self) -> bool:
+        """Return whether windows run in worker processes, which ranks and a cluster imply."""
+        return self.isolate or self.ranks is not None or self.cluster is not None
+
+
+@document
+class TuneRequest(Request):
+    """Options of a tuning.
+
+    Attributes:
+        method: search method.
+    """
+
+    method: Name
+
+
+@document
+class CompareRequest(Request):
+    """Options of a comparison on one job.
+
+    Attributes:
+        arms: names of the arms, the baseline first.
+        seeds: the paired seeds.
+        dips: how the memory budget dips while runs train; ``None`` for a constant budget.
+        carbon_intensity: grams of CO2 per kWh, or the path of a file with a series of them.
+        within: run directory of the comparison on several jobs that this one belongs to; ``None`` for none.
+    """
+
+    arms: Names
+    seeds: Seeds
+    dips: Text | None = None
+    carbon_intensity: Text | None = None
+    within: Text | None = None
+
+
+@document
+class CompareOptions(SearchOptions):
+    """Options of a comparison but for its jobs and arms: ``settings`` of a comparison on several jobs.
+
+    Attributes:
+        seeds: number of paired seeds.
+        dips: as in :class:`CompareRequest`.
+        carbon_intensity: as in :class:`CompareRequest`.
+    """
+
+    seeds: Count = 10
+    dips: Text | None = None
+    carbon_intensity: Text | None = None
+
+    def request(self, job: str | Job, arms: Sequence[str], *, within: str | None = None) -> CompareRequest:
+        """Return the request to compare arms on one job.
+
+        Raises:
+            InputError: if the number of seeds is not allowed.
+        """
+        options: dict[str, Any] = {**asdict(self), "seeds": list(paired_seeds(self.seeds))}
+        return CompareRequest(job=reference_of(job), arms=list(arms), within=within, **options)
+
+
+def reference_of(job: str | Job) -> str | None:
+    """Return a job's reference; ``None`` for a job that was given as an object."""
+    return job if isinstance(job, str) else None
+
+
+def recorded_address(storage: str | None) -> str | None:
+    """Return a database's address as it is recorded: without its password."""
+    return None if storage is None else without_secrets(storage)
+
+
+def digest_of(config: Mapping[str, Any] | None) -> str | None:
+    """Return the SHA-256 of a configuration that is not recorded, since it may hold secrets; ``None`` for none."""
+    return None if config is None else hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()

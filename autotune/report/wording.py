@@ -1,0 +1,31 @@
+"""Numbers in words, as all reports show them."""
+
+from __future__ import annotations
+
+from autotune.budget import format_bytes
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural where it needs one."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+def progress(steps: int, total: int | None) -> str:
+    """Return how far a run is.
+
+    Args:
+        steps: optimizer steps done.
+        total: length of the run in steps; ``None`` if it is not known.
+    """
+    return f"step {steps:,}" if total is None else f"step {steps:,} of {total:,}"
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Return a time in milliseconds; nothing for ``None``."""
+    return "" if seconds is None else f"{seconds * 1e3:,.1f} ms"
+
+
+def size(size_bytes: float | None) -> str:
+    """Return a size with its unit; nothing for ``None``."""
+    return "" if size_bytes is None else format_bytes(size_bytes)
