@@ -173,6 +173,19 @@ def median_interval(values: Sequence[float], *, starts: int = 1) -> Interval:
     return _percentiles(np.median(array[rows, columns].reshape(_RESAMPLED_MEDIANS, -1), axis=1))
 
 
+def censored_median(values: Sequence[float | None]) -> float | None:
+    """Return the median of values of which some are only known to be larger than all others.
+
+    Args:
+        values: the values; ``None`` for one that is larger than all others.
+
+    Returns:
+        The median; ``None`` if it is one of the unknown values.
+    """
+    found = statistics.median([math.inf if value is None else value for value in values])
+    return found if math.isfinite(found) else None
+
+
 def total_ratio_interval(own: ArrayLike, others: ArrayLike) -> Interval:
     """Return the 95 % percentile-bootstrap interval of the ratio of two sums; pairs are drawn again.
 

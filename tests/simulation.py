@@ -14,9 +14,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices, Plans
+from autotune.cost_model.goodput import step_efficiency
 from autotune.cost_model.noise_scale import NoiseScaleAverage
 from autotune.job import WarmupCosine
-from autotune.simulator.convergence import step_efficiency
 from autotune.simulator.simulated_job import Curves, Flags, JobArrays, SimulatedJob
 
 _DECAY = NoiseScaleAverage().decay

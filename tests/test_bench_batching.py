@@ -34,7 +34,7 @@ def test_a_constant_arm_updates_after_its_batches_alone() -> None:
     assert updates == [4, 8]
 
 
-def test_every_arm_is_raced_to_the_target() -> None:
+def test_every_arm_is_trained_to_the_target() -> None:
     document = bench_growing_noise(adaptive(), seeds=2, policy="planner")
     assert set(document["constant_over_best"]) == {"k=1", "k=2", "k=4"}
     assert document["constant_over_best"][document["best_constant"]]["mean"] == 1.0
@@ -54,5 +54,5 @@ def test_a_job_with_fixed_batches_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert "allowed: adaptive" in capsys.readouterr().err
 
 
-def test_the_job_of_the_benchmark_is_there() -> None:
+def test_default_job_has_adaptive_batching() -> None:
     assert load_job("charlm_long:adaptive").batching == "adaptive"

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from autotune.bench import gpu_parts
-from autotune.bench.bench_gpu import GpuBenchSettings, bench_gpu, run_in_process, verdict
+from autotune.bench.bench_gpu import GpuBenchSettings, bench_gpu, lines, run_in_process
 from autotune.catalog import load_job
 from autotune.cli.main import run
 from autotune.engines.job_checks import classify
@@ -98,7 +98,7 @@ def kept_in(kept: list[Found]) -> Any:
     return lambda document: kept.append(json.loads(json.dumps(document)))
 
 
-def test_the_document_is_kept_after_every_part_and_says_how_it_ended() -> None:
+def test_document_is_kept_after_every_part_and_states_how_it_ended() -> None:
     kept: list[Found] = []
     fake = Fake()
     document = bench_gpu(GpuBenchSettings(), keep=kept_in(kept), run_part=fake)
@@ -107,11 +107,11 @@ def test_the_document_is_kept_after_every_part_and_says_how_it_ended() -> None:
     arms = [sum(len(job["arms"]) for job in one["jobs"]) for one in kept]
     assert sorted(set(arms)) == [0, 1, 2, 3, 4]
     assert kept[-1] == json.loads(json.dumps(document))
-    assert "peaks predicted within 5 %: yes (1.0%)" in verdict(document)
-    assert "first (baseline 100 B): baseline 60% 1.50x; exact 60% 1.50x" in verdict(document)
+    assert "peaks predicted within 5 %: yes (1.0%)" in lines(document)[0]
+    assert "first (baseline 100 B): baseline 60% 1.50x; exact 60% 1.50x" in lines(document)[0]
 
 
-def test_an_arm_that_runs_out_of_memory_in_the_optimizer_is_named_and_keeps_what_was_found() -> None:
+def test_arm_that_runs_out_of_memory_in_the_optimizer_is_reported_and_keeps_its_results() -> None:
     failing = WorkersError(Failure.OUT_OF_MEMORY, "OutOfMemoryError: no room in optimizer.step")
     document = bench_gpu(GpuBenchSettings(), keep=lambda _: None, run_part=Fake(baseline=failing))
     assert [(one["part"], one["out_of_time"]) for one in document["left_out"]] == [
@@ -123,22 +123,22 @@ def test_an_arm_that_runs_out_of_memory_in_the_optimizer_is_named_and_keeps_what
     assert document["ended"] == "complete"
 
 
-def test_what_takes_too_long_is_named_and_the_next_part_is_run() -> None:
+def test_part_that_takes_too_long_is_reported_and_the_next_one_runs() -> None:
     late = WorkersError(Failure.TIMEOUT, "no answer within 9 s")
     document = bench_gpu(GpuBenchSettings(), keep=lambda _: None, run_part=Fake(exact=late))
     assert document["ended"] == "out of time"
     assert "attached" in document["jobs"][0]
-    assert "first: exact left out (timeout: no answer within 9 s)" in verdict(document)
+    assert "first: exact left out (timeout: no answer within 9 s)" in lines(document)[0]
 
 
-def test_what_has_no_time_left_is_named_and_not_run() -> None:
+def test_part_without_time_left_is_reported_and_not_run() -> None:
     fake = Fake()
     document = bench_gpu(GpuBenchSettings(seconds=7.0), keep=lambda _: None, run_part=fake)
     assert (fake.asked, document["machine"], document["ended"]) == ([], None, "out of time")
-    assert "machine left out (no time was left)" in verdict(document)
+    assert "machine left out (no time was left)" in lines(document)[0]
 
 
-def test_an_interrupted_benchmark_says_so() -> None:
+def test_interrupted_benchmark_is_marked_as_interrupted() -> None:
     kept: list[Found] = []
 
     def interrupted(_asked: Mapping[str, Any], _limit_s: float) -> Iterator[Found]:
@@ -150,7 +150,7 @@ def test_an_interrupted_benchmark_says_so() -> None:
     assert [one["ended"] for one in kept] == ["interrupted"]
 
 
-def test_every_arm_stands_beside_every_budget_and_predictions_beside_what_was_measured() -> None:
+def test_every_arm_has_every_budget_and_predictions_next_to_measurements() -> None:
     asked = {"job": JOB, "device": "cpu", "seed": 0, "data": None}
     (machine,) = here({"part": "machine", "jobs": [JOB], **asked}, 1)
     assert machine["arms"] == [*ARMS, "attached"]
@@ -201,7 +201,7 @@ def test_the_command_answers_first_and_then_measures_every_arm(
 
 
 @pytest.mark.slow
-def test_it_runs_on_an_accelerator_in_processes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_benchmark_runs_on_an_accelerator_in_separate_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     if (why := fake_accelerator.reason()) is not None:
         pytest.skip(why)
     for name, value in fake_accelerator.child_environment().items():
@@ -230,7 +230,7 @@ def job():
 """
 
 
-def test_what_runs_out_of_memory_in_the_optimizer_is_told(tmp_path: Path) -> None:
+def test_out_of_memory_in_the_optimizer_is_reported(tmp_path: Path) -> None:
     (tmp_path / "large.py").write_text(NO_ROOM)
     (tmp_path / "tiny_job.py").symlink_to(JOB)
     asked = {"part": "known", "job": str(tmp_path / "large.py"), "device": "cpu", "seed": 0, "data": None}
@@ -250,7 +250,7 @@ def job():
 """
 
 
-def test_it_ends_in_time_although_a_part_hangs(tmp_path: Path) -> None:
+def test_gpu_benchmark_ends_in_time_although_a_part_hangs(tmp_path: Path) -> None:
     (tmp_path / "hanging.py").write_text(HANGING)
     (tmp_path / "tiny_job.py").symlink_to(JOB)
 
@@ -267,7 +267,7 @@ def test_it_ends_in_time_although_a_part_hangs(tmp_path: Path) -> None:
     assert kept[-1]["ended"] == "out of time"
 
 
-def test_a_job_that_the_device_cannot_run_is_named(tmp_path: Path) -> None:
+def test_job_that_the_device_cannot_run_is_reported(tmp_path: Path) -> None:
     asked = {"part": "known", "job": f"{JOB}:loss_raises", "device": "cpu", "seed": 0, "data": None}
     with pytest.raises(InputError, match="no such luck"):
         list(here(asked, 1))
@@ -336,19 +336,19 @@ assert "ppo" not in found or found["ppo"]["budgets"][0]["fits"]
 @pytest.mark.parametrize(
     "parts", [["machine"], pytest.param(["machine", "answers", "arm"], marks=pytest.mark.slow)], ids=len
 )
-def test_it_runs_on_a_bare_torch_and_what_is_carried_there(parts: list[str]) -> None:
+def test_gpu_parts_need_only_torch_and_carried_packages(parts: list[str]) -> None:
     code = f"ALLOWED, PARTS = {CARRIED | OF_TORCH!r}, {parts!r}\n{BARE}\n{RUN}"
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=one_thread)
     assert (answer.returncode, answer.stderr[-600:]) == (0, "")
 
 
-def test_fewer_rounds_than_choosing_and_reporting_need_are_refused() -> None:
+def test_fewer_than_two_rounds_are_refused() -> None:
     with pytest.raises(InputError, match="rounds is 1"):
         GpuBenchSettings(device="cpu", rounds=1)
 
 
-def test_the_models_have_the_sizes_that_they_are_called_after() -> None:
+def test_models_have_the_sizes_in_their_names() -> None:
     sizes = {}
     for name in ("gpt2_wikitext2:random", "gpt2_wikitext2:billion", "resnet50_cifar10:random"):
         with torch.device("meta"):

@@ -146,7 +146,7 @@ def test_the_document_has_the_documented_keys(document: dict) -> None:
 
 
 @pytest.mark.slow
-def test_the_exact_solver_has_no_regret_and_nobody_less(document: dict) -> None:
+def test_exact_solver_has_the_least_regret_which_is_zero(document: dict) -> None:
     assert document["methods"]["exact"]["regret_p95"] == 0.0
     for name, entry in document["methods"].items():
         assert entry["regret_median"] is None or entry["regret_median"] >= -1e-3, name
@@ -155,7 +155,7 @@ def test_the_exact_solver_has_no_regret_and_nobody_less(document: dict) -> None:
 
 
 @pytest.mark.slow
-def test_where_nothing_moves_nothing_can_be_won(document: dict) -> None:
+def test_static_conditions_leave_nothing_to_win(document: dict) -> None:
     world = document["dynamic"]["none"]
     assert world["headroom_percent"] == pytest.approx(0.0, abs=1e-6)
     assert world["methods"]["ppo"]["captured"] is None
@@ -188,7 +188,7 @@ def test_the_clairvoyant_is_ahead_of_every_method(document: dict) -> None:
         assert entry["won_percent"] <= world["headroom_percent"] + 1e-9
 
 
-def test_driving_is_what_the_environment_that_trains_does(env: MovingEnv) -> None:
+def test_driving_repeats_the_training_environment(env: MovingEnv) -> None:
     course, rule = env.draw(), lambda features: period_rule(features[0])
     features, done, won = env.reset(course), False, np.zeros(env.lanes)
     while not done:
@@ -209,7 +209,7 @@ def test_the_hand_made_rule_braces_when_a_dip_is_due_and_does_nothing_else() -> 
     assert levers.stickiness.tolist() == [1.0, 1.0]
 
 
-def test_a_chance_that_is_told_exactly_is_that_of_many_draws() -> None:
+def test_exact_chance_agrees_with_many_draws() -> None:
     generator = np.random.default_rng(0)
     jobs = [draw_job(generator, depth=(2, 2))]
     env = MovingEnv(jobs, Strengths(length=0.1, length_windows=2, jitter=0.12), 4, windows=400, settings=RECIPE.planner)
@@ -253,7 +253,7 @@ def test_a_training_run_without_networks_is_refused(tmp_path: Path) -> None:
         load_judged(save_untrained(tmp_path / "policy"), tmp_path)
 
 
-def test_a_training_runs_networks_are_all_judged(tmp_path: Path) -> None:
+def test_all_networks_of_a_training_run_are_judged(tmp_path: Path) -> None:
     folder = save_untrained(tmp_path / "policy")
     for seed in (0, 1):
         (tmp_path / f"seed-{seed}.safetensors").write_bytes((folder / "policy.safetensors").read_bytes())

@@ -29,7 +29,7 @@ def test_a_lean_profile_takes_a_fraction_of_the_steps_and_predicts_memory_as_wel
     assert "tiny: lean (" in capsys.readouterr().out
 
 
-def test_all_of_them_are_benchmarks() -> None:
+def test_bench_all_names_existing_benchmarks() -> None:
     known = {command.name for command in bench.app.registered_commands}
     assert set(bench.ALL) <= known
     assert {"cluster", "gpu", "policy", "all"} <= known

@@ -15,9 +15,10 @@ import pytest
 import tiny_job
 
 from autotune import InputError, Measurement, Plan
+from autotune.agents.methods import METHODS, PlanningMethod
+from autotune.agents.rules import rule_plan
 from autotune.bench import bench_search as bench
 from autotune.bench import search_judging as judging
-from autotune.campaign import plan_search
 from autotune.cli.main import run
 from autotune.engines.tuning_windows import WINDOW_STEPS, make_engine
 from autotune.records.run_directory import benchmark_folder
@@ -75,7 +76,7 @@ def test_the_document_has_the_documented_keys(document: dict) -> None:
 
 
 @pytest.mark.slow
-def test_curves_rise_in_what_was_spent_and_fall_in_what_was_measured(document: dict) -> None:
+def test_curves_rise_in_cost_and_fall_in_measured_time(document: dict) -> None:
     for name, _, curve in courses_of(document):
         for before, after in itertools.pairwise(curve):
             assert before["steps"] <= after["steps"], name
@@ -88,16 +89,17 @@ def test_curves_rise_in_what_was_spent_and_fall_in_what_was_measured(document: d
 
 
 @pytest.mark.slow
-def test_a_search_keeps_its_budget_and_whoever_plans_from_a_profile_pays_for_it(document: dict) -> None:
+def test_search_keeps_its_budget_and_pays_for_its_profile(document: dict) -> None:
     for name, number, curve in courses_of(document):
         found = document["profiles"][number]
         # The references, which everybody pays for first: the baseline, and for a search the leanest plan, which fits.
         references = WINDOW_STEPS + 1
-        if bench.METHODS[name][0] not in plan_search.PLANNERS:
+        method = METHODS[bench.METHODS[name][0]]
+        if not isinstance(method, PlanningMethod):
             references += WINDOW_STEPS
             assert curve[0]["steps"] == references
             curve = curve[1:]
-        if bench.METHODS[name][0] not in plan_search.PROFILED:
+        if not method.needs_profile:
             assert curve[-1]["steps"] <= STEPS
             continue
         assert found["steps"] > 0
@@ -110,7 +112,7 @@ def test_a_search_keeps_its_budget_and_whoever_plans_from_a_profile_pays_for_it(
 
 
 @pytest.mark.slow
-def test_nothing_over_the_budget_arrives_and_the_best_plan_is_the_minimum(document: dict) -> None:
+def test_plan_over_budget_never_counts_and_best_plan_is_the_minimum(document: dict) -> None:
     plans = document["plans"]
     fitting = [plan["seconds_per_sample"] for plan in plans if plan["fits"]]
     assert document["best_seconds_per_sample"] == min(fitting) == plans[document["best_plan"]]["seconds_per_sample"]
@@ -132,7 +134,7 @@ def test_a_warm_search_begins_with_the_hand_made_rules_and_a_cold_one_does_not(r
         (path,) = ran.runs.glob(f"*/{name}-0/trials.jsonl")
         firsts[name] = json.loads(path.read_text().splitlines()[0])["plan"]
     space = make_engine(tiny_job.job(), 0).space
-    rule = plan_search.RULES["uniform-bf16"].plan(space)
+    rule = rule_plan("uniform-bf16", space)
     assert Plan.from_json(firsts["optuna-warm"]) == rule
     assert Plan.from_json(firsts["optuna-cold"]) != rule
 
@@ -160,12 +162,12 @@ def worth_of(seconds: float) -> judging.Worth:
     return judging.Worth(seconds_per_sample=seconds, halves=(seconds, seconds), window=window_of(1.0))
 
 
-def course_of(method: str, *points: tuple[int, int], limit: int = 240) -> judging.Course:
-    return judging.Course(
+def course_of(method: str, *points: tuple[int, int], limit: int = 240) -> judging.SearchRun:
+    return judging.SearchRun(
         method=method,
         seed=0,
         points=tuple(
-            judging.Point(steps=steps, seconds=steps / 2, plan=plan_of(k), window_s=1.0, chosen=False)
+            judging.Improvement(steps=steps, seconds=steps / 2, plan=plan_of(k), window_s=1.0, chosen=False)
             for steps, k in points
         ),
         limit_steps=limit,
@@ -182,13 +184,13 @@ WORTHS = {
 }
 
 
-def test_a_search_that_never_arrives_gives_a_bound_and_is_said_to() -> None:
+def test_search_that_never_arrives_gives_a_lower_bound() -> None:
     courses = [
         course_of("planner", (7, 3), (20, 2)),
         course_of("optuna-cold", (7, 3), (30, 4)),
         course_of("optuna-warm", (7, 3), (100, 4), (120, 1)),
     ]
-    document = judging.judge(courses, WORTHS)
+    document = judging.judge_searches(courses, WORTHS)
     methods = document["methods"]
     assert methods["planner"]["steps"]["median"] == 20
     # What does not fit the budget never counts, however fast its window was.
@@ -213,12 +215,12 @@ def test_a_search_that_never_arrives_gives_a_bound_and_is_said_to() -> None:
         (None, None, False),
     ],
 )
-def test_a_bound_that_is_too_low_shows_nothing(planner: int | None, cold: int | None, claim: bool | None) -> None:
-    def course(name: str, steps: int | None) -> judging.Course:
+def test_claim_is_unknown_where_the_bound_is_too_low(planner: int | None, cold: int | None, claim: bool | None) -> None:
+    def course(name: str, steps: int | None) -> judging.SearchRun:
         return course_of(name, (7, 3), *([] if steps is None else [(steps, 1)]))
 
     courses = [course("planner", planner), course("optuna-cold", cold), course("optuna-warm", 100)]
-    assert judging.judge(courses, WORTHS)["claim"]["tenth_of_cold"] is claim
+    assert judging.judge_searches(courses, WORTHS)["claim"]["tenth_of_cold"] is claim
 
 
 @pytest.mark.parametrize(
@@ -230,20 +232,20 @@ def test_a_bound_that_is_too_low_shows_nothing(planner: int | None, cold: int | 
         ([10, None], None, 125),
     ],
 )
-def test_a_median_is_known_as_long_as_most_arrive(
+def test_median_is_known_if_most_repetitions_arrive(
     values: list[float | None], median: float | None, more_than: float | None
 ) -> None:
-    found = judging.summary(values, [240] * len(values))
+    found = judging.spent_summary(values, [240] * len(values))
     assert (found["median"], found["more_than"]) == (median, more_than)
 
 
-def test_a_plan_is_known_by_its_first_window() -> None:
+def test_first_window_of_a_plan_counts() -> None:
     windows = [(plan_of(k), window_of(s), steps, 1.0) for k, s, steps in ((1, 3.0, 3), (2, 2.0, 6), (1, 1.0, 9))]
     points = judging.improvements(windows, lambda _plan, window: window.seconds_per_step or math.inf)
     assert [(point.plan, point.steps) for point in points] == [(plan_of(1), 3), (plan_of(2), 6)]
 
 
-def test_a_machine_that_drifts_does_not_change_which_plan_is_faster() -> None:
+def test_drift_of_the_machine_does_not_change_which_plan_is_faster() -> None:
     """Rounds at a half and at twice the speed; the slower plan misses the slow ones, the last does not fit."""
     fast, slow, large = (Plan(accumulation_steps=k) for k in (1, 2, 4))
     speeds = [1.0, 2.0, 0.5, 1.0, 2.0]
@@ -256,13 +258,13 @@ def test_a_machine_that_drifts_does_not_change_which_plan_is_faster() -> None:
     assert all(math.isinf(seconds) for seconds in steady[large])
 
 
-def test_no_method_keeps_its_place_in_the_order() -> None:
+def test_order_of_methods_changes_between_repetitions() -> None:
     orders = [bench.order_of("abcdef", number, 3) for number in range(3)]
     assert all(sorted(order) == list("abcdef") for order in orders)
     assert len({order[0] for order in orders}) == 3
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     with pytest.raises(InputError, match="at least 41"):
         bench.SearchBenchSettings(steps=40)
     with pytest.raises(InputError, match="--rounds"):

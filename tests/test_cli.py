@@ -206,8 +206,8 @@ BAD: dict[str, Callable[[Path], tuple[list[str], str]]] = {
         ["tune", str(JOB), "--runs-dir", "n" * 300],
         "writable folder",
     ),
-    "escape sequence": lambda f: (["resume", "\x1b[31mred"], "\\x1b[31mred: is no run"),
-    "several lines": lambda f: (["resume", "a\nautotune: all is well"], "a autotune: all is well: is no run"),
+    "escape sequence": lambda f: (["resume", "\x1b[31mred"], "\\x1b[31mred: is not a run"),
+    "several lines": lambda f: (["resume", "a\nautotune: all is well"], "a autotune: all is well: is not a run"),
     "device that torch does not know": lambda f: (
         ["bench", "gpu", "--device", "abacus"],
         "device is 'abacus' (allowed: cpu",

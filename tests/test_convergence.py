@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.cost_model.goodput import efficiency, goodput, optimal_batch
+from autotune.cost_model.goodput import efficiency, step_efficiency
 from autotune.errors import ProfileError
 from autotune.plan import Plan, Precision
 from autotune.simulator.convergence import (
@@ -20,7 +20,6 @@ from autotune.simulator.convergence import (
     fit,
     fit_curve,
     fit_noise,
-    step_efficiency,
 )
 
 positive = st.floats(1e-2, 1e5)
@@ -53,17 +52,6 @@ def test_at_a_batch_of_one_noise_scale_a_step_is_worth_half():
 def test_steps_worth_agree_with_pollux_efficiency(batch, reference, noise):
     ratio = (step_efficiency(batch, noise) / batch) / (step_efficiency(reference, noise) / reference)
     assert ratio == pytest.approx(efficiency(batch, noise, reference), rel=1e-9)
-
-
-@given(st.floats(1e-3, 10), st.floats(1e-5, 1), st.floats(1e-2, 1e5), st.floats(1.01, 100))
-def test_goodput_is_highest_at_its_closed_form_optimum(constant, per_sample, noise, factor):
-    best = optimal_batch(constant, per_sample, noise)
-
-    def at(batch: float) -> float:
-        return goodput(batch / (constant + per_sample * batch), batch, noise, 1.0)
-
-    assert at(best) >= at(best * factor) * (1 - 1e-12)
-    assert at(best) >= at(best / factor) * (1 - 1e-12)
 
 
 @given(st.floats(0, 1e4), st.floats(0, 1e4))

@@ -23,8 +23,7 @@ from autotune.agents import policy_folder, ppo
 from autotune.agents.optuna_search import OptunaSearch
 from autotune.agents.plan_network import Layout, LearnedPolicy, PolicyNetwork, most_likely
 from autotune.agents.policy import Policy
-from autotune.agents.rules import PAPER_ACCUMULATION, RULES, PaperPolicy, rule_policy
-from autotune.agents.search import RandomSearch, Search
+from autotune.agents.rules import PAPER_ACCUMULATION, RULES, PaperPolicy, rule_plan, rule_policy
 from autotune.agents.study_store import STORAGE_FILE
 from autotune.gym.observation import Observation
 from autotune.gym.plan_env import TuningEnv
@@ -69,9 +68,9 @@ def best_known(budget: int) -> float:
     return min(known_cost(plan) for plan in plans if known_peak(plan) <= budget)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", RULES.registered)
 def test_every_rule_makes_a_plan_of_the_space(name: str) -> None:
-    plan = RULES[name].plan(SPACE)
+    plan = rule_plan(name, SPACE)
     assert SPACE.check(plan) == plan
     policy = rule_policy(name, SPACE, tiny_job.job())
     assert isinstance(policy, Policy)
@@ -79,7 +78,7 @@ def test_every_rule_makes_a_plan_of_the_space(name: str) -> None:
 
 
 def test_the_rules_are_what_their_names_say() -> None:
-    plans = {name: rule.plan(SPACE) for name, rule in RULES.items()}
+    plans = {name: rule.plan(SPACE) for name, rule in RULES.registered.items()}
     assert plans["baseline"] == SPACE.baseline()
     assert set(plans["uniform-bf16"].precision.values()) == {Precision.BF16}
     assert set(plans["recompute-all"].storage.values()) == {Storage.RECOMPUTE}
@@ -107,54 +106,6 @@ def test_the_paper_follows_the_variance_under_adaptive_batching() -> None:
     assert after(1e9) == 4
     policy.reset()
     assert after(100.0) == 4
-
-
-class SearchContract:
-    """What every search must hold."""
-
-    def make(self, folder: Path) -> Search:
-        raise NotImplementedError
-
-    def test_it_is_a_search(self, tmp_path: Path) -> None:
-        search = self.make(tmp_path)
-        assert isinstance(search, Search)
-        search.close()
-
-    def test_it_proposes_plans_of_the_space_whatever_it_is_told(self, tmp_path: Path) -> None:
-        search = self.make(tmp_path)
-        for number, failure in enumerate([None, *Failure] * 3):
-            plan = search.ask()
-            assert SPACE.check(plan) == plan
-            window = (
-                plain_window(plan, 3)
-                if failure is None
-                else Measurement(steps=1, samples=8, items=8, total_s=0.1, peak_bytes=2000, failure=failure)
-            )
-            search.tell(plan, observe(plan, window, budget=900), 1.0 + number)
-        search.close()
-
-    def test_it_repeats_itself_under_a_seed(self, tmp_path: Path) -> None:
-        def proposals(folder: Path) -> list[Plan]:
-            folder.mkdir()
-            search = self.make(folder)
-            plans = []
-            for _ in range(25):
-                plans.append(search.ask())
-                search.tell(plans[-1], observe(plans[-1], plain_window(plans[-1], 3)), known_cost(plans[-1]))
-            search.close()
-            return plans
-
-        assert proposals(tmp_path / "a") == proposals(tmp_path / "b")
-
-
-class TestRandomSearch(SearchContract):
-    def make(self, folder: Path) -> Search:
-        return RandomSearch(SPACE, 3)
-
-
-class TestOptunaSearch(SearchContract):
-    def make(self, folder: Path) -> Search:
-        return OptunaSearch(SPACE, folder, 3)
 
 
 @pytest.mark.slow
@@ -282,7 +233,7 @@ def test_ppo_from_nothing_comes_near_the_best_plan_where_random_play_is_far_off(
 
 
 def test_ppo_that_starts_at_a_plan_first_plays_near_it_and_repeats_under_a_seed() -> None:
-    start = RULES["paper"].plan(SPACE)
+    start = rule_plan("paper", SPACE)
 
     def first_plays() -> list[list[int]]:
         env = known_env(budget=300)

@@ -295,7 +295,7 @@ def test_a_rank_that_dies_while_it_is_profiled_is_one_line(
     command = ["profile", failing_job.__file__, "--lean", "--engine", "deepspeed", "--runs-dir", str(tmp_path)]
     assert run(command) == 2
     told = capsys.readouterr().err.strip().splitlines()[-1]
-    assert 'profiling it: 2 ranks end with crashed: rank 1: KeyError: "the job\'s own"' in told
+    assert 'profiling fails: 2 ranks end with crashed: rank 1: KeyError: "the job\'s own"' in told
     assert not list(tmp_path.glob("profiles/*.json"))
 
 

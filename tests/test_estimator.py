@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from autotune import Job, JobError
 from autotune.cli.main import run
 from autotune.cost_model.device_table import DEVICES, find_device
 from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import solve
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import InputError
@@ -348,3 +350,10 @@ def test_torchs_own_layers_and_conversions_are_estimated() -> None:
     )
     # Shared weights stay shared.
     assert converted.static_bytes == plain.static_bytes
+
+
+def test_an_estimate_of_many_k_covers_them_all_and_survives_being_written() -> None:
+    choices, batches = (1, 2, 3, 4, 6, 8), functools.partial(token_batches, size=8)
+    found = estimate(gpt_job(batches=batches, batch_size=8, accumulation_choices=choices), A100)
+    assert found.accumulation_choices == choices
+    assert Profile.from_json(found.to_json()) == found

@@ -25,7 +25,8 @@ from autotune.cost_model.memory_model import peak_bytes
 from autotune.live.limits import KILL_VARIABLE
 from autotune.mechanics.precision import useful_precisions
 from autotune.plan import Precision
-from autotune.profiling.profiler import ProfilerOptions, fixed_shape, profile
+from autotune.profiling.job_shape import fixed_shape
+from autotune.profiling.profiler import ProfilerOptions, profile
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -134,7 +134,7 @@ def test_a_job_that_dies_while_it_is_profiled_is_one_line(
     monkeypatch.setenv(failing_job.AT, "9")
     command = ["tune", str(Path(failing_job.__file__)), "--method", "exact", "--isolate", "--lean"]
     assert run([*command, "--runs-dir", str(tmp_path)]) == 2
-    assert "profiling it ends with crashed: ended by SIGSEGV" in capsys.readouterr().err
+    assert "profiling ends with crashed: ended by SIGSEGV" in capsys.readouterr().err
     monkeypatch.delenv(failing_job.FAILURE)
     assert run([*command, "--runs-dir", str(tmp_path), "--json"]) == 0
     assert len(list((tmp_path / "profiles").glob("*-lean.json"))) == 1

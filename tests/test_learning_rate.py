@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune import WarmupCosine
-from autotune.cost_model.learning_rate import batch_factor, warmup_cosine
+from autotune.cost_model.learning_rate import batch_factor
 
 
 @given(st.floats(0, 1), st.floats(0.01, 0.9), st.floats(1e-5, 10), st.floats(0, 1), st.integers(10, 10_000))
@@ -20,17 +20,17 @@ def test_the_rate_is_that_of_equation_10(share, warmup_share, base, minimum_shar
     else:
         angle = math.pi * (step - warmup) / (total - warmup)
         expected = minimum + (base - minimum) * (1 + math.cos(angle)) / 2
-    rate = warmup_cosine(step, warmup=warmup, total=total, base=base, minimum=minimum)
-    assert rate == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    schedule = WarmupCosine(warmup_frac=warmup_share, minimum_frac=minimum_share)
+    assert base * schedule.factor(step / total) == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize(("step", "rate"), [(0, 0.0), (5, 0.5), (10, 1.0), (55, 0.55), (100, 0.1), (110, 0.1)])
 def test_the_rate_at_known_steps(step, rate):
-    assert warmup_cosine(step, warmup=10, total=100, base=1.0, minimum=0.1) == pytest.approx(rate)
+    assert WarmupCosine(warmup_frac=0.1, minimum_frac=0.1).factor(step / 100) == pytest.approx(rate)
 
 
 def test_without_warm_up_the_rate_begins_at_its_base():
-    assert warmup_cosine(0, warmup=0, total=100, base=2.0, minimum=0.1) == 2.0
+    assert WarmupCosine(warmup_frac=0).factor(0) == 1
 
 
 def test_the_typical_values_are_5_percent_of_warm_up_and_a_tenth_as_floor():

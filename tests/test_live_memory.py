@@ -20,7 +20,7 @@ from torch import nn
 
 import autotune
 from autotune.cost_model.solver import SAFETY_MARGIN
-from autotune.live import live_profiler
+from autotune.live import lessons
 from autotune.live.controller import Pilot
 from autotune.live.live_knowledge import Knowledge
 from autotune.live.placement import Placements
@@ -299,7 +299,7 @@ def test_whoever_predicts_a_peak_too_low_never_acts(bounds: tuple[int, int], mon
         def peak_bytes(self, plan: Plan, length: float) -> float:
             return 0.98 * super().peak_bytes(plan, length)
 
-    monkeypatch.setattr(live_profiler, "Placements", Hopeful)
+    monkeypatch.setattr(lessons, "Placements", Hopeful)
     low, high = bounds
     steps, status = metered_run([LONG] * 30, lambda _: (low + high) // 2)
     assert not status["acting"]
@@ -313,7 +313,7 @@ def test_where_the_last_prediction_alone_was_too_low_another_one_decides(
     bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     low, high = bounds
-    monkeypatch.setattr(live_profiler, "_TRACES", 3)
+    monkeypatch.setattr(lessons, "TRACES", 3)
     score = Knowledge._score
 
     def scores_of(short: int | None) -> tuple[list[Score], dict[str, Any]]:

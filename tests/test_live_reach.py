@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import inspect
 import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -343,6 +346,180 @@ class RewritesItsList(nn.Module):
         return self.head(x)
 
 
+class Chained(nn.Module):
+    """A model that does something to its blocks on the way, given its blocks' class."""
+
+    def __init__(self, kind: type[Part]) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.blocks, self.calls = nn.ModuleList(kind() for _ in range(3)), 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            self.before(block)
+            x = self.call(block, x)
+            self.after(block)
+        return self.head(x)
+
+    def before(self, block: Any) -> None: ...
+
+    def call(self, block: Any, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = block(x)
+        return found
+
+    def after(self, block: Any) -> None: ...
+
+
+class TakesAScale(Part):
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return super().forward(x * scale)
+
+
+class InspectsSignatures(Chained):
+    def call(self, block: Any, x: torch.Tensor) -> torch.Tensor:
+        known = "scale" in inspect.signature(block.forward).parameters
+        known = known and block.forward.__func__ is TakesAScale.forward
+        found: torch.Tensor = block(x, scale=0.5) if known else block(x)
+        return found
+
+
+class SwapsClasses(Chained):
+    def before(self, block: Any) -> None:
+        if self.calls == 8:
+            block.__class__ = Halves
+
+
+class Halves(Part):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * 0.5)
+
+
+class HasABuffer(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((300_000,), 0.9))
+        self.register_buffer("shift", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.shift is None else x + self.shift
+        return super().forward(x * self.scale[:8])
+
+
+class DropsBuffers(Chained):
+    def before(self, block: Any) -> None:
+        block.register_buffer("scale", torch.full((300_000,), 0.9))
+        block.shift = None
+
+    def after(self, block: Any) -> None:
+        if self.calls > 6:
+            del block.scale
+            block.shift = torch.ones(8)
+
+
+class CatchesErrors(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls < 5:
+            return super().forward(x)
+        try:
+            return super().forward(x)
+        except Exception:  # whatever it is, there is another way
+            return torch.sin(x)
+
+
+class TakesLater(Part):
+    """Takes something, in later steps, that has attributes."""
+
+    def forward(self, x: torch.Tensor, found: Any = None) -> torch.Tensor:
+        found_so_far = super().forward(x)
+        return found_so_far if found is None else found_so_far + 0.1 * found.extra * torch.sin(found[0])
+
+
+class Pair(collections.namedtuple("Both", "one two")):
+    """A named tuple that may have attributes of its own."""
+
+
+class HandsLater(Chained):
+    def given(self, x: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+    def call(self, block: Any, x: torch.Tensor) -> torch.Tensor:
+        if self.calls <= 6:
+            return super().call(block, x)
+        given = self.given(x)
+        given.extra = 3.0
+        found: torch.Tensor = block(x, given)
+        return found
+
+
+class HandsTuples(HandsLater):
+    def given(self, x: torch.Tensor) -> Any:
+        return Pair(x, [])
+
+
+class HandsTensors(HandsLater):
+    def given(self, x: torch.Tensor) -> Any:
+        return x * 2
+
+
+class HandsListsOnTensors(HandsLater):
+    def given(self, x: torch.Tensor) -> Any:
+        found: Any = x * 2
+        found.log = []
+        return found
+
+
+class KeepsInANamespace(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = list(range(300))
+        self.scale: Any = torch.ones(8)
+        self.scale.factor = 0.9
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.numbers.append(len(self.numbers))
+        self.found = SimpleNamespace(hidden=self.linear(x))
+        return super().forward(torch.sin(self.found.hidden)) * self.scale * self.scale.factor
+
+
+def proxied() -> nn.Module:
+    """Return a model whose blocks read from their owner, by weak proxies."""
+
+    class Reads(Part):
+        owner: Any
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * self.owner.scale)
+
+    model = with_blocks(Reads)
+    model.scale = 0.9
+    for block in model.blocks:
+        # As an attribute it would be taken for a module of the block.
+        block.__dict__["owner"] = weakref.proxy(model)
+    return model
+
+
+class AnswersToAnyName:
+    def __getattr__(self, name: str) -> AnswersToAnyName:
+        return AnswersToAnyName()
+
+    def __call__(self, *_: object) -> None: ...
+
+
+def hooked() -> nn.Module:
+    """Return a model whose blocks' parts have a hook that answers to any name."""
+    model = with_blocks(Part)
+    for block in model.blocks:
+        block.linear.register_forward_hook(AnswersToAnyName())
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **{
         kind.__name__: functools.partial(with_blocks, kind)
@@ -363,8 +540,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
             RunsBackwardInside,
             MetersEveryFifthCall,
             HidesInAnObjectLate,
+            CatchesErrors,
+            KeepsInANamespace,
         )
     },
+    "signatures": functools.partial(InspectsSignatures, TakesAScale),
+    "swapped classes": functools.partial(SwapsClasses, Part),
+    "dropped buffers": functools.partial(DropsBuffers, HasABuffer),
+    "hooked": hooked,
+    "proxied": proxied,
+    "tuples with attributes": functools.partial(HandsTuples, TakesLater),
+    "tensors with attributes": functools.partial(HandsTensors, TakesLater),
+    "lists on tensors": functools.partial(HandsListsOnTensors, TakesLater),
     "decorated": decorated,
     "owned": owned,
     "patched": patched,
@@ -401,7 +588,23 @@ def test_what_units_reach_stays_the_users(name: str, *, lean: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Flips", "NamesAClass", "MetersEveryFifthCall", "HidesInAnObjectLate", "the same object"]
+    "name",
+    [
+        "Flips",
+        "NamesAClass",
+        "MetersEveryFifthCall",
+        "HidesInAnObjectLate",
+        "the same object",
+        "CatchesErrors",
+        "signatures",
+        "swapped classes",
+        "dropped buffers",
+        "hooked",
+        "proxied",
+        "KeepsInANamespace",
+        "tuples with attributes",
+        "tensors with attributes",
+    ],
 )
 def test_what_can_be_repeated_is_not_locked(name: str) -> None:
     _, locks = trained(MODELS[name], 1, "exact")

@@ -74,7 +74,7 @@ class Lists(Part):
 class LongList(Part):
     def __init__(self) -> None:
         super().__init__()
-        self.found = [0.0] * 1000
+        self.found = [0.0] * 5000
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.found.append(float(x.detach().mean()))
@@ -244,7 +244,7 @@ EXACT: list[Callable[[], nn.Module]] = [
     lambda: with_blocks(HoldsOddThings),
 ]
 LOCKED: list[tuple[Callable[[], nn.Module], str]] = [
-    (lambda: with_blocks(LongList), "list of over 256 items"),
+    (lambda: with_blocks(LongList), "list of over 4096 items"),
     (lambda: with_blocks(ListsElsewhere), "changes SEEN"),
     (lambda: with_blocks(DrawsElsewhere), "changes SOURCE"),
     (lambda: with_blocks(OwnGenerator), "differ"),

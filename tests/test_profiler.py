@@ -22,8 +22,9 @@ from autotune.engines.torch_engine import EngineOptions
 from autotune.errors import ProfileError
 from autotune.io.files import write_json
 from autotune.mechanics.step_trace import rest_of
+from autotune.profiling.job_shape import fixed_shape, profile_key
 from autotune.profiling.profile_cache import cached_profile, find_profile, read_profile, validate
-from autotune.profiling.profiler import ProfilerOptions, fixed_shape, profile, profile_key
+from autotune.profiling.profiler import ProfilerOptions, profile
 
 QUICK = ProfilerOptions(seconds=1.0, max_rounds=2, calibration_plans=3)
 

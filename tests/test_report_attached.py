@@ -288,7 +288,7 @@ def test_what_is_no_attached_run_is_one_line_and_exit_code_2(
         other: "a run of 'train' has no report (allowed: attach, tune, compare, demo)",
         empty: "a folder with config.json",
         tmp_path / "nowhere": "a folder with config.json",
-        torn: "is no decision log",
+        torn: "is not a decision log",
         gone: "cannot be read",
     }
     for path, text in expected.items():

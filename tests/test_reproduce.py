@@ -28,7 +28,7 @@ from autotune.paper.ablation import COMPONENTS, component_arms, component_plans
 from autotune.paper.efficiency import tuned_arm
 from autotune.paper.error_analysis import early_share, gain_shares
 from autotune.paper.experiments import CONVOLUTION, SCALES, TRANSFORMER, Experiment
-from autotune.paper.rows import Row, over
+from autotune.paper.rows import TableRow, over
 from autotune.paper.table_comparisons import baseline_arm, paper_arm, samples_needed, summarised
 from autotune.plan import Precision, Storage
 from autotune.profiling.profiler import ProfilerOptions
@@ -69,10 +69,10 @@ def test_the_closing_equations_give_the_papers_numbers_but_for_the_one_that_is_w
     assert efficiency_after(cycles_to_double(1.4), 1.4) == pytest.approx(2)
 
 
-def test_a_row_has_the_ratio_of_both_numbers_and_none_where_one_is_missing():
-    assert Row(metric="m", configuration="c", unit="u", paper=4.0, ours=1.0).to_json()["ratio"] == 0.25
-    assert Row(metric="m", configuration="c", unit="u", paper=4.0).to_json()["ratio"] is None
-    assert Row(metric="m", configuration="c", unit="u", ours=4.0).ratio is None
+def test_ratio_of_a_row_is_missing_where_one_number_is_missing():
+    assert TableRow("m", "c", "u", 1.0, paper=4.0).to_json()["ratio"] == 0.25
+    assert TableRow("m", "c", "u", None, paper=4.0).to_json()["ratio"] is None
+    assert TableRow("m", "c", "u", 4.0).to_json()["ratio"] is None
     assert over(None, 2.0) is None
     assert over(1.0, None) is None
 
@@ -152,7 +152,7 @@ def test_every_component_is_added_to_those_before_it():
     assert recomputed == [0, 0, 0, 0, 1]
 
 
-def test_each_scale_names_a_job_of_each_architecture_and_the_small_ones_need_no_folder():
+def test_each_scale_has_a_job_of_each_architecture_and_small_jobs_need_no_data_folder():
     assert {tuple(sorted(tasks)) for tasks in SCALES.values()} == {(CONVOLUTION, TRANSFORMER)}
     for tasks in SCALES.values():
         for task in tasks.values():
@@ -289,20 +289,20 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_folder_without_the_expected_files_is_told_before_anything_is_written(tmp_path: Path):
+def test_folder_without_the_expected_files_is_refused_before_anything_is_written(tmp_path: Path):
     public_folders.wikitext(tmp_path / "data")
     with pytest.raises(JobError, match=r"holds wikitext-2-raw \(allowed: cifar-10-batches-py/.data_batch_1,"):
         autotune.reproduce("table1", data=tmp_path / "data", runs_dir=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_task_is_refused_by_its_scale():
+def test_unknown_scale_is_refused():
     with pytest.raises(InputError, match="scale is 'x'"):
         experiments_module.experiments_of("x")
 
 
 @pytest.mark.slow
-def test_two_ranks_scale_for_real_and_tell_what_they_spend_on_communication(tiny: None, tmp_path: Path, monkeypatch):
+def test_two_ranks_are_measured_with_their_communication(tiny: None, tmp_path: Path, monkeypatch):
     from autotune.paper import paper_tables
 
     monkeypatch.setattr(paper_tables, "RANKS", (1, 2))
@@ -319,7 +319,7 @@ def test_two_ranks_scale_for_real_and_tell_what_they_spend_on_communication(tiny
 
 
 @pytest.mark.slow
-def test_the_error_analysis_tells_phases_operations_and_architectures(tiny: None, tmp_path: Path):
+def test_error_analysis_has_phases_operations_and_architectures(tiny: None, tmp_path: Path):
     document = autotune.reproduce("error-analysis", scale="cpu", seeds=2, runs_dir=tmp_path)
     for architecture in (CONVOLUTION, TRANSFORMER):
         rows = {row["metric"]: row for row in document["rows"] if row["configuration"] == architecture}

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.agents.planner import greedy_plan, planned
+from autotune.agents.methods import METHODS
+from autotune.agents.planner import close_plans, greedy_plan
 from autotune.cost_model import solver
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.paper_equations import Weights
@@ -147,12 +148,12 @@ def test_greedy_fits_and_is_never_better_than_exact(seed: int, share: float):
 def test_a_planner_proposes_the_optimum_first():
     profile = drawn(7, 4)
     budget = int(0.6 * peak_bytes(profile, profile.space.baseline()))
-    assert planned("exact", profile, budget, Goal())[0] == solve(profile, budget).plan
+    assert close_plans(profile, budget, Goal())[0] == solve(profile, budget).plan
     solutions = solve_each(profile, budget)
     close = [solution.plan for solution in solutions if solution.objective <= 1.1 * solutions[0].objective]
     # What is predicted to be much slower is not measured: it could win by noise alone.
-    assert planned("exact", profile, budget, Goal()) == close
-    assert planned("greedy", profile, budget, Goal()) == [greedy_plan(profile, budget, Goal())]
+    assert close_plans(profile, budget, Goal()) == close
+    assert METHODS["greedy"].plans(profile, budget, Goal()) == [greedy_plan(profile, budget, Goal())]
 
 
 def test_an_unknown_noise_scale_does_not_make_large_batches_look_free():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from autotune.stats import (
+    censored_median,
     clustered_mean_interval,
     mean_interval,
     mean_interval_bca,
@@ -117,6 +118,12 @@ def test_ratio_of_totals_that_are_proportional_is_a_point() -> None:
 def test_mean_of_a_single_value_has_a_point_as_its_interval() -> None:
     assert mean_with_interval([2.0]) == {"mean": 2.0, "ci95": [2.0, 2.0], "values": [2.0]}
     assert mean_with_interval([1.0, 3.0])["ci95"] == list(mean_interval([1.0, 3.0]))
+
+
+def test_median_is_known_as_long_as_most_values_are() -> None:
+    assert censored_median([10, 20, None]) == 20
+    assert censored_median([10, None, None]) is None
+    assert censored_median([10, None]) is None
 
 
 def test_rank_correlation_ignores_scale() -> None:

@@ -44,16 +44,6 @@ def test_every_method_keeps_both_budgets_and_beats_the_baseline(method: str, tmp
     assert len(run.lines("trials.jsonl")) == len(result.trials)
 
 
-@pytest.mark.parametrize("method", ["random", "optuna", "ppo-scratch"])
-def test_a_limit_on_trials_is_kept(method: str, tmp_path: Path) -> None:
-    engine = KnownEngine()
-    references = measure_references(engine, None)
-    run = RunDirectory.create(tmp_path, "tune", tiny_job.job(), {})
-    settings = plan_search.TuningSettings(steps=500, trials=5)
-    result = plan_search.tune(tiny_job.job(), method, engine, references, settings, run=run)
-    assert len([trial for trial in result.trials if not trial.final]) <= 5
-
-
 @pytest.mark.slow
 def test_optuna_is_told_of_each_plan_once_and_spends_its_steps_on_new_ones(tmp_path: Path) -> None:
     engine = KnownEngine()

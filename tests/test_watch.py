@@ -424,7 +424,7 @@ def test_a_log_that_becomes_shorter_or_something_else_is_refused(tmp_path: Path)
     watched = Watched(written(tmp_path / "run", ATTACHED, DECISION))
     watched.look()
     written(tmp_path / "run", ATTACHED)
-    with pytest.raises(InputError, match="another file"):
+    with pytest.raises(InputError, match="not the same file"):
         watched.look()
     (tmp_path / "run" / LOG_NAME).unlink()
     os.mkfifo(tmp_path / "run" / LOG_NAME)
@@ -434,7 +434,11 @@ def test_a_log_that_becomes_shorter_or_something_else_is_refused(tmp_path: Path)
 
 def test_what_is_no_attached_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = shutil.copytree(OLD.parent / "tune", tmp_path / "tune")
-    for folder, said in ((tmp_path / "nowhere", "no run directory"), (tmp_path, "no run directory"), (other, "'tune'")):
+    for folder, said in (
+        (tmp_path / "nowhere", "not a run directory"),
+        (tmp_path, "not a run directory"),
+        (other, "'tune'"),
+    ):
         assert run_command(["watch", str(folder)]) == 2
         error = capsys.readouterr().err
         assert said in error

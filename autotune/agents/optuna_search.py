@@ -1,4 +1,4 @@
-"""Search with Optuna's TPE: ask and tell, every told trial on disk; over plans, memory is a constraint."""
+"""Searches with Optuna's TPE: of plans, with memory as a constraint, and of recipes. All trials are stored on disk."""
 
 from __future__ import annotations
 
@@ -32,34 +32,35 @@ Place = Path | StudyStore
 
 logger = logging.getLogger(__name__)
 
-# Proposals in a row that were known, after which a neighbour of the best one is proposed.
+# After this many known proposals in a row, a neighbour of the best plan is proposed.
 _STALE = 2
-# Of its neighbours that differ in one parameter, so many are looked at; then in two, and so on.
+# Number of neighbours that are tried with one changed parameter, then with two, and so on.
 _NEIGHBOURS = 8
-# What can be done about a damaged study: what was measured lies beside it.
+# Remedy for a damaged study: the measurements are in other files of the run.
 _WITHOUT_IT = "what a search stored, or no such file: without it the search proposes anew"
-# What SQLite says of a damaged file, in errors of the same kinds as those of a lock or of a full disk.
+# SQLite's messages about damaged files, in errors of the same classes as those about locks and full disks.
 _DAMAGED = ("Could not decode", "malformed", "no such column", "no such table")
 
 
 class _StudySearch:
-    """Ask a study for trials and tell it what they cost.
+    """A search whose plans are the trials of an Optuna study.
 
-    Being over the budget is told as a constraint: told as a failure it would be invisible to TPE (88-90 of 100 trials
-    ran out of memory then, 41-50 when it was told). Trials are kept in a database, which loses nothing of what was told
-    when the process is killed; what was proposed and not told of by then is proposed again.
+    The excess over the memory budget is a constraint of a trial. TPE ignores failed trials: when such plans were told
+    as failures, 88-90 of 100 trials ran out of memory, against 41-50 with the constraint. Trials are kept in a
+    database, so that a killed process loses none; proposals that were not told by then are proposed again.
 
-    A plan that was measured before is told as failed, which TPE does not look at: told again and again, the best plan
-    alone would soon be all that TPE takes for good, and it then proposes as if it knew nothing (seen at 400 trials).
-    Where it goes on to propose what is known, the best plan's neighbours are proposed: a few of its parameters anew.
+    A plan that was measured before is told as a failure. If it were told with its cost again and again, TPE's set of
+    good trials would soon contain only the best plan, and TPE would propose plans as if it knew nothing (seen at 400
+    trials). If TPE keeps proposing known plans, neighbours of the best plan are proposed instead: a few of its
+    parameters are drawn anew.
 
     Args:
         space: the plans that can be proposed.
         place: where the study is stored, a run's folder or a shared database; an existing study is continued.
-        name: of the study.
-        seed: of the sampler.
+        name: name of the study.
+        seed: random seed of the sampler.
         first: parameters to propose before TPE does.
-        ahead: proposals that may be asked for before the first of them is told of.
+        ahead: how many proposals may be asked for before the first of them is told.
     """
 
     def __init__(
@@ -75,13 +76,13 @@ class _StudySearch:
         self._where = StudyStore.of(place).where
         self._storage, self.study = _opened(place, name, seed, "minimize")
         states = optuna.trial.TrialState
-        # What an earlier process proposed: it is proposed again, in its order, and what it was not told is told now.
+        # Proposals of an earlier process are proposed again in the same order; those not told yet are told now.
         self._stored = []
         for stored in self.study.get_trials(states=(states.COMPLETE, states.RUNNING, states.FAIL)):
             if "plan" in stored.user_attrs:
                 self._stored.append(stored)
             elif not stored.state.is_finished():
-                # Killed while it was being proposed.
+                # The process was killed during this proposal.
                 self.study.tell(stored.number, state=states.FAIL)
         self._known = set[Plan]()
         self._told = set[Plan]()
@@ -91,14 +92,14 @@ class _StudySearch:
         self._asked = 0
 
     def ask(self) -> Plan:
-        """Return the next proposal; of a study that is continued, first those that it has made."""
+        """Return the next proposal; a continued study first repeats its earlier proposals."""
         number, self._asked = self._asked, self._asked + 1
         if number < len(self._stored):
             return self._repeat(self._stored[number])
-        # Seeded anew, so that what is proposed depends on what was told alone, and on no interruption.
+        # A new seed for every proposal, so that proposals depend on the told trials and not on interruptions.
         self.study.sampler = _sampler((self._seed + number) % 2**32, several=self._ahead > 1)
         with _writing(self._where):
-            # Killed between the two, a trial waits, and is what is asked for.
+            # If the process was killed after enqueueing a trial, that trial is still waiting and is asked for now.
             ahead = None if self._waits() else self._enqueued(number)
             if ahead is not None:
                 self.study.enqueue_trial(ahead)
@@ -110,7 +111,7 @@ class _StudySearch:
         return plan
 
     def _enqueued(self, number: int) -> dict[str, object] | None:
-        """Return what is proposed without asking the sampler."""
+        """Return parameters to propose without the sampler; ``None`` to use the sampler."""
         if number < len(self._first):
             return self._first[number]
         return self._neighbour(number) if self._repeats >= _STALE else None
@@ -119,10 +120,10 @@ class _StudySearch:
         return bool(self.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.WAITING,)))
 
     def _neighbour(self, number: int) -> dict[str, object] | None:
-        """Return the best trial's parameters, a few of them drawn anew, for a plan that is not known.
+        """Return the parameters of the best trial with a few of them drawn anew, such that the plan is not known.
 
-        One that would be over the budget, as the peaks of those that are known let guess, is taken only where there is
-        no other. ``None`` while there is no best one, or where all that were looked at are known, near and far.
+        A plan whose estimated peak exceeds the budget is returned only if no other is found. ``None`` if there is no
+        best trial, or all tried neighbours are known.
         """
         complete = self.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
         fitting = [trial for trial in complete if all(over <= 0 for over in trial.constraints.values())]
@@ -132,7 +133,7 @@ class _StudySearch:
         generator, names = np.random.default_rng([self._seed, number]), sorted(best.distributions)
         doubtful = None
         for draw in range(_NEIGHBOURS * len(names)):
-            # Near ones first.
+            # Neighbours with few changes come first.
             changed = map(str, generator.choice(names, size=1 + draw // _NEIGHBOURS, replace=False))
             near = {**best.params, **{name: _drawn(best.distributions[name], generator) for name in changed}}
             plan = self._propose(optuna.trial.FixedTrial(near))
@@ -154,7 +155,7 @@ class _StudySearch:
         raise NotImplementedError
 
     def tell(self, plan: Plan, observation: Observation, cost: float) -> None:
-        """Tell the cost of the first proposal that nothing was told of, and by how much it was over the budget."""
+        """Tell the study the cost of the oldest open proposal and its excess over the memory budget."""
         trial, repeated = self._open.popleft(), plan in self._told
         self._repeats = self._repeats + 1 if repeated else 0
         self._told.add(plan)
@@ -170,7 +171,7 @@ class _StudySearch:
             with _writing(self._where):
                 self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
             return
-        # A plan that cannot run at all is as far from being allowed as one that needs twice the budget.
+        # A plan that cannot run at all violates the constraint as much as one that needs twice the budget.
         broken = failure not in (None, Failure.OVER_BUDGET, Failure.OUT_OF_MEMORY)
         with _writing(self._where):
             trial.set_user_attr("failure", None if failure is None else str(failure))
@@ -178,7 +179,7 @@ class _StudySearch:
             self.study.tell(trial, cost)
 
     def close(self) -> None:
-        """Close the database; proposals that nothing was told of are told as failed."""
+        """Close the database; open proposals are told as failures."""
         for trial in filter(None, self._open):
             with contextlib.suppress(Exception):
                 self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
@@ -186,17 +187,15 @@ class _StudySearch:
 
 
 class OptunaSearch(_StudySearch):
-    """Propose plans by TPE over k, every unit's precision and every unit's storage.
+    """TPE over k, every unit's precision and every unit's storage.
 
     Args:
         space: the plans that can be proposed.
         place: where the study is stored, a run's folder or a shared database; an existing study is continued.
-        seed: of the sampler.
+        seed: random seed of the sampler.
         first: plans to propose before TPE does (hand-made rules).
-        ahead: proposals that may be asked for before the first of them is told of.
+        ahead: how many proposals may be asked for before the first of them is told.
     """
-
-    name = "optuna"
 
     def __init__(
         self, space: PlanSpace, place: Place, seed: int, first: Sequence[Plan] = (), *, ahead: int = 1
@@ -228,19 +227,17 @@ class OptunaSearch(_StudySearch):
 
 
 class OptunaPriceSearch(_StudySearch):
-    """Propose plans by TPE over a planner's prices: k, the share of the budget that is used, and what 16 bits cost.
+    """TPE over three numbers instead of two per unit: k, the usable share of the budget, and the price of 16 bits.
 
-    Three numbers instead of two per unit; the planner's own answer is proposed first.
+    The plans at neutral prices are proposed first.
 
     Args:
         priced: turns prices into plans.
         space: the plans that can be proposed.
         place: where the study is stored, a run's folder or a shared database; an existing study is continued.
-        seed: of the sampler.
-        ahead: proposals that may be asked for before the first of them is told of.
+        seed: random seed of the sampler.
+        ahead: how many proposals may be asked for before the first of them is told.
     """
-
-    name = "optuna-prices"
 
     def __init__(self, priced: PricedPlans, space: PlanSpace, place: Place, seed: int, *, ahead: int = 1) -> None:
         self._priced = priced
@@ -258,12 +255,12 @@ class OptunaPriceSearch(_StudySearch):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """Values that are to be tried.
+    """Values to try.
 
     Attributes:
-        number: of the trial, from 0.
-        own: whether these are the values that the study was begun with.
-        values: by name.
+        number: number of the trial, from 0.
+        own: whether these are the recipe's own values.
+        values: values by name.
     """
 
     number: int
@@ -273,11 +270,11 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a proposal.
+    """The result of a proposal.
 
     Attributes:
-        proposal: what was tried.
-        gain: the larger the better; ``None`` if it failed.
+        proposal: the proposal.
+        gain: its gain, larger is better; ``None`` if it failed.
     """
 
     proposal: Proposal
@@ -285,19 +282,19 @@ class Outcome:
 
 
 class RecipeStudy:
-    """Ask TPE for a recipe's values and tell it what they gain; nothing that was proposed is lost in a kill.
+    """A search of a recipe's values by TPE; a killed process loses no proposal.
 
-    The sampler is seeded anew for every trial: a study that is taken up, with one trial at a time, proposes what one
-    that was not interrupted would have proposed.
+    The sampler is seeded for every trial, so that with one trial at a time an interrupted study proposes the same
+    values as an uninterrupted one.
 
     Args:
-        space: what is searched.
+        space: the searched values and their ranges.
         folder: where the study is stored; an existing study is continued.
-        seed: of the sampler.
-        own: values that are proposed first.
+        seed: random seed of the sampler.
+        own: the recipe's own values, which are proposed first.
 
     Raises:
-        RunDirectoryError: if what is stored in the folder is no study.
+        RunDirectoryError: if the stored file is not a study.
     """
 
     def __init__(self, space: Space, folder: Path, seed: int, own: dict[str, float]) -> None:
@@ -313,11 +310,11 @@ class RecipeStudy:
             raise
 
     def _settle(self, own: dict[str, float]) -> None:
-        """End what a kill left half proposed, and see that the own values are proposed."""
+        """Close trials that a kill left incomplete, and enqueue the recipe's own values if they were not proposed."""
         states = optuna.trial.TrialState
         for trial in self._study.get_trials(states=(states.RUNNING,)):
             if trial.params.keys() != self._distributions.keys():
-                # Killed while it was being proposed.
+                # The process was killed during this proposal.
                 self._study.tell(trial.number, state=states.FAIL)
         waiting = self._study.get_trials(states=(states.WAITING,))
         if not waiting and not any(proposal.own for proposal in self.proposals()):
@@ -332,21 +329,21 @@ class RecipeStudy:
             return Proposal(number=trial.number, own="own" in trial.user_attrs, values=trial.params)
 
     def tell(self, proposal: Proposal, gain: float | None) -> None:
-        """Tell what a proposal gained; ``None`` if it failed."""
+        """Tell the gain of a proposal; ``None`` if it failed."""
         failed = optuna.trial.TrialState.FAIL if gain is None else None
         with _using(self._where):
             self._study.tell(proposal.number, gain, state=failed)
 
     def proposals(self) -> list[Proposal]:
-        """Return all that was proposed."""
+        """Return all proposals."""
         return [_proposal(trial) for trial in self._whole()]
 
     def untold(self) -> list[Proposal]:
-        """Return what was proposed and not told of yet."""
+        """Return the proposals that were not told yet."""
         return [_proposal(trial) for trial in self._whole() if not trial.state.is_finished()]
 
     def outcomes(self) -> list[Outcome]:
-        """Return what was told of."""
+        """Return the results told so far."""
         return [
             Outcome(proposal=_proposal(trial), gain=trial.value) for trial in self._whole() if trial.state.is_finished()
         ]
@@ -356,10 +353,10 @@ class RecipeStudy:
         _close(self._storage)
 
     def _whole(self) -> list[optuna.trial.FrozenTrial]:
-        """Return the trials that were proposed in full.
+        """Return the trials with all their values.
 
         Raises:
-            RunDirectoryError: if one has a value that is not searched, or a gain that is no number.
+            RunDirectoryError: if a value is outside its range, or a gain is not finite.
         """
         with _using(self._where):
             trials = self._study.get_trials(deepcopy=False)
@@ -387,12 +384,12 @@ def _distribution(place: Range | Choice) -> optuna.distributions.BaseDistributio
 def _opened(
     place: Place, name: str, seed: int, direction: Literal["minimize", "maximize"]
 ) -> tuple[optuna.storages.RDBStorage, optuna.Study]:
-    """Return a store's study, a new one where there is none.
+    """Return the storage and the study of a place; the study is created if missing.
 
     Raises:
-        RunDirectoryError: if what is stored there is no study.
+        RunDirectoryError: if the stored file is not a study.
     """
-    # What it warns of while it reads a damaged database is said once, by whoever opens that.
+    # Optuna's own warnings about a damaged database would repeat the error raised here.
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     store = StudyStore.of(place)
     if isinstance(place, Path):
@@ -427,19 +424,21 @@ def _reading(where: str) -> Iterator[None]:
 
 
 def _no_study(error: Exception, where: str) -> RunDirectoryError:
-    return RunDirectoryError(f"is no Optuna study ({type(error).__name__})", where=where, allowed=_WITHOUT_IT)
+    return RunDirectoryError(
+        f"the file is not an Optuna study ({type(error).__name__})", where=where, allowed=_WITHOUT_IT
+    )
 
 
 @contextlib.contextmanager
 def _using(where: str) -> Iterator[None]:
-    """Turn whatever a database raises that is damaged, full, locked or gone into one line."""
+    """Turn the errors of a damaged, full, locked or missing database into one sentence."""
     with _writing(where), _reading(where):
         yield
 
 
 @contextlib.contextmanager
 def _writing(where: str) -> Iterator[None]:
-    """Turn what a database raises that is full, locked or gone into one line."""
+    """Turn the errors of a full, locked or missing database into one sentence."""
     try:
         yield
     except (sqlalchemy.exc.OperationalError, optuna.exceptions.StorageInternalError) as error:
@@ -466,7 +465,7 @@ def _close(storage: optuna.storages.RDBStorage) -> None:
 
 
 def _sampler(seed: int, *, several: bool = False) -> optuna.samplers.BaseSampler:
-    """Return TPE; where several proposals are open at once, those count as bad ones, so that they differ."""
+    """Return a TPE sampler; with ``several``, open proposals count as bad ones, so that new proposals differ."""
     with warnings.catch_warnings():
         # Optuna marks some of TPE's defaults as experimental.
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)

@@ -1,4 +1,4 @@
-"""Guess from the peaks of measured plans whether another one fits: for each k a straight line in the choices."""
+"""Linear estimates of a plan's peak from the peaks of measured plans, one model for each k."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from numpy.typing import NDArray
 
 from autotune.plan import Plan, PlanSpace
 
-# Keeps a choice that few of the measured plans made from explaining their peaks alone.
+# Ridge penalty: a choice that few measured plans made must not explain their peaks alone.
 _RIDGE = 0.1
 
-# The coefficients at one k, and the standard deviation of what they leave unexplained.
+# Coefficients for one k, and the standard deviation of the residuals.
 _Line = tuple[NDArray[np.float64], float]
 
 
 class PeakGuess:
-    """Learn from measured peaks which plans may fit a memory budget.
+    """Estimates from measured peaks whether a plan may fit a memory budget.
 
-    What a line leaves unexplained counts for the plan: one that is guessed to be over the budget by less may fit.
+    A plan may fit if its estimated peak exceeds the budget by less than the standard deviation of the residuals.
 
     Args:
-        space: names the units.
+        space: the plans.
     """
 
     def __init__(self, space: PlanSpace) -> None:
@@ -32,13 +32,13 @@ class PeakGuess:
         self._lines: dict[int, _Line] = {}
 
     def tell(self, plan: Plan, share: float) -> None:
-        """Take in a plan's peak, as a share of the budget."""
+        """Add the measured peak of a plan, as a share of the budget."""
         k = plan.accumulation_steps
         self._seen.setdefault(k, []).append((self._row(plan), share))
         self._lines.pop(k, None)
 
     def may_fit(self, plan: Plan) -> bool:
-        """Tell whether a plan may fit; of a k that no plan was told of, nothing speaks against it."""
+        """Return whether a plan may fit; true if no plan with its k was measured."""
         k = plan.accumulation_steps
         if k not in self._seen:
             return True

@@ -1,6 +1,6 @@
 """The policy network: one encoder shared by all units, so that it fits a model of any depth.
 
-The bare network decides without stable-baselines3; ``agents.ppo`` trains it and ``agents.bundle`` stores it.
+The network decides without stable-baselines3; ``agents.ppo`` trains it and ``agents.policy_folder`` stores it.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Layout:
 
 
 class PolicyNetwork(nn.Module):
-    """Map features to the logits of every choice and to a value.
+    """Maps features to the logits of all choices and to a value.
 
-    Units share one encoder; their mean and maximum are pooled with the global features into a context that every
-    unit's choice sees. k is scored choice by choice, so any set of choices fits.
+    All units share one encoder. The mean and the maximum of the encoded units and the global features make a context
+    that is an input of every unit's choice. Each k is scored separately, so any set of k is possible.
 
     Args:
         width: width of every hidden layer.
@@ -79,7 +79,7 @@ class PolicyNetwork(nn.Module):
         self.accumulation_head = linear(width, 1)
         self.value_head = linear(width, 1)
         for head in (self.precision_head, self.storage_head, self.accumulation_head, self.value_head):
-            # A new network is nearly undecided: every plan is about as likely as every other.
+            # A new network is nearly undecided: all plans are about equally likely.
             nn.init.normal_(head.weight, std=0.01)
             nn.init.zeros_(head.bias)
 
@@ -91,7 +91,7 @@ class PolicyNetwork(nn.Module):
         Args:
             global_features: (batch, len(GLOBAL_FEATURES)).
             unit_features: (batch, rows * len(UNIT_FEATURES)), rows >= ``layout.num_units``.
-            layout: the choices that logits are wanted for.
+            layout: the choices that get logits.
 
         Returns:
             Logits (batch, sum(layout.sizes)) and values (batch, 1).
@@ -117,7 +117,7 @@ class PolicyNetwork(nn.Module):
             ],
             dim=-1,
         )
-        # Costs of failed windows are large; their value errors must not steer what the choices are made from.
+        # Failed windows have large costs, whose value errors must not change the features of the choices.
         return logits, self.value_head(context.detach())
 
     def _accumulation_logits(self, context: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -135,11 +135,11 @@ class PolicyNetwork(nn.Module):
 
 
 class LearnedPolicy:
-    """Decide by the most likely choice of a network.
+    """A policy that takes the most likely choices of a network.
 
     Args:
         network: the network.
-        name: what the policy is called.
+        name: name of the policy.
     """
 
     def __init__(self, network: PolicyNetwork, name: str = "ppo") -> None:
@@ -172,7 +172,7 @@ def most_likely(network: PolicyNetwork, arrays: dict[str, np.ndarray], layout: L
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
-    """Return a layer of a network, whose weights are fp32 whatever the default of the process is."""
+    """Return a linear layer in fp32, whatever the default dtype of the process is."""
     return nn.Linear(inputs, outputs, dtype=torch.float32)
 
 
@@ -181,7 +181,7 @@ def _two_layers(inputs: int, width: int) -> nn.Sequential:
 
 
 def _waves(position: torch.Tensor) -> torch.Tensor:
-    """Return sines and cosines of a position in 0..1, so that neighbouring units can be told apart."""
+    """Return sines and cosines of a position in 0..1, which distinguish neighbouring units."""
     angles = (
         position.clamp(-LIMIT, LIMIT).unsqueeze(-1)
         * math.pi

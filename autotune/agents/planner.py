@@ -1,7 +1,8 @@
-"""Plan from a profile, without a single step of the job: the exact optimum, and a greedy rule beside it."""
+"""Plans from a profile, without a step of the job: the exact optimum, a greedy plan, and a policy's first plan."""
 
 from __future__ import annotations
 
+from autotune.agents.policies import POLICIES, planning_policy
 from autotune.budget import format_bytes
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.profile import Profile
@@ -10,46 +11,52 @@ from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import BudgetError
 from autotune.plan import Plan, Storage
 
-PLANNERS = ("greedy", "exact", "planner", "ppo")
-# How far predictions of different k were seen to be apart from what was then measured: each k is profiled by itself, at
-# another time. To measure one more plan costs eight steps, to miss the best one a share of the whole run.
+# Largest relative difference between predictions for different k that measurements did not confirm: each k is profiled
+# separately. Measuring one more plan costs eight steps; missing the best plan costs a share of the whole run.
 _CLOSE_FRAC = 0.1
 
 
-def planned(method: str, profile: Profile, budget_bytes: int | None, goal: Goal) -> list[Plan]:
-    """Return the plans that a planner proposes, the best first: those that the predictions cannot tell apart.
+def close_plans(profile: Profile, budget_bytes: int | None, goal: Goal) -> list[Plan]:
+    """Return the exact optimum and the plans that predictions cannot distinguish from it, best first.
 
     Args:
-        method: one of ``PLANNERS``.
-        profile: the profile.
+        profile: what the job costs.
         budget_bytes: the memory budget; ``None`` for none.
         goal: what is minimised.
 
     Raises:
-        BudgetError: if no plan fits; the message names the smallest budget that can be met.
+        BudgetError: if no plan fits; the message gives the smallest budget that can be met.
     """
-    if method == "greedy":
-        return [greedy_plan(profile, budget_bytes, goal)]
     solutions = solve_each(profile, budget_bytes, goal)
     limit = solutions[0].objective * (1 + max(_CLOSE_FRAC, profile.noise_frac))
-    close = [solution.plan for solution in solutions if solution.objective <= limit]
-    if method == "exact":
-        return close
-    from autotune.agents.planner_policy import PlannerPolicy
-    from autotune.agents.policy_folder import shipped_policy
+    return [solution.plan for solution in solutions if solution.objective <= limit]
 
-    shipped = shipped_policy()
-    policy = shipped if method == "ppo" else PlannerPolicy("planner", shipped.settings)
-    # What the policy would launch with; the solver's plans that the predictions cannot tell from the best follow.
-    first = policy.begin(profile, budget_bytes)
+
+def policy_plans(name: str, profile: Profile, budget_bytes: int | None, goal: Goal) -> list[Plan]:
+    """Return the plan that a policy launches with, followed by those of :func:`close_plans`.
+
+    Args:
+        name: the policy's name in ``POLICIES``.
+        profile: what the job costs.
+        budget_bytes: the memory budget; ``None`` for none.
+        goal: what is minimised.
+
+    Raises:
+        BudgetError: if no plan fits.
+        InputError: if the policy does not plan from a profile.
+    """
+    close = close_plans(profile, budget_bytes, goal)
+    policy = planning_policy(name)
+    with POLICIES.errors_named(name):
+        first = profile.space.check(policy.begin(profile, budget_bytes), where=f"policy {name}")
     return [first, *(plan for plan in close if plan != first)]
 
 
 def greedy_plan(profile: Profile, budget_bytes: int | None, goal: Goal) -> Plan:
     """Return the k with the best goodput, and placements by bytes saved per second paid.
 
-    For each k all units compute in the lowest precision; as long as the plan does not fit, the unit whose recomputation
-    lowers the peak most per second is recomputed.
+    For each k all units compute in the lowest precision. While the plan does not fit, the unit is recomputed whose
+    recomputation lowers the peak most per second.
 
     Raises:
         BudgetError: if no k can be made to fit.

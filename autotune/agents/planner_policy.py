@@ -1,4 +1,4 @@
-"""Lead a real run as the simulated ones are led: a planner window by window and, if there is one, a network on top.
+"""A policy for real runs: a planner that decides window by window, adjusted by a network if there is one.
 
 The planner, its features and its levers are those of the simulator.
 """
@@ -25,12 +25,12 @@ from autotune.simulator.online_planner import PlannerSettings, Situation
 
 logger = logging.getLogger(__name__)
 
-# How far beyond the range seen in training a feature may lie, as a share of that range and at least.
+# How far a feature may lie outside its range in training: a share of that range, and a minimum.
 _BEYOND, _BEYOND_LEAST = 0.1, 0.25
 
 
 class LeverChooser(Protocol):
-    """Choose levers from features; :class:`autotune.agents.policy_network.LeverNetwork` is one."""
+    """Chooses levers from features, as :class:`autotune.agents.policy_network.LeverNetwork` does."""
 
     def most_likely(self, features: tuple[Features, Features]) -> Actions:
         """Return the choice of each lever, shape (n, levers)."""
@@ -45,10 +45,10 @@ class Ranges:
     highest: NDArray[np.float64]
 
     def outside(self, run: Features) -> str | None:
-        """Return the name of a feature that lies outside, or ``None``.
+        """Return the name of a feature outside its range; ``None`` if there is none.
 
         Args:
-            run: shape (1, len(RUN_FEATURES)).
+            run: features of the run, shape (1, len(RUN_FEATURES)).
         """
         beyond = np.maximum(_BEYOND * (self.highest - self.lowest), _BEYOND_LEAST)
         wrong = (run[0] < self.lowest - beyond) | (run[0] > self.highest + beyond)
@@ -56,22 +56,22 @@ class Ranges:
 
 
 class PlannerPolicy:
-    """Plan a run window by window.
+    """A policy that plans a run window by window.
 
     Args:
-        name: what the policy is called.
-        settings: how the planner plans.
-        network: leans on the planner; ``None`` leaves it alone.
-        ranges: what the network's features came to in training; outside, the planner acts alone.
+        name: name of the policy.
+        settings: settings of the planner.
+        network: chooses the planner's levers; ``None`` keeps them neutral.
+        ranges: ranges of the network's features in training, outside of which the planner acts alone.
 
     Attributes:
-        name: what the policy is called.
-        settings: how the planner plans.
-        network: leans on the planner; ``None`` if nothing does.
-        ranges: what its features came to in training.
-        alone_because: why the planner last acted alone, a feature's name or an error; ``None`` if it did not.
-        alone: how many windows of the run the planner decided alone, by reason.
-        reserve_frac: the share of the device's memory that the last decision leaves free.
+        name: name of the policy.
+        settings: settings of the planner.
+        network: chooses the planner's levers; ``None`` if they stay neutral.
+        ranges: ranges of the network's features in training.
+        alone_because: why the planner acted alone last time: a feature's name or an error; ``None`` if it did not.
+        alone: number of windows of the run in which the planner acted alone, by reason.
+        reserve_frac: share of the device's memory that the last decision leaves free.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class PlannerPolicy:
         """Begin a run and return the plan to launch it with.
 
         Args:
-            profile: what the job costs.
-            budget_bytes: the budget; ``None`` for none.
+            profile: the profile of the job.
+            budget_bytes: memory budget; ``None`` for none.
         """
         self._profile, self._budget = profile, budget_bytes
         self.reset()
@@ -154,7 +154,7 @@ class PlannerPolicy:
         return run.planner.decide(situation, levers)
 
     def _asked(self, chooser: LeverChooser, features: tuple[Features, Features]) -> Actions:
-        """Return what a network chooses; whatever goes wrong in it, the planner goes on alone."""
+        """Return the network's choices; if it fails in any way, neutral ones, so that the planner acts alone."""
         try:
             actions = np.asarray(chooser.most_likely(features))
             if actions.shape != (1, len(SIZES)) or not ((actions >= 0) & (actions < np.array(SIZES))).all():

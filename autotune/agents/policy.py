@@ -1,4 +1,4 @@
-"""State what a policy is: something that turns an observation into the next plan."""
+"""The protocols of policies: a policy turns an observation into the next plan."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from autotune.plan import Plan
 
 @runtime_checkable
 class Policy(Protocol):
-    """Decide the next plan. A user's own object with these members is a policy.
+    """Decides the next plan. Any object with these members is a policy.
 
     Attributes:
-        name: what the policy is called in reports.
+        name: name of the policy in reports.
     """
 
     name: str
@@ -23,13 +23,13 @@ class Policy(Protocol):
         """Return the plan to run next.
 
         Args:
-            observation: what the last window saw.
-            plan: the plan that is running.
+            observation: features and measurements of the last window.
+            plan: the running plan.
         """
         ...
 
     def reset(self) -> None:
-        """Forget the run, before another one begins."""
+        """Forget the run before another one begins."""
         ...
 
 
@@ -37,19 +37,19 @@ class Policy(Protocol):
 class PlanningPolicy(Protocol):
     """A policy that plans from a profile of the run.
 
-    While a run is attached, such a policy's storage is no last word: each batch gets the fastest storage that fits its
-    size and the budget of the moment. A policy without :meth:`begin` is followed to the letter where its plan fits.
+    In an attached run, the storage of its plans is only a suggestion: each batch gets the fastest storage that fits its
+    size and the current budget. The plan of a policy without :meth:`begin` is applied as it is if it fits.
 
-    It may have an attribute ``reserve_frac``: the share of the device's memory, from 0 to below 1, that plans leave
-    free until its next decision, since other processes may take it between two readings.
+    A planning policy may have an attribute ``reserve_frac``: the share of the device's memory, from 0 to below 1, that
+    plans leave free until its next decision, since other processes may use it between two measurements.
     """
 
     def begin(self, profile: Profile, budget_bytes: int | None) -> Plan:
-        """Begin a run, and return the plan to launch it with.
+        """Begin a run and return the plan to launch it with.
 
         Args:
-            profile: What the run costs.
-            budget_bytes: The memory budget; ``None`` for none.
+            profile: the profile of the job.
+            budget_bytes: memory budget; ``None`` for none.
         """
         ...
 
@@ -59,10 +59,10 @@ class PlanningPolicy(Protocol):
 
 
 class StaticPolicy:
-    """Run one plan from the first step to the last.
+    """A policy that keeps one plan from the first step to the last.
 
     Attributes:
-        name: what the policy is called.
+        name: name of the policy.
         plan: the plan.
     """
 
@@ -71,7 +71,7 @@ class StaticPolicy:
         self.plan = plan
 
     def decide(self, observation: Observation, plan: Plan) -> Plan:
-        """Return the one plan."""
+        """Return the plan."""
         return self.plan
 
     def reset(self) -> None:

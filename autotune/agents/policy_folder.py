@@ -1,8 +1,8 @@
-"""Store and load a policy as a folder that cannot run code: ``manifest.json``, ``policy.safetensors``, ``README.md``.
+"""Policies as folders that cannot contain code: ``manifest.json``, ``policy.safetensors``, ``README.md``.
 
 Loading checks everything before it is used: a closed schema, the feature version, the SHA-256 of the manifest itself,
-the size and the SHA-256 of the weights, every tensor's name, shape, dtype and finiteness, and at last that the network
-answers a stored probe as it did when it was saved.
+the size and the SHA-256 of the weights, every tensor's name, shape, dtype and finiteness, and finally that the network
+gives the same answer to a stored probe as when it was saved.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Closed(BaseModel):
 
 
 class Training(_Closed):
-    """What a policy was trained on."""
+    """The training of a policy that chooses plans by itself."""
 
     job: str
     seed: int
@@ -60,16 +60,16 @@ class Training(_Closed):
 
 
 class LeverTraining(_Closed):
-    """What a policy that relies on a planner was trained on, and what it gained there.
+    """The training of a policy that adjusts a planner, and its gain on validation jobs.
 
     Attributes:
-        recipe_sha256: of the recipe.
-        strengths_sha256: of how strongly conditions moved, fixed before training.
-        seed: of the network that was chosen.
-        seeds: networks that it was chosen from.
-        decisions: windows that each was trained on.
-        won_percent: time won over the planner alone on validation jobs, mean.
-        won_ci95: its interval over jobs and seeds.
+        recipe_sha256: SHA-256 of the recipe.
+        strengths_sha256: SHA-256 of the strengths of the conditions, fixed before training.
+        seed: seed of the chosen network.
+        seeds: number of networks from which it was chosen.
+        decisions: windows that each network was trained on.
+        won_percent: mean time saved against the planner alone on validation jobs, in percent.
+        won_ci95: its 95 % interval over jobs and seeds.
     """
 
     recipe_sha256: Annotated[str, Field(pattern=_SHA256)]
@@ -127,9 +127,9 @@ def save_policy(folder: Path, network: PolicyNetwork, training: Training) -> Non
     """Write the folder of a policy that chooses plans by itself, the manifest last.
 
     Args:
-        folder: where the policy shall stand; created if missing.
+        folder: the folder of the policy; created if missing.
         network: the trained network.
-        training: what it was trained on.
+        training: how it was trained.
     """
     manifest = _PlanManifest(kind="ppo", **_common("ppo", network, _probe(network)), training=training)
     _save(folder, network, manifest, _card(network, training))
@@ -138,15 +138,15 @@ def save_policy(folder: Path, network: PolicyNetwork, training: Training) -> Non
 def save_levers(
     folder: Path, network: LeverNetwork, settings: PlannerSettings, ranges: Ranges, training: LeverTraining, card: str
 ) -> None:
-    """Write the folder of a policy that leans on a planner, the manifest last.
+    """Write the folder of a policy that adjusts a planner, the manifest last.
 
     Args:
-        folder: where the policy shall stand; created if missing.
+        folder: the folder of the policy; created if missing.
         network: the trained network.
-        settings: of the planner that it leans on.
-        ranges: what its features came to in training.
-        training: what it was trained on.
-        card: the text of its ``README.md``.
+        settings: settings of the planner.
+        ranges: ranges of its features in training.
+        training: how it was trained.
+        card: text of its ``README.md``.
     """
     manifest = _LeverManifest(
         kind="levers",
@@ -163,18 +163,18 @@ def load_policy(folder: Path) -> Policy:
     """Load a policy folder.
 
     Raises:
-        PolicyFileError: in one line, for whatever is missing, foreign, damaged or not what was saved.
+        PolicyFileError: if anything is missing, unknown, damaged or different from what was saved.
     """
     manifest = _read_manifest(folder / MANIFEST)
     weights = _read_weights(folder / WEIGHTS, manifest)
     leans = isinstance(manifest, _LeverManifest)
-    # To fill weights with random numbers first would draw from the caller's generator.
+    # Initial random weights would be drawn from the caller's generator.
     with torch.device("meta"):
         network = LeverNetwork(manifest.width) if leans else PolicyNetwork(manifest.width)
     fill(network, weights, str(folder / WEIGHTS))
     answer = _lever_probe(network) if isinstance(network, LeverNetwork) else _probe(network)
     if answer != manifest.probe_action:
-        raise PolicyFileError("the network does not answer the stored probe as it did", where=str(folder))
+        raise PolicyFileError("the network does not give the stored answer to the probe", where=str(folder))
     if isinstance(manifest, _LeverManifest) and isinstance(network, LeverNetwork):
         ranges = Ranges(np.array(manifest.lowest), np.array(manifest.highest))
         return PlannerPolicy("ppo", PlannerSettings(**manifest.planner.model_dump()), network, ranges)
@@ -183,7 +183,7 @@ def load_policy(folder: Path) -> Policy:
 
 
 def shipped_policy() -> PlannerPolicy:
-    """Return the policy that comes with the package.
+    """Return the policy that is shipped with the package.
 
     Raises:
         PolicyFileError: if it is missing or damaged.
@@ -191,7 +191,9 @@ def shipped_policy() -> PlannerPolicy:
     folder = content_folder("policies") / "ppo"
     policy = load_policy(folder)
     if not isinstance(policy, PlannerPolicy):
-        raise PolicyFileError("does not lean on a planner", where=str(folder), allowed="a policy of kind levers")
+        raise PolicyFileError(
+            "the policy does not adjust a planner", where=str(folder), allowed="a policy of kind levers"
+        )
     return policy
 
 
@@ -223,7 +225,7 @@ def _save(folder: Path, network: nn.Module, manifest: _Manifest, card: str) -> N
 
 
 def manifest_sha256(document: Mapping[str, Any]) -> str:
-    """Return a SHA-256 of all that a manifest says but for this hash: it tells damage, not an author."""
+    """Return the SHA-256 of a manifest without its own hash; it detects damage and proves no author."""
     said = {key: value for key, value in document.items() if key != "manifest_sha256"}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
@@ -239,7 +241,9 @@ def _read_manifest(path: Path) -> _PlanManifest | _LeverManifest:
     model: type[_PlanManifest | _LeverManifest] = _LeverManifest if kind == "levers" else _PlanManifest
     manifest = validated(model, document, where=str(path), error=PolicyFileError)
     if manifest.manifest_sha256 != manifest_sha256(document):
-        raise PolicyFileError("its SHA-256 is not the one it names", where=str(path), allowed="what was saved")
+        raise PolicyFileError(
+            "the manifest's SHA-256 is not the one it contains", where=str(path), allowed="what was saved"
+        )
     expected = _SCHEMAS[manifest.kind]
     found = (manifest.feature_version, manifest.global_features, manifest.unit_features)
     if found != expected:
@@ -247,7 +251,9 @@ def _read_manifest(path: Path) -> _PlanManifest | _LeverManifest:
             f"feature schema is {found}", where=str(path), allowed=f"{expected} (train the policy anew)"
         )
     if isinstance(manifest, _LeverManifest) and not len(manifest.lowest) == len(manifest.highest) == expected[1]:
-        raise PolicyFileError("ranges are not one per feature", where=str(path), allowed=f"{expected[1]} numbers")
+        raise PolicyFileError(
+            "the manifest does not have one range per feature", where=str(path), allowed=f"{expected[1]} numbers"
+        )
     return manifest
 
 
@@ -257,26 +263,30 @@ def _read_weights(path: Path, manifest: _Manifest) -> bytes:
     except InputError as error:
         raise PolicyFileError(error.problem, where=str(path), allowed=error.allowed) from error
     if len(weights) != manifest.weights_bytes:
-        raise PolicyFileError(f"holds {len(weights)} bytes", where=str(path), allowed=str(manifest.weights_bytes))
+        raise PolicyFileError(
+            f"the file has {len(weights)} bytes", where=str(path), allowed=str(manifest.weights_bytes)
+        )
     if hashlib.sha256(weights).hexdigest() != manifest.weights_sha256:
-        raise PolicyFileError("its SHA-256 is not the manifest's", where=str(path), allowed=manifest.weights_sha256)
+        raise PolicyFileError(
+            "the weights' SHA-256 is not the one in the manifest", where=str(path), allowed=manifest.weights_sha256
+        )
     return weights
 
 
 def fill(network: nn.Module, weights: bytes, where: str) -> None:
-    """Give a network the weights that safetensors hold.
+    """Load weights into a network.
 
     Args:
         network: the network.
-        weights: every tensor of it, and nothing else.
-        where: what holds them.
+        weights: all tensors of the network, and no others, as safetensors.
+        where: how errors name the source of the weights.
 
     Raises:
-        PolicyFileError: if a tensor is missing, unknown, of another shape or type, or not finite.
+        PolicyFileError: if a tensor is missing, unknown, not finite, or has another shape or type.
     """
     try:
         tensors = load_tensors(weights)
-        # The library accepts a tensor that is listed twice, and anything after the tensors.
+        # The library accepts a tensor that is listed twice, and any bytes after the tensors.
         header = parse_json(weights[8 : 8 + int.from_bytes(weights[:8], "little")].decode(), where=where)
     except (SafetensorError, KeyError, ValueError) as error:
         raise PolicyFileError(f"is not safetensors ({str(error)!r})", where=where) from error

@@ -1,7 +1,7 @@
-"""The network that relies on a planner: from observations of a run and of its units to the planner's levers.
+"""The network of the shipped policy: from features of a run and of its units to a planner's levers.
 
-Units share one encoder and are pooled, so that it fits a model of any depth. Untrained, it prefers every lever's
-middle, so that its most likely action is the planner's own.
+All units share one encoder and are pooled, so that the network fits a model of any depth. Before training it prefers
+neutral levers, so that the planner acts unchanged.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from autotune.gym.levers import NEUTRAL, RUN_FEATURES, SIZES, UNIT_FEATURES, Act
 
 Weights = NDArray[np.float32]
 
-# Logit of the neutral choice over all others before training.
+# Logit of the neutral choice before training; all others have logit 0.
 _CONFIDENCE = 2.0
 _PRESENT = UNIT_FEATURES.index("present")
 
 
 class LeverNetwork(nn.Module):
-    """Map features to logits of every lever's choices, and to a value.
+    """Maps features to the logits of every lever's choices and to a value.
 
     Args:
-        width: of the hidden layers.
+        width: width of the hidden layers.
     """
 
     def __init__(self, width: int = 64) -> None:
@@ -67,10 +67,10 @@ class LeverNetwork(nn.Module):
 
 
 class BareNetwork:
-    """A network's actor in NumPy: a decision in a live run takes a third of the time that modules need.
+    """The actor of a network in NumPy: a decision in a live run takes a third of the time of torch modules.
 
     Args:
-        network: whose weights are taken, as they are now.
+        network: the network whose current weights are copied.
     """
 
     def __init__(self, network: LeverNetwork) -> None:
@@ -86,7 +86,7 @@ class BareNetwork:
         self._ends = np.cumsum((0, *SIZES))
 
     def logits(self, features: tuple[Features, Features]) -> Weights:
-        """Return what :class:`LeverNetwork` returns first, shape (n, sum(SIZES))."""
+        """Return the logits of :class:`LeverNetwork`, shape (n, sum(SIZES))."""
         run, units = features
         present = units[..., _PRESENT : _PRESENT + 1]
         encoded = _through(self._unit, units)
@@ -114,7 +114,7 @@ def _through(layers: list[tuple[Weights, Weights]], values: Weights) -> Weights:
 
 
 class _Trunk(nn.Module):
-    """Encode units, pool them, and encode them with the run."""
+    """Encodes units, pools them, and encodes them together with the run."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

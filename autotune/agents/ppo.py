@@ -1,6 +1,6 @@
-"""Train the policy network with stable-baselines3's PPO.
+"""Training of the policy networks with stable-baselines3's PPO.
 
-The only file that knows stable-baselines3; what it trains leaves it as a bare network.
+Only this file imports stable-baselines3; it returns plain networks.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Recipe:
     """PPO's settings for tuning one job on its real engine.
 
     Attributes:
-        windows: windows at most, those answered from memory included.
+        windows: largest number of windows, including windows answered from memory.
         rollout: windows between two updates.
         epochs: passes over a rollout.
-        learning_rate: Adam's.
+        learning_rate: learning rate of Adam.
         entropy: weight of the entropy bonus.
         clip: PPO's clip range.
-        discount: of future rewards; 0, since a static plan's window has no effect on the next one's.
-        start_confidence: how likely each choice of the plan that training starts from is at first.
-        width: of the network.
+        discount: discount of future rewards; 0, since a window of a static plan does not affect the next one.
+        start_confidence: initial probability of each choice of the start plan.
+        width: width of the network.
     """
 
     windows: int = 512
@@ -67,15 +67,15 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FineTuning:
-    """PPO's settings for going on with one real job.
+    """PPO's settings for continued training on one real job.
 
     Attributes:
         windows: windows to train on.
         rollout: windows between two updates.
         epochs: passes over a rollout.
-        learning_rate: Adam's.
+        learning_rate: learning rate of Adam.
         clip: PPO's clip range.
-        discount: of future rewards.
+        discount: discount of future rewards.
     """
 
     windows: int = 96
@@ -88,7 +88,7 @@ class FineTuning:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A trained network and how many windows it saw."""
+    """A trained network and the number of windows it was trained on."""
 
     network: PolicyNetwork
     windows: int
@@ -107,8 +107,8 @@ def train(
     Args:
         env: the environment.
         recipe: the settings.
-        seed: of the network and of the sampled actions.
-        start: a plan to begin near, instead of an undecided network.
+        seed: random seed for the network and the sampled actions.
+        start: the plan that the network prefers at first; ``None`` begins with an undecided network.
         on_window: called after every window.
     """
     model = MaskablePPO(
@@ -138,14 +138,14 @@ def train(
         _clone(features, arrays, env.plan_space.encode(start), recipe.start_confidence)
     counter = _Counter(on_window)
     model.set_logger(_silent())
-    # The budget of real steps is what usually ends training; the network stands as the last update left it.
+    # Usually the budget of real steps ends training; the network is as the last update left it.
     with contextlib.suppress(StepsSpentError):
         model.learn(recipe.windows, callback=counter)
     return Trained(features.network.eval(), counter.windows)
 
 
 def _silent() -> Logger:
-    """Return a logger that keeps nothing; stable-baselines3's own leaves a folder among the temporary files."""
+    """Return a logger that writes nothing; the default one leaves a temporary folder behind."""
     return Logger(folder=None, output_formats=[])
 
 
@@ -163,7 +163,7 @@ class _Counter(BaseCallback):
 
 
 class _NetworkFeatures(BaseFeaturesExtractor):
-    """Let the whole network be stable-baselines3's feature extractor: logits and value side by side."""
+    """The whole network as stable-baselines3's feature extractor: its features are all logits, then the value."""
 
     def __init__(self, observation_space: spaces.Dict, layout: Layout, width: int) -> None:
         super().__init__(observation_space, features_dim=sum(layout.sizes) + 1)
@@ -171,20 +171,44 @@ class _NetworkFeatures(BaseFeaturesExtractor):
         self.network = PolicyNetwork(width)
 
     def forward(self, observations: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return (batch, logits + value)."""
+        """Return logits and value, shape (batch, features_dim)."""
         logits, value = self.network(observations["global"], observations["units"], self.layout)
         return torch.cat([logits, value], dim=-1)
 
 
-class _NetworkPolicy(MaskableMultiInputActorCriticPolicy):
-    """Take action logits and value from the feature extractor as they are."""
+class _LeverFeatures(BaseFeaturesExtractor):
+    """The same for the network of levers."""
 
+    def __init__(self, observation_space: spaces.Box, width: int) -> None:
+        super().__init__(observation_space, features_dim=sum(SIZES) + 1)
+        self.network = LeverNetwork(width)
+
+    def forward(self, observations: torch.Tensor) -> torch.Tensor:
+        """Return logits and value, shape (batch, features_dim)."""
+        run, units = observations.split([len(RUN_FEATURES), observations.shape[1] - len(RUN_FEATURES)], dim=1)
+        return torch.cat(self.network(run, units.unflatten(1, (-1, len(UNIT_FEATURES)))), dim=-1)
+
+
+def _take_heads_from_features(
+    policy: ActorCriticPolicy | MaskableMultiInputActorCriticPolicy, learning_rate: float
+) -> None:
+    """Replace a policy's heads: the action logits and the value are columns of the features."""
+    logits = policy.features_dim - 1
+    policy.action_net = _Columns(0, logits)
+    policy.value_net = _Columns(logits, logits + 1)  # type: ignore[assignment]
+    policy.optimizer = torch.optim.Adam(policy.parameters(), lr=learning_rate, eps=1e-5)
+
+
+class _NetworkPolicy(MaskableMultiInputActorCriticPolicy):
     def _build(self, lr_schedule: Any) -> None:
         super()._build(lr_schedule)
-        logits = self.features_dim - 1
-        self.action_net = _Columns(0, logits)
-        self.value_net = _Columns(logits, logits + 1)  # type: ignore[assignment]
-        self.optimizer = torch.optim.Adam(self.parameters(), lr=lr_schedule(1), eps=1e-5)
+        _take_heads_from_features(self, lr_schedule(1))
+
+
+class _LeverPolicy(ActorCriticPolicy):
+    def _build(self, lr_schedule: Any) -> None:
+        super()._build(lr_schedule)
+        _take_heads_from_features(self, lr_schedule(1))
 
 
 class _Columns(nn.Module):
@@ -198,7 +222,7 @@ class _Columns(nn.Module):
 
 
 def _clone(features: _NetworkFeatures, arrays: dict[str, Array], choice: Sequence[int], confidence: float) -> None:
-    """Fit the network to prefer one plan, each choice with a stated probability."""
+    """Train the network to prefer one plan, each of its choices with the given probability."""
     targets = []
     for size, index in zip(features.layout.sizes, choice, strict=True):
         target = torch.full((size,), (1 - confidence) / max(size - 1, 1))
@@ -226,23 +250,23 @@ def train_levers(
     on_save: Callable[[SavedTraining], None] | None = None,
     on_rollout: Callable[[int, float], None] | None = None,
 ) -> LeverNetwork:
-    """Train a network to lean on a planner.
+    """Train a network that moves a planner's levers.
 
     Args:
         env: runs under moving conditions; a rollout is one whole run of each lane.
         recipe: the settings.
-        seed: of the network and of the sampled actions.
-        saved: where an interrupted training goes on; it ends as one that was not interrupted.
-        on_save: is given the training before every rollout, as it stands until it returns.
-        on_rollout: is told of decisions made so far and of what the last runs won on average, in percent.
+        seed: random seed for the network and the sampled actions.
+        saved: an interrupted training to continue; the result equals that of an uninterrupted one.
+        on_save: called before every rollout with the state of the training, which is valid until it returns.
+        on_rollout: called with the number of decisions so far and the mean reward of the last runs, in percent.
     """
     shown = _LeverVecEnv(env)
     with warnings.catch_warnings():
-        # A last gradient step may hold fewer decisions than the others.
+        # The last gradient step of an epoch may use fewer decisions than the others.
         warnings.filterwarnings("ignore", message="You have specified a mini-batch size")
-        model = PPO(
-            _LeverPolicy,
+        model, network = _lever_model(
             shown,
+            recipe.width,
             seed=seed,
             n_steps=env.runs.windows,
             batch_size=min(recipe.batch, env.lanes * env.runs.windows),
@@ -252,19 +276,9 @@ def train_levers(
             clip_range=recipe.clip,
             gamma=recipe.discount,
             gae_lambda=recipe.trace,
-            device="cpu",
-            policy_kwargs={
-                "features_extractor_class": _LeverFeatures,
-                "features_extractor_kwargs": {"width": recipe.width},
-                "net_arch": [],
-                "ortho_init": False,
-            },
         )
-    model.set_logger(_silent())
-    model.learn(recipe.decisions, callback=_Rollouts(shown, saved, on_save, on_rollout))
-    features = model.policy.features_extractor
-    assert isinstance(features, _LeverFeatures)
-    return features.network.eval()
+    model.learn(recipe.decisions, callback=_Rollouts(shown, network, saved, on_save, on_rollout))
+    return network.eval()
 
 
 def fine_tune(
@@ -275,18 +289,18 @@ def fine_tune(
     seed: int,
     on_window: Callable[[], None] | None = None,
 ) -> LeverNetwork:
-    """Train a network on with one real job, and return a new one.
+    """Continue training a network on one real job, and return a new network.
 
     Args:
         env: the job.
-        network: where training begins; it stays as it is.
+        network: the network to begin with; it is not changed.
         recipe: the settings.
-        seed: of the sampled actions.
+        seed: random seed for the sampled actions.
         on_window: called after every window.
     """
-    model = PPO(
-        _LeverPolicy,
+    model, trained = _lever_model(
         FlattenObservation(env),
+        network.width,
         seed=seed,
         n_steps=recipe.rollout,
         batch_size=recipe.rollout,
@@ -295,34 +309,44 @@ def fine_tune(
         ent_coef=0.0,
         clip_range=recipe.clip,
         gamma=recipe.discount,
-        device="cpu",
-        policy_kwargs={
-            "features_extractor_class": _LeverFeatures,
-            "features_extractor_kwargs": {"width": network.width},
-            "net_arch": [],
-            "ortho_init": False,
-        },
     )
-    features = model.policy.features_extractor
-    assert isinstance(features, _LeverFeatures)
-    features.network.load_state_dict(network.state_dict())
-    model.set_logger(_silent())
+    trained.load_state_dict(network.state_dict())
     model.learn(recipe.windows, callback=_Counter(on_window))
-    return features.network.eval()
+    return trained.eval()
+
+
+def _lever_model(env: Any, width: int, **settings: Any) -> tuple[PPO, LeverNetwork]:
+    """Return PPO with a new network of levers, and that network.
+
+    Args:
+        env: what stable-baselines3 takes for an environment.
+        width: width of the network.
+        settings: PPO's settings.
+    """
+    features = {"features_extractor_class": _LeverFeatures, "features_extractor_kwargs": {"width": width}}
+    model = PPO(
+        _LeverPolicy, env, device="cpu", policy_kwargs={**features, "net_arch": [], "ortho_init": False}, **settings
+    )
+    model.set_logger(_silent())
+    extractor = model.policy.features_extractor
+    assert isinstance(extractor, _LeverFeatures)
+    return model, extractor.network
 
 
 class _Rollouts(BaseCallback):
-    """Tell of every rollout; hand out the training before each, and take it up where it was left."""
+    """Reports every rollout, hands out the state of the training before each, and restores a saved one."""
 
     def __init__(
         self,
         env: _LeverVecEnv,
+        network: LeverNetwork,
         saved: SavedTraining | None,
         on_save: Callable[[SavedTraining], None] | None,
         on_rollout: Callable[[int, float], None] | None,
     ) -> None:
         super().__init__()
         self._env = env
+        self._network = network
         self._saved = saved
         self._on_save = on_save
         self._on_rollout = on_rollout
@@ -367,10 +391,8 @@ class _Rollouts(BaseCallback):
         )
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """Return the network's parameters by name, in the order in which the optimizer has them."""
-        features = self.model.policy.features_extractor
-        assert isinstance(features, _LeverFeatures)
-        names = {parameter: name for name, parameter in features.network.named_parameters()}
+        """Return the network's parameters by name, in the optimizer's order."""
+        names = {parameter: name for name, parameter in self._network.named_parameters()}
         (group,) = self.model.policy.optimizer.param_groups
         assert len(group["params"]) == len(names)
         return {names[parameter]: parameter for parameter in group["params"]}
@@ -384,12 +406,12 @@ class _Rollouts(BaseCallback):
 
 
 class _LeverVecEnv(VecEnv):
-    """Show a moving environment to stable-baselines3, which takes no vector environment of Gymnasium's."""
+    """A moving environment as stable-baselines3's own kind of vector environment."""
 
     def __init__(self, env: MovingEnv) -> None:
         self._env = env
         self._actions = np.zeros((env.lanes, len(SIZES)), dtype=np.int64)
-        # Where the generator stood before the courses that run were drawn, and what their rewards come to so far.
+        # State of the generator before the running courses were drawn, and the sum of their rewards so far.
         self.drawn_from = env.generator_state
         self._sum = self.mean_reward = 0.0
         numbers = _flat(env.reset()).shape[1]
@@ -404,7 +426,7 @@ class _LeverVecEnv(VecEnv):
         return _flat(self._env.reset())
 
     def take_up(self, drawn_from: dict[str, Any]) -> Any:
-        """Begin the courses that a saved training was about to run."""
+        """Begin the courses that a saved training would have run next."""
         self._env.generator_state = drawn_from
         return self.reset()
 
@@ -420,10 +442,10 @@ class _LeverVecEnv(VecEnv):
             infos = [{"terminal_observation": row} for row in observation]
             self.mean_reward, self._sum = self._sum, 0.0
             observation = self.reset()
-        return observation, self._told(rewards), np.full(self.num_envs, ended), infos
+        return observation, self._relative(rewards), np.full(self.num_envs, ended), infos
 
-    def _told(self, rewards: Any) -> Any:
-        """Return rewards over those of the other lanes on the same course, where there are any."""
+    def _relative(self, rewards: Any) -> Any:
+        """Return rewards minus the mean reward of the other lanes on the same course, if there are any."""
         clones = self._env.clones
         if clones < 2:
             return rewards
@@ -450,26 +472,3 @@ class _LeverVecEnv(VecEnv):
 def _flat(features: tuple[Features, Features]) -> Features:
     run, units = features
     return np.concatenate([run, units.reshape(len(units), -1)], axis=1)
-
-
-class _LeverFeatures(BaseFeaturesExtractor):
-    """Let the whole network be the feature extractor: logits and value side by side."""
-
-    def __init__(self, observation_space: spaces.Box, width: int) -> None:
-        super().__init__(observation_space, features_dim=sum(SIZES) + 1)
-        self.network = LeverNetwork(width)
-
-    def forward(self, observations: torch.Tensor) -> torch.Tensor:
-        """Return (batch, logits + value)."""
-        run, units = observations.split([len(RUN_FEATURES), observations.shape[1] - len(RUN_FEATURES)], dim=1)
-        return torch.cat(self.network(run, units.unflatten(1, (-1, len(UNIT_FEATURES)))), dim=-1)
-
-
-class _LeverPolicy(ActorCriticPolicy):
-    """Take action logits and value from the feature extractor as they are."""
-
-    def _build(self, lr_schedule: Any) -> None:
-        super()._build(lr_schedule)
-        self.action_net = _Columns(0, sum(SIZES))
-        self.value_net = _Columns(sum(SIZES), sum(SIZES) + 1)  # type: ignore[assignment]
-        self.optimizer = torch.optim.Adam(self.parameters(), lr=lr_schedule(1), eps=1e-5)

@@ -1,4 +1,4 @@
-"""Turn a few prices into a plan: the low-dimensional space that a search can use instead of every unit's choices."""
+"""Plans from a few prices: a search space of three numbers instead of two choices per unit."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from autotune.cost_model.plan_pool import make_pool
 from autotune.cost_model.profile import Profile
 from autotune.plan import Plan
 
-# Range of the share of the budget that plans are predicted to need, and of the logarithm of 16-bit choices' price.
+# Ranges of the share of the budget that a plan may need, and of the logarithm of the price of 16-bit choices.
 SHARES = (0.6, 1.05)
 PRICES = (-0.5, 0.5)
 
 
 class PricedPlans:
-    """Plan from a profile at given prices.
+    """The plans of a profile at given prices.
 
     Args:
-        profile: what the job costs.
-        budget_bytes: the budget; ``None`` for none.
+        profile: the profile of the job.
+        budget_bytes: memory budget; ``None`` for none.
     """
 
     def __init__(self, profile: Profile, budget_bytes: int | None) -> None:
@@ -31,11 +31,11 @@ class PricedPlans:
         self._peaks = self._lanes.peak_bytes(np.ones(1))[0]
 
     def plan(self, accumulation_steps: int, share: float, price_16_bit: float) -> Plan:
-        """Return the fastest plan of one k that is predicted to fit; the leanest of that k if none does.
+        """Return the fastest plan with one k that is predicted to fit; if none fits, the leanest plan with that k.
 
         Args:
             accumulation_steps: k.
-            share: of the budget that may be needed.
+            share: share of the budget that the plan may need.
             price_16_bit: logarithm of a factor on the seconds of units in 16 bits.
         """
         pool, arrays = self._lanes, self._arrays

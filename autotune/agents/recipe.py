@@ -1,4 +1,4 @@
-"""Read a training recipe: a TOML file that says on what, and how, the shipped kind of policy is trained."""
+"""Training recipes: TOML files with the jobs, the conditions and PPO's settings for training a policy."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from autotune.simulator.online_planner import PlannerSettings
 
 RECIPE_VERSION = 1
 _LARGEST_BYTES = 2**16
-# Numbers of a recipe lie below it.
+# Upper bound of all numbers in a recipe.
 _LIMIT = 1e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeverRecipe:
-    """PPO's settings for the levers.
+    """PPO's settings for a network of levers.
 
     Attributes:
         decisions: windows to train on.
-        lanes: runs at once.
-        clones: lanes that share a course; with more than one, rewards are told over those of the others.
+        lanes: number of simultaneous runs.
+        clones: lanes that share a course; with more than one, a reward is relative to the mean of the other lanes.
         epochs: passes over a rollout, which is one whole run of every lane.
         batch: decisions in a gradient step.
-        learning_rate: Adam's, falling linearly to 0.
+        learning_rate: learning rate of Adam, which falls linearly to 0.
         entropy: weight of the entropy bonus.
         clip: PPO's clip range.
-        discount: of rewards per window.
+        discount: discount of rewards per window.
         trace: lambda of generalised advantage estimation.
-        width: of the network.
+        width: width of the network.
     """
 
     __pydantic_config__ = STRICT
@@ -57,15 +57,15 @@ class LeverRecipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobsRecipe:
-    """The simulated jobs that a policy is trained and judged on.
+    """The simulated jobs for training and validation.
 
     Attributes:
-        training: how many are drawn to train on.
-        validation: how many are drawn to choose among seeds by.
-        seed: of the draw; validation takes the next one.
+        training: number of jobs for training.
+        validation: number of jobs for choosing the best seed.
+        seed: random seed for the training jobs; the validation jobs use the next seed.
         shallowest: recomputable units of the shallowest job.
-        deepest: of the deepest.
-        windows: of a run.
+        deepest: recomputable units of the deepest job.
+        windows: windows of a run.
     """
 
     __pydantic_config__ = STRICT
@@ -83,11 +83,11 @@ class Recipe:
     """A recipe.
 
     Attributes:
-        seeds: of training; one network each, the best on validation jobs is the policy.
+        seeds: random seeds; one network is trained for each, and the best one on validation jobs is the policy.
         ppo: PPO's settings.
-        jobs: what it is trained on.
+        jobs: the simulated jobs.
         strengths: how strongly conditions move.
-        planner: how the planner plans that the policy leans on.
+        planner: settings of the planner that the policy adjusts.
     """
 
     __pydantic_config__ = STRICT
@@ -121,7 +121,7 @@ class Recipe:
         self._check_strengths()
 
     def _check_strengths(self) -> None:
-        """Refuse what no course could be drawn with."""
+        """Refuse strengths that no course could be drawn with."""
         strengths = self.strengths
         for name in ("noise_error", "cost_error", "time_noise", "drift", "length", "curriculum", "jitter", "spread"):
             value = getattr(strengths, name)
@@ -143,7 +143,7 @@ class Recipe:
         return {"version": RECIPE_VERSION, **asdict(self), "seeds": list(self.seeds)}
 
     def to_toml(self) -> str:
-        """Return the recipe in full as the text of a recipe file."""
+        """Return the whole recipe as the text of a recipe file."""
         lines = [f"version = {RECIPE_VERSION}", f"seeds = {list(self.seeds)}"]
         for name, part in asdict(self).items():
             if name != "seeds":
@@ -172,7 +172,7 @@ def read_recipe(path: Path) -> Recipe:
     try:
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        # Besides broken syntax: whole numbers of more digits than Python converts.
+        # Broken syntax, or integers with more digits than Python converts.
         raise InputError(f"is not TOML ({error})", where=where, allowed="a recipe in TOML") from error
     return recipe_of(document, where=where)
 

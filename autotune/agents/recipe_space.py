@@ -1,4 +1,4 @@
-"""The values of a recipe that a search may change, and their ranges; independent of any search."""
+"""The search space of recipes: the values that a search may change, and their ranges."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Values = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """The numbers from one to another.
+    """A range of numbers.
 
     Attributes:
-        low: the smallest.
-        high: the largest.
-        log: whether they are drawn on a logarithmic scale; needs ``low`` > 0.
-        whole: whether only whole numbers are meant.
+        low: the smallest number.
+        high: the largest number.
+        log: whether the scale is logarithmic, which needs ``low`` > 0.
+        whole: whether only whole numbers are allowed.
     """
 
     low: float
@@ -29,7 +29,7 @@ class Range:
     whole: bool = False
 
     def holds(self, value: object) -> bool:
-        """Tell whether a value lies in the range and is of its kind."""
+        """Return whether a value is a number in the range, and whole if it must be."""
         kinds = int if self.whole else int | float
         return isinstance(value, kinds) and not isinstance(value, bool) and self.low <= value <= self.high
 
@@ -40,16 +40,16 @@ class Range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The few whole numbers that there are.
+    """A choice among a few whole numbers.
 
     Attributes:
-        options: what can be chosen, in rising order.
+        options: the allowed numbers, in rising order.
     """
 
     options: tuple[int, ...]
 
     def holds(self, value: object) -> bool:
-        """Tell whether a value is one of the options."""
+        """Return whether a value is one of the options."""
         return type(value) is int and value in self.options
 
     def around(self, value: float) -> Choice:
@@ -72,10 +72,10 @@ PPO_SPACE: Space = {
 
 
 def space_around(ppo: LeverRecipe) -> Space:
-    """Return what is searched: :data:`PPO_SPACE`, widened where a recipe's own value lies outside of it.
+    """Return the search space around a recipe: :data:`PPO_SPACE`, widened to contain the recipe's own values.
 
     Raises:
-        InputError: if an own value has no place on a logarithmic scale.
+        InputError: if a value of the recipe is not above 0 but its range is logarithmic.
     """
     own = own_values(ppo)
     for name, value in own.items():
@@ -86,15 +86,15 @@ def space_around(ppo: LeverRecipe) -> Space:
 
 
 def own_values(ppo: LeverRecipe) -> dict[str, float]:
-    """Return a recipe's own values of what is searched."""
+    """Return a recipe's own values of the searched settings."""
     return {name: getattr(ppo, name) for name in PPO_SPACE}
 
 
 def with_values(recipe: Recipe, values: Values) -> Recipe:
-    """Return a recipe with other values of what is searched; all else stays.
+    """Return a recipe with other values of the searched settings.
 
     Raises:
-        InputError: if a recipe cannot have such a value.
+        InputError: if a value is not allowed in a recipe.
     """
     changes: dict[str, Any] = dict(values)
     return replace(recipe, ppo=replace(recipe.ppo, **changes))

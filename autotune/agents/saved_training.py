@@ -1,7 +1,7 @@
-"""Write how far a training has come as bytes, and read it back exactly; nothing in those bytes can run.
+"""The state of an interrupted training as bytes that cannot contain code, restored exactly.
 
-What the network and the optimizer hold is safetensors, and where the generators stand is JSON beside it. Whatever is
-read was written by somebody: each name, shape and number is checked before anything uses it.
+Tensors of the network and the optimizer are stored as safetensors, and the states of random generators as JSON in its
+header. The bytes are not trusted: every name, shape and number is checked before it is used.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from autotune.io.files import parse_json
 
 _ALLOWED = "what a training saved"
 _NUMBERS = "numbers"
-# Of numpy's PCG64, with a sign.
+# Bits of the numbers in the state of numpy's PCG64, including the sign.
 _NUMBER_BITS = 129
 _KEYS = frozenset({"identity", "decisions", "courses", "position", "has_gauss", "gauss"})
-# What Adam holds of each parameter.
+# Adam's state of each parameter.
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 _TORCH, _NUMPY = "torch", "numpy"
-# Words of numpy's Mersenne Twister.
+# Number of words in the state of numpy's Mersenne Twister.
 _WORDS = 624
 
 Tensors = dict[str, torch.Tensor]
@@ -39,15 +39,15 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SavedTraining:
-    """How far a training has come: all that decides how it goes on.
+    """The state of a training between two rollouts, which determines how it continues.
 
     Attributes:
-        decisions: how many were made.
-        weights: of the network, by name of parameter.
-        moments: what Adam holds, by ``MOMENTS`` and name of parameter; empty before its first step.
-        courses: where the generator stood before it drew the courses that come next.
-        torch_state: where torch's global generator stands, shape (bytes,).
-        numpy_state: where numpy's global generator stands, as ``numpy.random.get_state`` returns it.
+        decisions: number of decisions so far.
+        weights: weights of the network, by parameter name.
+        moments: Adam's state, by ``MOMENTS`` and parameter name; empty before its first step.
+        courses: state of the generator before it draws the next courses.
+        torch_state: state of torch's global generator, shape (bytes,).
+        numpy_state: state of numpy's global generator, as ``numpy.random.get_state`` returns it.
     """
 
     decisions: int
@@ -58,10 +58,10 @@ class SavedTraining:
     numpy_state: tuple[str, np.ndarray[Any, Any], int, int, float]
 
     def to_bytes(self, identity: str) -> bytes:
-        """Return the training as bytes, equal for equal trainings.
+        """Return the state as bytes, which are equal for equal states.
 
         Args:
-            identity: which training it is; only the same one goes on from it.
+            identity: identity of the training; only the same training can continue from the state.
         """
         kind, keys, position, has_gauss, gauss = self.numpy_state
         assert kind == "MT19937"
@@ -83,16 +83,16 @@ class SavedTraining:
 
     @classmethod
     def from_bytes(cls, content: bytes, *, identity: str, recipe: LeverRecipe, rollout: int) -> SavedTraining:
-        """Read a training of a recipe.
+        """Read the state of a training.
 
         Args:
-            content: what :meth:`to_bytes` returned.
-            identity: which training goes on.
-            recipe: its settings.
-            rollout: decisions of a rollout.
+            content: bytes that :meth:`to_bytes` returned.
+            identity: identity of the training that continues.
+            recipe: settings of that training.
+            rollout: decisions in a rollout.
 
         Raises:
-            InputError: if it is another training's, or anything in it is not what a training saves.
+            InputError: if the state belongs to another training, or a part of it is not what a training saves.
         """
         try:
             tensors = load_tensors(content)
@@ -126,7 +126,7 @@ def _part(tensors: Tensors, kind: str) -> Tensors:
 
 
 def _check_tensors(tensors: Tensors, width: int, *, begun: bool) -> None:
-    """Refuse tensors of other names, shapes or types, and numbers that are none."""
+    """Refuse tensors with other names, shapes or types, and numbers that are not finite."""
     with torch.device("meta"):
         like = dict(LeverNetwork(width).named_parameters())
     kinds = ("weights", *(MOMENTS if begun else ()))
@@ -151,7 +151,7 @@ def _checked_torch_state(state: torch.Tensor) -> torch.Tensor:
 def _checked_numpy_state(
     keys: torch.Tensor, numbers: Mapping[str, Any]
 ) -> tuple[str, np.ndarray[Any, Any], int, int, float]:
-    """Return a state of numpy's global generator, which itself takes positions that lie outside of its words."""
+    """Return a checked state of numpy's global generator, which itself accepts positions outside of its words."""
     position, has_gauss, gauss = (numbers[name] for name in ("position", "has_gauss", "gauss"))
     words = keys.dtype == torch.int64 and keys.shape == (_WORDS,) and bool(((keys >= 0) & (keys < 2**32)).all())
     placed = type(position) is int and 0 <= position <= _WORDS and type(has_gauss) is int and has_gauss in (0, 1)
@@ -165,7 +165,7 @@ def _checked_courses(state: object) -> dict[str, Any]:
         generator.state = state  # type: ignore[assignment]
     except (TypeError, ValueError, LookupError, OverflowError) as error:
         raise InputError("the generator of courses cannot stand there", allowed=_ALLOWED) from error
-    # What it took for something else, it does not give back.
+    # The generator must return the state that it was given.
     taken = dict(generator.state)
     _require(json.dumps(taken, sort_keys=True) == json.dumps(state, sort_keys=True), "courses are drawn from elsewhere")
     return taken

@@ -1,4 +1,4 @@
-"""Where studies are kept: in a run's own folder, or in a database that several machines can reach."""
+"""Storage of Optuna's studies: in a run's own folder, or in a database that several machines can reach."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _INSTALL = "pip install 'autotune-rl[postgres]'"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyStore:
-    """Name a database and the studies in it that belong to one run.
+    """A database, and the prefix of the studies in it that belong to one run.
 
     Attributes:
-        url: as SQLAlchemy takes it.
-        prefix: what the names of the run's studies begin with.
-        where: what an error calls it.
+        url: address in SQLAlchemy's form.
+        prefix: prefix of the names of the run's studies.
+        where: how errors name the database.
     """
 
     url: str
@@ -41,24 +41,24 @@ class StudyStore:
 
     @classmethod
     def shared(cls, url: str, run: str) -> StudyStore:
-        """Return the store of a run in a database that :func:`checked` has seen."""
+        """Return the store of a run in a database whose address :func:`checked` returned."""
         return cls(url=url, prefix=f"{run} ", where=without_secrets(url))
 
     @property
     def engine_options(self) -> dict[str, Any]:
-        """Return what SQLAlchemy's engine is made with."""
+        """Return the options of SQLAlchemy's engine."""
         return _options(self.url)
 
 
 def checked(url: str, where: str = "--storage") -> str:
-    """Return a database's address as SQLAlchemy takes it, once the database has answered.
+    """Return the address of a database in SQLAlchemy's form, after checking that the database answers.
 
     Args:
         url: ``postgresql://user@host:port/database``; the password may also be in ``PGPASSWORD``.
-        where: what an error calls it.
+        where: how errors name the address.
 
     Raises:
-        InputError: if it is no such address, the driver is missing, or nothing answers within ten seconds.
+        InputError: if the address has another form, the driver is missing, or nothing answers within ten seconds.
     """
     import sqlalchemy
 
@@ -67,13 +67,13 @@ def checked(url: str, where: str = "--storage") -> str:
     if scheme not in ("postgresql", "postgres", _DRIVER) or not rest:
         raise InputError(f"is {without_secrets(url)!r}", where=where, allowed=allowed)
     if _place(url) == _place(os.environ.get("MLFLOW_TRACKING_URI", "")):
-        # Both keep the version of their tables in a table of one name.
+        # Optuna and MLflow both keep the version of their tables in a table of the same name.
         raise InputError(f"{without_secrets(url)} is MLflow's database", where=where, allowed="another one beside it")
     found = f"{_DRIVER}://{rest}"
     try:
         sqlalchemy.make_url(found)
     except (sqlalchemy.exc.ArgumentError, ValueError) as error:
-        # What it says quotes what may be a password.
+        # The library's message may quote a password.
         raise InputError(f"{without_secrets(url)} cannot be read", where=where, allowed=allowed) from error
     try:
         engine = sqlalchemy.create_engine(found, **_options(found))
@@ -96,7 +96,7 @@ def _place(url: str) -> tuple[str | None, int | None, str | None]:
     try:
         found = sqlalchemy.make_url(url)
     except (sqlalchemy.exc.ArgumentError, ValueError):
-        # Of a port that is no number, and of forms that are another library's.
+        # A port that is not a number, or an address in another library's form.
         return None, None, url
     return found.host, found.port, found.database
 

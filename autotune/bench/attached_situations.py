@@ -1,4 +1,4 @@
-"""Measure what a live plan wins where no static plan can follow: static, live and oracle in turn at each batch."""
+"""Gain of a live plan where no static plan is always right: static, live and oracle arms in turn at each batch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from autotune.bench.attached_arms import Arm, LiveArm, PlacedArm, endless, take_turns
+from autotune.bench.harness import SILENT
 from autotune.budget import format_bytes
 from autotune.catalog import load_job
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import solve
-from autotune.io.progress import Reporter, Silent
+from autotune.io.progress import Reporter
 from autotune.job import Job
 from autotune.live.placement import Placements, usable
 from autotune.mechanics import controls
@@ -25,25 +26,25 @@ from autotune.plan import Plan, Precision
 from autotune.profiling.profiler import profile
 from autotune.stats import mean_with_interval
 
-# Runs of different plan and batch size whose memory is metered after a run, those nearest to their budget first.
+# Steps of different plan and batch size whose memory is metered after a run, those nearest to their budget first.
 _METERED = 24
-# Shares of the way from the leanest plan's peak to the baseline's, at the largest batch: budgets of the situations.
+# Budgets, as shares of the way from the leanest plan's peak to that of the baseline, at the largest batch.
 _TIGHT, _ROOMY = 0.3, 1.1
-# Steps after which the profile is there.
+# Steps after which a live run has its profile.
 _PROFILED_AFTER = 20
-# Optimizer steps after which a budget that moves moves.
+# Optimizer steps between two changes of a moving budget.
 _STRETCH = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
-    """Name a situation in which no static plan can follow.
+class LiveSituation:
+    """A situation in which no static plan is always right.
 
     Attributes:
-        name: what it is called.
+        name: name of the situation.
         job: the job's reference.
-        moves: whether the budget moves, too.
-        free_k: whether batches may be cut.
+        moves: whether the budget moves as well.
+        free_k: whether batches may be split.
     """
 
     name: str
@@ -60,67 +61,87 @@ class Situation:
         """Return the budget of a step.
 
         Args:
-            number: of the step.
-            budgets: the tight one and the roomy one.
+            number: number of the step, from 0.
+            budgets: the tight budget and the roomy one.
         """
         return budgets[(number // _STRETCH) % 2 == 0] if self.moves else budgets[0]
 
 
 SITUATIONS = (
-    Situation(name="mixed lengths", job="charlm_long", moves=False),
-    Situation(name="curriculum", job="charlm_long:curriculum", moves=False),
-    Situation(name="moving budget", job="charlm_long:even", moves=True),
-    Situation(name="mixed lengths with k free", job="charlm_long", moves=False, free_k=True),
-    Situation(name="moving budget with k free", job="charlm_long:even", moves=True, free_k=True),
+    LiveSituation(name="mixed lengths", job="charlm_long", moves=False),
+    LiveSituation(name="curriculum", job="charlm_long:curriculum", moves=False),
+    LiveSituation(name="moving budget", job="charlm_long:even", moves=True),
+    LiveSituation(name="mixed lengths with k free", job="charlm_long", moves=False, free_k=True),
+    LiveSituation(name="moving budget with k free", job="charlm_long:even", moves=True, free_k=True),
 )
 
 
-def bench_situation(
-    situation: Situation, *, steps: int, seeds: int, policy: str = "ppo", reporter: Reporter | None = None
-) -> dict[str, Any]:
-    """Return how much of what an oracle wins over the best static plan a live plan wins, paired over seeds.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Setup:
+    """What all paired runs of a situation have in common.
 
-    The static plan is the exact solver's for the largest batch and the smallest budget, so that it never exceeds it.
-    The oracle knows each step's batch and budget and a full profile beforehand, and pays for nothing.
+    Attributes:
+        situation: the situation.
+        job: its job.
+        placements: plans with their predicted peaks, from the profile of the largest batch.
+        budgets: the tight budget and the roomy one.
+        static: the best static plan.
+    """
+
+    situation: LiveSituation
+    job: Job
+    placements: Placements
+    budgets: list[int]
+    static: Plan
+
+
+def bench_situation(
+    situation: LiveSituation, *, steps: int, seeds: int, policy: str = "ppo", reporter: Reporter = SILENT
+) -> dict[str, Any]:
+    """Return the time that a live plan saves over the best static plan, as a share of what an oracle saves.
+
+    The static plan is the exact solver's for the largest batch and the smallest budget, so that it always fits. The
+    oracle knows each step's batch and budget and a full profile in advance, and its decisions are not timed.
 
     Args:
         situation: the situation.
         steps: steps of each run.
-        seeds: paired runs.
-        policy: what is attached.
+        seeds: number of paired runs.
+        policy: the policy that is attached.
         reporter: shows progress.
     """
-    shows = reporter or Silent()
     job = load_job(situation.job)
-    known = profile_of(situation, job, steps, shows)
+    known = profile_of(situation, job, steps, reporter)
     placements = Placements(known)
     budgets = budgets_of(placements)
-    static = solve(known, budgets[0]).plan
+    setup = _Setup(
+        situation=situation, job=job, placements=placements, budgets=budgets, static=solve(known, budgets[0]).plan
+    )
     results = []
-    shows.stage(f"{situation.name}: static, live and oracle in turn", steps * seeds)
+    reporter.stage(f"{situation.name}: static, live and oracle in turn", steps * seeds)
     for seed in range(seeds):
-        results.append(_compare(situation, job, known, placements, static, budgets, steps, seed, policy, shows))
-    saved = [one["static_s"] - one["live_s"] for one in results]
-    ceiling = [one["static_s"] - one["oracle_s"] for one in results]
-    shares = [won / most for won, most in zip(saved, ceiling, strict=True)]
+        results.append(_compare(setup, steps, seed, policy, reporter))
+
+    def over_static(arm: str) -> dict[str, Any]:
+        return mean_with_interval([one[f"{arm}_s"] / one["static_s"] for one in results])
+
+    def share_of_ceiling(part: str) -> dict[str, Any]:
+        static, live, oracle = ([one[f"{arm}{part}_s"] for one in results] for arm in ("static", "live", "oracle"))
+        return mean_with_interval([(s - own) / (s - most) for s, own, most in zip(static, live, oracle, strict=True)])
+
+    budgets = setup.budgets if situation.moves else setup.budgets[:1]
     return {
         "situation": situation.name,
         "job": job.name,
         "policy": policy,
         "steps": steps,
-        "budgets": budgets if situation.moves else budgets[:1],
-        "budgets_shown": [format_bytes(size) for size in (budgets if situation.moves else budgets[:1])],
-        "static_plan": str(static),
-        "live_over_static": mean_with_interval([one["live_s"] / one["static_s"] for one in results]),
-        "oracle_over_static": mean_with_interval([one["oracle_s"] / one["static_s"] for one in results]),
-        "share_of_ceiling": mean_with_interval(shares),
-        "share_of_ceiling_after_profile": mean_with_interval(
-            [
-                (one["static_after_profile_s"] - one["live_after_profile_s"])
-                / (one["static_after_profile_s"] - one["oracle_after_profile_s"])
-                for one in results
-            ]
-        ),
+        "budgets": budgets,
+        "budgets_shown": [format_bytes(size) for size in budgets],
+        "static_plan": str(setup.static),
+        "live_over_static": over_static("live"),
+        "oracle_over_static": over_static("oracle"),
+        "share_of_ceiling": share_of_ceiling(""),
+        "share_of_ceiling_after_profile": share_of_ceiling("_after_profile"),
         "over_budget_steps": sum(one["over_budget"] for one in results),
         "metered": sum(one["metered"] for one in results),
         "largest_measured_over_budget": max(one["pressure"] for one in results),
@@ -131,8 +152,8 @@ def bench_situation(
     }
 
 
-def profile_of(situation: Situation, job: Job, steps: int, reporter: Reporter) -> Profile:
-    """Return what a situation's largest batch costs, of the plans that its live runs choose from.
+def profile_of(situation: LiveSituation, job: Job, steps: int, reporter: Reporter) -> Profile:
+    """Return the profile of a situation's largest batch, for the plans that its live runs choose from.
 
     Args:
         situation: the situation.
@@ -149,30 +170,20 @@ def profile_of(situation: Situation, job: Job, steps: int, reporter: Reporter) -
 
 
 def budgets_of(placements: Placements) -> list[int]:
-    """Return a tight budget and a roomy one, between the leanest plan's peak and above the baseline's."""
+    """Return a tight budget between the peaks of the leanest plan and the baseline, and a roomy one above both."""
     highest = placements.peak_bytes(placements.profile.space.baseline(), 1.0)
     lowest = placements.peak_bytes(placements.leanest(), 1.0)
     return [int(lowest + share * (highest - lowest)) for share in (_TIGHT, _ROOMY)]
 
 
-def _compare(
-    situation: Situation,
-    job: Job,
-    known: Profile,
-    placements: Placements,
-    static: Plan,
-    budgets: list[int],
-    steps: int,
-    seed: int,
-    policy: str,
-    shows: Reporter,
-) -> dict[str, Any]:
+def _compare(setup: _Setup, steps: int, seed: int, policy: str, reporter: Reporter) -> dict[str, Any]:
     now = 0
-    rows = placements.group(known.space.baseline())
-    reference = known.tables[0].batch_bytes
+    situation, job, placements = setup.situation, setup.job, setup.placements
+    rows = placements.group(placements.profile.space.baseline())
+    reference = placements.profile.tables[0].batch_bytes
 
     def budget() -> int:
-        return situation.budget_at(now, budgets)
+        return situation.budget_at(now, setup.budgets)
 
     def oracle(batch: Any) -> Plan:
         length = tensor_bytes(tensors(batch)) / reference
@@ -182,7 +193,7 @@ def _compare(
 
     live = LiveArm(job, seed, {"policy": policy, "mode": situation.mode, "memory_budget_bytes": budget})
     arms: dict[str, Arm] = {
-        "static": PlacedArm(job, seed, lambda _batch: static),
+        "static": PlacedArm(job, seed, lambda _batch: setup.static),
         "live": live,
         "oracle": PlacedArm(job, seed, oracle),
     }
@@ -190,19 +201,19 @@ def _compare(
     for now, batch in enumerate(itertools.islice(endless(job, seed), steps)):
         take_turns(arms, batch, now)
         held.append((live.plans[-1], batch, budget()))
-        shows.advance(seed * steps + now + 1)
+        reporter.advance(seed * steps + now + 1)
     status = live.tuner.status
     live.tuner.detach()
     pressures = _metered(live, held, placements, reference)
     return {
         "seed": seed,
         **{f"{name}_s": sum(arm.seconds) for name, arm in arms.items()},
-        # Cut in pieces, dropout draws other masks.
+        # In a split batch dropout draws other masks.
         "identical": arms["static"].losses == live.losses == arms["oracle"].losses
         or (None if situation.free_k else False),
         "attached": status["attached"],
         "detached_because": status.get("detached_because"),
-        # Without the first steps, in which a live run is profiled.
+        # The first steps, in which a live run is profiled, are left out.
         **{f"{name}_after_profile_s": sum(arm.seconds[_PROFILED_AFTER:]) for name, arm in arms.items()},
         "placed": status.get("placed"),
         "trips": status.get("trips"),
@@ -214,7 +225,7 @@ def _compare(
 
 
 def _metered(arm: LiveArm, held: list[tuple[Plan, Any, int]], placements: Placements, reference: int) -> list[float]:
-    """Meter the steps that came nearest to their budget again; return each one's peak over its budget."""
+    """Repeat the steps that came nearest to their budget, and return the peak of each over its budget."""
     distinct: dict[tuple[int, int, int], tuple[float, Plan, Any, int]] = {}
     for plan, batch, budget in held:
         size = tensor_bytes(tensors(batch))
@@ -233,7 +244,7 @@ def _metered(arm: LiveArm, held: list[tuple[Plan, Any, int]], placements: Placem
 
 
 def _storage_only(found: Profile, *, free_k: bool) -> Profile:
-    """Return a profile of the plans that leave precision, and k where it is not free, as the job has it."""
+    """Return a profile of the plans that change neither precision nor, unless it is free, k."""
     inherit = Precision.INHERIT
     first = str(found.precisions[0])
 

@@ -101,7 +101,7 @@ def bench_attach(
     ]
     overhead = [bench_overhead_attached(job, steps=steps, seed=seed, reporter=reporter) for job in loaded]
     won = [
-        bench_situation(named[name], steps=situation_steps, seeds=seeds, policy=policy, reporter=reporter)
+        bench_situation(named[name], steps=situation_steps, seeds=seeds, policy=policy, reporter=shows)
         for name in situations
     ]
     behind = [bench_followed(course, steps=steps, seed=seed, reporter=reporter) for course in courses]

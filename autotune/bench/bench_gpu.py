@@ -1,7 +1,7 @@
-"""Measure on one device what the project is for: plans under budgets, predictions, and the cost of being attached.
+"""Benchmark of one device: plans under budgets, predictions, and the overhead of an attached tuner.
 
-Each part runs in a process of its own, which ends when its time is over; what was found until then is kept. This
-process never touches the device, so that nothing that happens there keeps it from ending in time.
+Each part runs in a process of its own, which is ended when its time is over; what it found until then is kept. This
+process never uses the device, so that it ends in time whatever happens there.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from autotune.bench.harness import SILENT
 from autotune.budget import format_bytes
 from autotune.engines.worker_processes import Workers, WorkersError
 from autotune.errors import InputError, first_line
-from autotune.io.progress import Reporter, Silent
+from autotune.io.progress import Reporter
 from autotune.measurement import Failure
 
-# Runs the part that a document names for so many seconds at most, and yields what it finds.
+# Runs the part that a document names, for at most the given seconds, and yields what it finds.
 RunPart = Callable[[Mapping[str, Any], float], Iterator[dict[str, Any]]]
 
 COMPLETE, OUT_OF_TIME, INTERRUPTED, NOT_YET = "complete", "out of time", "interrupted", "not yet"
-# Seconds that are kept to end a part and to write what it found, and those without which none begins.
+# Seconds reserved to end a part and to write what it found, and the least seconds for which a part is started.
 _ENDING_S, _LEAST_S = 6.0, 3.0
-# Seconds after which a machine counts as hanging, and those that the first answers may take.
+# Seconds after which the machine part counts as hanging, and seconds that the first answers may take.
 _MACHINE_S, _ANSWERS_S = 120.0, 180.0
-# Shares of what is left that a part may take: others may need less than theirs.
+# Factor by which a part may exceed its equal share of what is left, since other parts may need less than theirs.
 _SHARES = 2.0
 _ATTACHED = "attached"
 _QUESTIONS = {
@@ -42,13 +43,13 @@ class GpuBenchSettings:
 
     Attributes:
         device: the device; ``None`` for this machine's accelerator.
-        jobs: references of jobs; ``None`` for those that fit the device.
+        jobs: references of jobs; ``None`` for jobs that suit the device.
         data: a folder with WikiText-2 and CIFAR-10; ``None`` for random data of their shapes.
         shares: budgets, as shares of the baseline's peak.
-        rounds: windows of each plan; the first chooses among a planner's plans, the others are reported.
-        attached_steps: steps of each arm when the cost of being attached is measured.
-        seconds: after which all has ended.
-        seed: of weights and batches.
+        rounds: windows of each plan; the first one chooses among a planner's plans, the others are reported.
+        attached_steps: steps of each arm when the overhead of an attached tuner is measured.
+        seconds: seconds after which everything has ended.
+        seed: random seed for weights and batches.
     """
 
     device: str | None = None
@@ -68,9 +69,13 @@ class GpuBenchSettings:
 def run_in_process(asked: Mapping[str, Any], limit_s: float) -> Iterator[dict[str, Any]]:
     """Run a part in a process of its own, and yield what it finds as it finds it.
 
+    Args:
+        asked: names the part and what it is given.
+        limit_s: seconds after which the process is ended.
+
     Raises:
-        InputError: if the part refuses what it was asked.
-        WorkersError: if it raised, ended or took longer; it has ended then, and all that it started.
+        InputError: if the part refuses its input.
+        WorkersError: if it raised, ended or took longer; it has then been ended, with all that it started.
     """
     until = time.monotonic() + limit_s
     with Workers("autotune.bench.gpu_parts", asked) as worker:
@@ -78,28 +83,20 @@ def run_in_process(asked: Mapping[str, Any], limit_s: float) -> Iterator[dict[st
             yield said["found"]
 
 
-class _Bench:
-    """One benchmark under way.
-
-    Args:
-        settings: what is measured.
-        keep: writes the document.
-        shows: shows progress.
-        run_part: runs a part.
-        began: when its time began.
-    """
+class _GpuBench:
+    """A benchmark in progress; the arguments are those of :func:`bench_gpu`."""
 
     def __init__(
         self,
         settings: GpuBenchSettings,
         keep: Callable[[dict[str, Any]], None],
-        shows: Reporter,
+        reporter: Reporter,
         run_part: RunPart,
         began: float,
     ) -> None:
         self._settings = settings
         self._keep = keep
-        self._shows = shows
+        self._reporter = reporter
         self._run_part = run_part
         self._began = began
         self._asked = {"data": settings.data, "seed": settings.seed}
@@ -145,7 +142,7 @@ class _Bench:
 
     def _jobs(self, found: Mapping[str, Any]) -> None:
         self._asked["device"] = found["kind"]
-        # The profile is every arm's to plan with, and no part of the document.
+        # Every arm plans with the profile, which is not part of the document.
         profiles: dict[str, Any] = {}
         arms: Sequence[str] = found["arms"]
         entries = [{"job": job["job"], "reference": job["reference"], "arms": {}} for job in found["jobs"]]
@@ -158,7 +155,7 @@ class _Bench:
                 # All arms of the job wait for it.
                 self._job_part("known", entry, profiles, self._share_s(waiting // 3))
             for place, arm in enumerate(arms):
-                # The first part has seen already what being attached costs the first job.
+                # The first part has already measured the overhead on the first job.
                 if "baseline" in entry and not (arm == _ATTACHED and arm in entry):
                     self._arm(arm, entry, profiles, self._share_s(waiting - 1 - place))
 
@@ -199,11 +196,11 @@ class _Bench:
         *,
         refuses: bool = False,
     ) -> bool:
-        """Run one part, keep what it finds, and return whether it came to its end; else name it and say why."""
+        """Run one part and keep what it finds; return whether it completed, and record why if it did not."""
         if limit_s < _LEAST_S:
             self._leave_out(name, "no time was left", out_of_time=True)
             return False
-        self._shows.stage(f"{name} (at most {limit_s:.0f} s)", 1)
+        self._reporter.stage(f"{name} (at most {limit_s:.0f} s)", 1)
         try:
             for found in self._run_part({**self._asked, **asked}, limit_s):
                 take(found)
@@ -232,29 +229,29 @@ def bench_gpu(
     settings: GpuBenchSettings,
     *,
     keep: Callable[[dict[str, Any]], None],
-    reporter: Reporter | None = None,
+    reporter: Reporter = SILENT,
     run_part: RunPart = run_in_process,
     began: float | None = None,
 ) -> dict[str, Any]:
-    """Return what plans come to on a device, job by job, once all parts were run or their time is over.
+    """Return the speed and memory of plans on a device, job by job, after all parts or when the time is over.
 
     Args:
         settings: what is measured.
-        keep: is given the document whenever something was found.
+        keep: writes the document; called whenever something was found.
         reporter: shows progress.
         run_part: runs a part.
-        began: when its time began, by ``time.monotonic``; ``None`` for now.
+        began: start of the time limit, by ``time.monotonic``; ``None`` for now.
 
     Raises:
         InputError: if there is no such device, job or folder of data; nothing was kept then.
     """
-    bench = _Bench(settings, keep, reporter or Silent(), run_part, time.monotonic() if began is None else began)
+    bench = _GpuBench(settings, keep, reporter, run_part, time.monotonic() if began is None else began)
     bench.run()
     return bench.document
 
 
-def verdict(document: Mapping[str, Any]) -> str:
-    """Return in sentences what was found, what was not, and how it ended."""
+def lines(document: Mapping[str, Any]) -> list[str]:
+    """Return, in words, what was found, what was left out, and how the benchmark ended."""
     answered = [
         f"{question}: {_answer(document['answers'][name])}"
         for name, question in _QUESTIONS.items()
@@ -263,7 +260,7 @@ def verdict(document: Mapping[str, Any]) -> str:
     jobs = [_job_line(job) for job in document["jobs"] if "baseline" in job]
     left_out = [f"{one['part']} left out ({one['why']})" for one in document["left_out"]]
     ended = f"{document['ended']} after {document['seconds']:.0f} s"
-    return ". ".join([*(["; ".join(answered)] if answered else []), *jobs, *left_out, ended])
+    return [". ".join([*(["; ".join(answered)] if answered else []), *jobs, *left_out, ended])]
 
 
 def _answer(answer: Mapping[str, Any]) -> str:
@@ -279,7 +276,7 @@ def _job_line(job: Mapping[str, Any]) -> str:
 
 
 def _shown(arm: Mapping[str, Any]) -> str:
-    """Return an arm's speed at each share of the baseline's memory, where it fits."""
+    """Return the speed-up of an arm at each share of the baseline's memory in which it fits."""
     return ", ".join(
         f"{one['share']:.0%} {_times(one['speedup']) if one['fits'] else 'none'}" for one in arm["budgets"]
     )

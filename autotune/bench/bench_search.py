@@ -13,21 +13,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.agents.planner import PLANNERS
+from autotune.agents.methods import METHODS as TUNING_METHODS
+from autotune.agents.methods import PlanningMethod
 from autotune.bench.harness import SILENT, alternating, document_of
 from autotune.bench.search_judging import (
     CLOSE_FRAC,
     COMPARED,
-    Course,
-    Point,
+    Improvement,
+    SearchRun,
     Worth,
     improvements,
-    judge,
+    judge_searches,
     steadied,
 )
 from autotune.budget import MemoryBudget, format_bytes
 from autotune.campaign.baselines import References, measure_references
-from autotune.campaign.plan_search import PROFILED, SEARCHES, TuningSettings, tune
+from autotune.campaign.plan_search import TuningSettings, tune
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import samples_of_progress
 from autotune.engines.engine import Engine
@@ -147,7 +148,7 @@ def bench_search(
         runs, "bench", job, {"memory_budget_bytes": size, "steps": settings.steps, "seeds": list(settings.seeds)}
     )
     gradient = references.baseline.gradient
-    profiles, courses = [], []
+    profiles, searches = [], []
     for number, seed in enumerate(settings.seeds):
         title = f"repetition {number + 1} of {settings.repetitions}"
         reporter.stage(f"{title}: profile", 1)
@@ -159,8 +160,8 @@ def bench_search(
         )
         for method in order_of(tuple(dict.fromkeys(settings.methods)), number, settings.repetitions):
             reporter.stage(f"{title}: {method}", settings.steps)
-            courses.append(_run(job, method, seed, settings, profiles[-1], ruler, run, reporter))
-    plans = list(dict.fromkeys(point.plan for course in courses for point in course.points))
+            searches.append(_run(job, method, seed, settings, profiles[-1], ruler, run, reporter))
+    plans = list(dict.fromkeys(point.plan for search in searches for point in search.points))
     worths = _measure_again(job, plans, settings, ruler, reporter)
     figures = {
         "job": job.name,
@@ -170,7 +171,7 @@ def bench_search(
         "seeds": list(settings.seeds),
         "rounds": settings.rounds,
         "profiles": [{"steps": found.steps, "seconds": found.seconds} for found in profiles],
-        **judge(courses, worths),
+        **judge_searches(searches, worths),
     }
     return document_of("search", figures)
 
@@ -190,15 +191,17 @@ def _run(
     ruler: _Ruler,
     run: RunDirectory,
     reporter: Reporter,
-) -> Course:
+) -> SearchRun:
     """Run one method from its references to its finals."""
     called, warm = METHODS[method]
+    tuned_by = TUNING_METHODS[called]
+    plans_only = isinstance(tuned_by, PlanningMethod)
     folder = RunDirectory(run.path / f"{method}-{seed}")
     folder.path.mkdir()
     engine = make_engine(job, seed)
     budget = MemoryBudget(size_bytes=ruler.budget_bytes)
-    references = measure_references(engine, budget, with_leanest=called not in PLANNERS)
-    paid = (found.steps, found.seconds) if called in PROFILED else (0, 0.0)
+    references = measure_references(engine, budget, with_leanest=not plans_only)
+    paid = (found.steps, found.seconds) if tuned_by.needs_profile else (0, 0.0)
     failure = None
     try:
         result = tune(
@@ -222,7 +225,7 @@ def _run(
         windows = [(trial.plan, trial.measurement, trial.tuning_steps, trial.tuning_s) for trial in result.trials]
         points = improvements([*_reference_windows(engine, references), *windows], ruler.seconds)
         points.append(
-            Point(
+            Improvement(
                 steps=steps,
                 seconds=seconds,
                 plan=result.plan,
@@ -232,11 +235,11 @@ def _run(
         )
     finally:
         engine.close()
-    return Course(
+    return SearchRun(
         method=method,
         seed=seed,
         points=tuple(points),
-        limit_steps=settings.steps + paid[0] if called in SEARCHES else steps,
+        limit_steps=steps if plans_only else settings.steps + paid[0],
         seconds=seconds,
         failure=failure,
     )

@@ -81,7 +81,7 @@ def rank_plans(job: Job, runs: Path, seeds: Sequence[int], *, reporter: Reporter
     reporter.stage(f"{job.name}: real runs of five plans", 1)
     profile, _, _ = cached_profile(job, runs)
     convergence, _, _ = cached_convergence(job, runs)
-    plans = {name: rule.plan(profile.space) for name, rule in RULES.items()}
+    plans = {name: rule.plan(profile.space) for name, rule in RULES.registered.items()}
     predicted = {}
     for name, plan in plans.items():
         times = plan.accumulation_steps if job.batching == "adaptive" else 1

@@ -1,4 +1,4 @@
-"""Choose what a device is measured with: the paper's two models, and a GPT of 1.3 B parameters where it fits."""
+"""Jobs that a device is measured with: the paper's two models, and a GPT of 1.3 B parameters where it fits."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from autotune.mechanics import devices
 
 _PAPER_JOBS = ("gpt2_wikitext2", "resnet50_cifar10")
 _LARGE_JOB = "gpt2_wikitext2:billion"
-# Weights, gradients and AdamW's two states in fp32 are 21 GB; the baseline's activations take as much again.
+# Weights, gradients and AdamW's two states in fp32 take 21 GB, and the activations of the baseline about the same.
 _LARGE_BYTES = 60 * 2**30
-# To try the command where there is no such device.
+# Jobs to try the command with where there is no such device.
 _SMALL_JOBS = ("digits", "charlm:short")
 
 
@@ -23,11 +23,11 @@ def gpu_jobs(names: Sequence[str] | None, device: devices.AnyDevice) -> dict[str
     A job whose data is not in the folder that ``AUTOTUNE_DATA`` names runs on random data of its shape.
 
     Args:
-        names: references; ``None`` for those of this file.
-        device: where they will run; small ones on ``cpu``.
+        names: references of jobs; ``None`` for the jobs of this file.
+        device: the device on which they will run; small jobs are chosen for ``cpu``.
 
     Raises:
-        JobError: if a name is none.
+        JobError: if there is no job of a name.
     """
     if names is None and not devices.is_accelerator(device):
         names = _SMALL_JOBS

@@ -1,11 +1,12 @@
-"""Measure one part of a GPU benchmark, in a process of its own: what it runs out of, hangs in or breaks ends with it.
+"""One part of a GPU benchmark, in a process of its own, so that a failure ends this part alone.
 
-A part is a generator: each object that it yields is kept at once, over what it yielded before.
+A part is a generator: each object that it yields is kept at once, and replaces keys that it yielded before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,11 +17,11 @@ from typing import Any
 
 import torch
 
-from autotune.agents.planner import planned
-from autotune.agents.rules import RULES
+from autotune.agents.methods import METHODS, PlanningMethod
+from autotune.agents.rules import RULES, rule_plan
 from autotune.bench.bench_attach import bench_overhead_attached
 from autotune.bench.gpu_jobs import gpu_jobs
-from autotune.bench.gpu_windows import Windows
+from autotune.bench.gpu_windows import PlanWindows
 from autotune.catalog import load_job
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.profile import Profile
@@ -41,20 +42,20 @@ Found = dict[str, Any]
 RULE_ARMS = ("paper", "uniform-bf16", "sqrt")
 PLANNED_ARMS = ("exact", "ppo")
 TF32_ARM, ATTACHED = "tf32", "attached"
-# What the first part is to find out, and from where on its answer is yes.
+# Questions of the first part, and the largest error with which the answer is yes.
 WITHIN = {"memory": 0.05, "time": 0.10, "attach": 0.03}
-# Shares of the baseline's peak within which the first part looks at plans.
+# Budgets of the first part's plans, as shares of the baseline's peak.
 _FIRST_SHARES = (0.6, 0.4)
-# Plans of a planner that predictions cannot tell apart, of which the first round chooses.
+# Most plans of a planner, which predictions cannot tell apart, and of which the first round chooses.
 _FINALISTS = 3
-# Passes over one batch that are compared, and how many times as far apart as passes of one plan those of two may be.
+# Passes over one batch that are compared, and the largest allowed ratio of differences between and within plans.
 _PASSES, _NOISE = 3, 4.0
-# Copies of a job that are trained in turn to see what being attached costs.
+# Copies of a job that are trained in turn to measure the overhead of an attached tuner.
 _COPIES = 3
 
 
 def machine(asked: Mapping[str, Any]) -> Iterator[Found]:
-    """Yield what is measured on and with, before anything is trained.
+    """Yield the machine, the jobs and the arms, before anything is trained.
 
     Raises:
         InputError: if there is no such device or job.
@@ -84,7 +85,7 @@ def machine(asked: Mapping[str, Any]) -> Iterator[Found]:
 
 
 def known(asked: Mapping[str, Any]) -> Iterator[Found]:
-    """Yield a job's profile, and what its baseline comes to."""
+    """Yield the profile of a job, and speed and peak of its baseline."""
     job, device = _job(asked), asked["device"]
     found = profile(
         job,
@@ -99,7 +100,7 @@ def known(asked: Mapping[str, Any]) -> Iterator[Found]:
 
 
 def answers(asked: Mapping[str, Any]) -> Iterator[Found]:
-    """Yield whether predictions hold, whether exact mode repeats the run, and what being attached costs."""
+    """Yield whether predictions hold, whether exact mode repeats the run, and the overhead of an attached tuner."""
     job, device = _job(asked), asked["device"]
     found: Found = {}
     for part in known(asked):
@@ -115,7 +116,7 @@ def answers(asked: Mapping[str, Any]) -> Iterator[Found]:
             for name in ("baseline", *RULE_ARMS, "exact")
             for plan in _plans(name, seen, int(share * found["baseline"]["peak_bytes"]))[:1]
         )
-        windows = Windows(engine, list(plans))
+        windows = PlanWindows(engine, list(plans))
         for _ in range(2):
             windows.measure()
             yield {"answers": {**_predicted(windows, seen)}}
@@ -129,17 +130,19 @@ def answers(asked: Mapping[str, Any]) -> Iterator[Found]:
 
 
 def arm(asked: Mapping[str, Any]) -> Iterator[Found]:
-    """Yield what an arm's plans come to within every budget, in turn with the baseline; anew after each round."""
+    """Yield, after each round, speed and peak of an arm's plans within every budget, in turn with the baseline."""
     began, name, seen = time.perf_counter(), asked["arm"], Profile.from_json(asked["profile"])
     budgets = {share: int(share * asked["peak_bytes"]) for share in asked["shares"]}
     chosen = {share: _plans(name, seen, budget) for share, budget in budgets.items()}
     computed: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     if name == TF32_ARM:
-        computed = lambda: devices.fp32_computed_in("tf32")  # noqa: E731 - one of two ways
+        computed = functools.partial(devices.fp32_computed_in, "tf32")
     with contextlib.closing(_engine(_job(asked), asked)) as engine:
-        # The very first step is not metered.
+        # The first step of an engine is not metered.
         engine.run(1)
-        windows = Windows(engine, list(dict.fromkeys(plan for plans in chosen.values() for plan in plans)), computed)
+        windows = PlanWindows(
+            engine, list(dict.fromkeys(plan for plans in chosen.values() for plan in plans)), computed
+        )
         for number in range(asked["rounds"]):
             windows.measure()
             yield {
@@ -157,10 +160,10 @@ def arm(asked: Mapping[str, Any]) -> Iterator[Found]:
 
 
 def attached(asked: Mapping[str, Any]) -> Iterator[Found]:
-    """Yield what being attached costs.
+    """Yield the overhead of an attached tuner.
 
     Raises:
-        InputError: if there is no room for the copies of the job that are trained in turn.
+        InputError: if the copies of the job that are trained in turn do not fit.
     """
     static = Profile.from_json(asked["profile"]).static_bytes
     needed, total = asked["peak_bytes"] + (_COPIES - 1) * static, devices.total_bytes(asked["device"])
@@ -183,14 +186,18 @@ PARTS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Found]]] = {
 def placed(job: Job, device: str) -> Job:
     """Return the job with its model built on a device, and its batches moved there.
 
-    What cannot be built there is built where the job builds it, and moved.
+    A model that cannot be built on the device is built where the job builds it, and moved.
+
+    Args:
+        job: the job.
+        device: the device.
     """
 
     def model() -> torch.nn.Module:
         try:
             with torch.device(device):
                 built = job.model()
-        except Exception:  # noqa: BLE001 - whatever it was, building it elsewhere may do
+        except Exception:  # noqa: BLE001 - whatever it raised, building it elsewhere may work
             built = job.model()
         return built.to(device)
 
@@ -211,7 +218,7 @@ def _engine(job: Job, asked: Mapping[str, Any]) -> TorchEngine:
 
 
 def _baseline(engine: TorchEngine, found: Profile) -> Found:
-    """Return what a job's baseline comes to; where it has no room, its predicted peak."""
+    """Return speed and peak of a job's baseline; its predicted peak where it does not fit."""
     engine.run(1)
     window = engine.run(3)
     measured, predicted = window.peak_bytes, int(peak_bytes(found, engine.space.baseline()))
@@ -232,19 +239,21 @@ def _baseline(engine: TorchEngine, found: Profile) -> Found:
 
 
 def _plans(name: str, seen: Profile, budget: int) -> list[Plan]:
-    """Return an arm's plans within a budget; a planner without a plan that fits has none."""
+    """Return the plans of an arm within a budget; none for a planner without a plan that fits."""
     if name in ("baseline", TF32_ARM):
         return [seen.space.baseline()]
     if name in RULES:
-        return [RULES[name].plan(seen.space)]
+        return [rule_plan(name, seen.space)]
+    method = METHODS[name]
+    assert isinstance(method, PlanningMethod)
     try:
-        return planned(name, seen, budget, Goal())[:_FINALISTS]
+        return method.plans(seen, budget, Goal())[:_FINALISTS]
     except BudgetError:
         return []
 
 
-def _predicted(windows: Windows, seen: Profile) -> Found:
-    """Return how far predictions of peaks and times were off, at worst."""
+def _predicted(windows: PlanWindows, seen: Profile) -> Found:
+    """Return the largest errors of predicted peaks and times."""
     rows = [windows.plan(plan, seen) for plan in windows.plans]
     answered: Found = {}
     for name, key in (("memory", "peak_bytes"), ("time", "seconds_per_step")):
@@ -260,7 +269,7 @@ def _predicted(windows: Windows, seen: Profile) -> Found:
 
 
 def _repeats(engine: TorchEngine) -> Found:
-    """Return whether recomputing repeats a pass as well as the pass repeats itself, by the largest difference."""
+    """Return whether a recomputed pass differs from a pass no more than two passes of one plan do."""
     space = engine.space
     baseline = space.baseline()
     recomputed = baseline.changed(storage=space.leanest().storage)
@@ -272,22 +281,22 @@ def _repeats(engine: TorchEngine) -> Found:
 
 
 def _difference(one: Sequence[torch.Tensor | None], two: Sequence[torch.Tensor | None]) -> float:
-    """Return the largest difference of two gradients, over the largest entry of its parameter."""
+    """Return the largest difference of two gradients, relative to the largest entry of each parameter's gradient."""
     pairs = [(a, b) for a, b in zip(one, two, strict=True) if a is not None and b is not None]
     found = [float((a - b).abs().max() / a.abs().max().clamp_min(torch.finfo(a.dtype).tiny)) for a, b in pairs]
     return max(found, default=0.0)
 
 
 def main() -> None:
-    """Run the part that the asker names, and tell it what was found as it is found."""
+    """Run the part that the parent process names, and send what is found as it is found."""
     wire, asked, number = opened()
     with contextlib.suppress(EOFError, OSError):
         try:
             with pointed_at(asked["data"]):
                 for found in PARTS[asked["part"]](asked):
-                    # What is no number says nothing, and documents have none.
+                    # NaN and infinities become null, since documents hold neither.
                     wire.send({"found": json.loads(json.dumps(found), parse_constant=lambda _: None)})
-        except Exception as error:  # noqa: BLE001 - whatever it is, the asker classifies
+        except Exception as error:  # noqa: BLE001 - the parent process classifies it
             fail(wire, number, error)
         wire.send({"done": True})
     leave(0)

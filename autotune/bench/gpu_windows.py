@@ -1,4 +1,4 @@
-"""Measure plans in turn with the baseline, and say what they come to."""
+"""Windows of plans in turn with the baseline, and what they show."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from autotune.bench.harness import alternating
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.time_model import seconds_per_step
@@ -15,17 +16,17 @@ from autotune.engines.torch_engine import TorchEngine
 from autotune.measurement import Measurement
 from autotune.plan import Plan
 
-# A step that is metered and not timed, and those that are timed.
+# The first step is metered and not timed, the other three are timed.
 _STEPS = 4
 
 
-class Windows:
-    """What windows of an engine under some plans came to; the first chooses among plans, the others are reported.
+class PlanWindows:
+    """Windows of an engine under several plans: the first of each chooses among plans, the others are reported.
 
     Args:
-        engine: trains the job.
+        engine: the engine that trains the job.
         plans: the plans.
-        computed: stands round the windows of the plans, and not round the baseline's.
+        computed: context of the plans' windows, but not of the baseline's.
     """
 
     def __init__(
@@ -46,9 +47,9 @@ class Windows:
         return list(self._windows)
 
     def measure(self) -> None:
-        """Measure the baseline and every plan once; every second time in the other direction."""
+        """Measure the baseline and every plan once, in alternating direction."""
         turns: list[Plan | None] = [None, *self._windows]
-        for plan in turns if self._rounds % 2 == 0 else reversed(turns):
+        for plan in alternating(turns, self._rounds):
             if plan is None:
                 self._baseline.append(self._window(self._engine.space.baseline()))
             else:
@@ -61,7 +62,7 @@ class Windows:
         return self._engine.run(_STEPS)
 
     def reference(self) -> dict[str, Any]:
-        """Return what the baseline comes to."""
+        """Return speed and peak of the baseline."""
         return {
             "seconds_per_sample": _per_sample(self._baseline[1:]),
             "peak_bytes": _peak(self._baseline),
@@ -69,7 +70,7 @@ class Windows:
         }
 
     def plan(self, plan: Plan, seen: Profile) -> dict[str, Any]:
-        """Return what a plan comes to, beside what a profile predicts."""
+        """Return speed and peak of a plan, measured and as a profile predicts them."""
         windows = self._windows[plan]
         return {
             "plan": plan.to_json(),
@@ -81,7 +82,7 @@ class Windows:
         }
 
     def within(self, budget: int, plans: Sequence[Plan]) -> dict[str, Any]:
-        """Return which of some plans is chosen within a budget, and what it comes to."""
+        """Return which of several plans is chosen within a budget, and its speed-up."""
         if not plans:
             return {"plan": None, "fits": False, "speedup": None}
 
@@ -100,7 +101,7 @@ class Windows:
 
 
 def _seconds(windows: Sequence[Measurement]) -> float | None:
-    """Return the median seconds of a step; ``None`` if a window failed, or there is none."""
+    """Return the median seconds per step; ``None`` if a window failed, or if there is none."""
     if any(window.failure is not None for window in windows):
         return None
     seconds = [second for window in windows for second in window.step_s]
@@ -108,7 +109,7 @@ def _seconds(windows: Sequence[Measurement]) -> float | None:
 
 
 def _per_sample(windows: Sequence[Measurement]) -> float | None:
-    """Return the median seconds of a sample: under adaptive batching a step takes k batches."""
+    """Return the median seconds per sample; under adaptive batching a step takes k batches."""
     seconds = _seconds(windows)
     return None if seconds is None or not windows[0].samples_per_step else seconds / windows[0].samples_per_step
 

@@ -1,6 +1,6 @@
-"""Judge what finding a plan cost: when each curve arrived, what medians are known, and what may be claimed of them.
+"""Cost of finding a plan, judged: when each search arrived, which medians are known, and which claims hold.
 
-This file only counts; what was run and measured is handed over.
+Nothing is run or measured here.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from typing import Any
 from autotune.errors import InputError
 from autotune.measurement import Measurement
 from autotune.plan import Plan
+from autotune.stats import censored_median
 
-# A plan has arrived if it is no slower than the best plan known by more than this share.
+# A search has arrived at a plan that is slower than the best plan known by at most this share.
 WITHIN_FRAC = 0.02
-# Plans that may be the best one, as far as a few rounds can tell.
+# Share by which a plan may be slower after a few rounds and still turn out to be the best one.
 CLOSE_FRAC = 0.08
-# Whose costs the claim compares: the first with the others.
+# Methods that the claim compares: the first one with the others.
 COMPARED = ("planner", "optuna-cold", "optuna-warm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """One improvement of a search: from here on, this is the best plan it knows.
+class Improvement:
+    """A point on the curve of a search: the best plan it knows from here on.
 
     Attributes:
         steps: real optimizer steps spent so far.
         seconds: seconds spent so far.
         plan: the plan.
         window_s: seconds per sample of progress in the window that chose it.
-        chosen: whether it is the method's answer, after the finals.
+        chosen: whether the plan is the method's answer, after the finals.
     """
 
     steps: int
@@ -43,21 +44,21 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class SearchRun:
     """One method's run in one repetition.
 
     Attributes:
         method: one of ``METHODS``.
-        seed: of the repetition.
+        seed: random seed for the repetition.
         points: the curve, in order.
         limit_steps: real steps within which it had to arrive.
-        seconds: seconds that it took in all.
-        failure: why it ended without a plan; ``None`` if it has one.
+        seconds: seconds of the whole run.
+        failure: why it ended without a plan; ``None`` if it found one.
     """
 
     method: str
     seed: int
-    points: tuple[Point, ...]
+    points: tuple[Improvement, ...]
     limit_steps: int
     seconds: float
     failure: str | None
@@ -65,12 +66,12 @@ class Course:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worth:
-    """What a plan turned out to be worth in fresh windows.
+    """Speed of a plan in new windows.
 
     Attributes:
         seconds_per_sample: seconds per sample of progress; infinite if it does not fit the budget.
-        halves: the same from every other window; how much they differ says what the figure is worth.
-        window: all of its windows as one.
+        halves: the same from the even and from the odd windows; their difference shows the noise.
+        window: all of its windows, merged into one.
     """
 
     seconds_per_sample: float
@@ -80,14 +81,14 @@ class Worth:
 
 def improvements(
     windows: Sequence[tuple[Plan, Measurement, int, float]], seconds_of: Callable[[Plan, Measurement], float]
-) -> list[Point]:
-    """Return the curve of the best plan so far that fits the budget; a plan's first window is what it is known by.
+) -> list[Improvement]:
+    """Return the curve of the best plan so far that fits the budget; the first window of a plan counts.
 
     Args:
-        windows: plan, window, and the steps and seconds spent after it, in the order of measuring.
-        seconds_of: returns seconds per sample of progress; infinite for what does not fit.
+        windows: plan, window, and the steps and seconds spent by its end, in the order of measuring.
+        seconds_of: returns seconds per sample of progress, infinite where the plan does not fit.
     """
-    points: list[Point] = []
+    points: list[Improvement] = []
     seen: set[Plan] = set()
     best = math.inf
     for plan, window, steps, spent_s in windows:
@@ -97,18 +98,18 @@ def improvements(
         found = seconds_of(plan, window)
         if found < best:
             best = found
-            points.append(Point(steps=steps, seconds=spent_s, plan=plan, window_s=found, chosen=False))
+            points.append(Improvement(steps=steps, seconds=spent_s, plan=plan, window_s=found, chosen=False))
     return points
 
 
 def steadied(rounds: Sequence[Mapping[Plan, float]]) -> dict[Plan, list[float]]:
-    """Return each plan's seconds, round by round, as if the machine had been equally fast in all rounds.
+    """Return each plan's seconds, round by round, corrected for the machine's speed in each round.
 
-    A machine that others use drifts by more than plans differ; within a round all plans meet it alike. A round's speed
-    is the median of what its plans took over what they take in the median of their rounds.
+    The speed of a shared machine drifts by more than plans differ, but affects all plans of a round alike. The speed of
+    a round is the median, over its plans, of seconds in that round over the plan's median seconds.
 
     Args:
-        rounds: by plan, seconds in that round; a plan may miss some, and what did not fit is infinite.
+        rounds: seconds by plan in each round; a plan may miss rounds, and is infinite where it does not fit.
     """
     plans = list(dict.fromkeys(plan for one in rounds for plan in one))
     usual = {plan: statistics.median(one[plan] for one in rounds if plan in one) for plan in plans}
@@ -121,8 +122,12 @@ def steadied(rounds: Sequence[Mapping[Plan, float]]) -> dict[Plan, list[float]]:
     return found
 
 
-def judge(courses: Sequence[Course], worths: Mapping[Plan, Worth]) -> dict[str, Any]:
-    """Return the document's part that follows from the curves and from what their plans turned out to be worth.
+def judge_searches(runs: Sequence[SearchRun], worths: Mapping[Plan, Worth]) -> dict[str, Any]:
+    """Return the figures of the document that follow from the curves and from the speed of their plans.
+
+    Args:
+        runs: the runs of all methods in all repetitions.
+        worths: speed of each plan of the curves.
 
     Raises:
         InputError: if none of the plans fits.
@@ -133,20 +138,20 @@ def judge(courses: Sequence[Course], worths: Mapping[Plan, Worth]) -> dict[str, 
     numbers = {plan: number for number, plan in enumerate(worths)}
     close = [worth for worth in worths.values() if worth.seconds_per_sample <= best * (1 + CLOSE_FRAC)]
     methods: dict[str, dict[str, Any]] = {}
-    for method in dict.fromkeys(course.method for course in courses):
-        own = sorted((course for course in courses if course.method == method), key=lambda course: course.seed)
-        arrivals = [_arrival(course, worths, best) for course in own]
-        regrets = [_regret(course, worths, best) for course in own]
+    for method in dict.fromkeys(run.method for run in runs):
+        own = sorted((run for run in runs if run.method == method), key=lambda run: run.seed)
+        arrivals = [_arrival(run, worths, best) for run in own]
+        regrets = [_regret(run, worths, best) for run in own]
         methods[method] = {
-            "steps": summary(
-                [None if point is None else point.steps for point in arrivals], [course.limit_steps for course in own]
+            "steps": spent_summary(
+                [None if point is None else point.steps for point in arrivals], [run.limit_steps for run in own]
             ),
-            "seconds": summary(
-                [None if point is None else point.seconds for point in arrivals], [course.seconds for course in own]
+            "seconds": spent_summary(
+                [None if point is None else point.seconds for point in arrivals], [run.seconds for run in own]
             ),
-            "regret_frac": {"median": _median(regrets), "values": regrets},
-            "failures": [course.failure for course in own],
-            "curves": [[_point(point, numbers) for point in course.points] for course in own],
+            "regret_frac": {"median": censored_median(regrets), "values": regrets},
+            "failures": [run.failure for run in own],
+            "curves": [[_point(point, numbers) for point in run.points] for run in own],
         }
     return {
         "within_frac": WITHIN_FRAC,
@@ -156,45 +161,39 @@ def judge(courses: Sequence[Course], worths: Mapping[Plan, Worth]) -> dict[str, 
         "plans": [_plan(plan, worth, best) for plan, worth in worths.items()],
         "methods": methods,
         "planner_against": {
-            other: {unit: ratio(methods["planner"][unit], methods[other][unit]) for unit in ("steps", "seconds")}
+            other: {unit: spent_ratio(methods["planner"][unit], methods[other][unit]) for unit in ("steps", "seconds")}
             for other in COMPARED[1:]
         },
         "claim": _claim(methods),
     }
 
 
-def _arrival(course: Course, worths: Mapping[Plan, Worth], best: float) -> Point | None:
-    """Return the first point whose plan is nearly the best one known; what did not fit is worth nothing."""
+def _arrival(run: SearchRun, worths: Mapping[Plan, Worth], best: float) -> Improvement | None:
+    """Return the first point whose plan fits and is nearly the best one known."""
     limit = best * (1 + WITHIN_FRAC)
-    return next((point for point in course.points if worths[point.plan].seconds_per_sample <= limit), None)
+    return next((point for point in run.points if worths[point.plan].seconds_per_sample <= limit), None)
 
 
-def _regret(course: Course, worths: Mapping[Plan, Worth], best: float) -> float | None:
-    """Return by what share the method's answer is slower than the best; ``None`` if it has none that fits."""
-    if course.failure is not None:
+def _regret(run: SearchRun, worths: Mapping[Plan, Worth], best: float) -> float | None:
+    """Return the share by which the method's answer is slower than the best plan; ``None`` if no answer fits."""
+    if run.failure is not None:
         return None
-    found = worths[course.points[-1].plan].seconds_per_sample / best - 1
+    found = worths[run.points[-1].plan].seconds_per_sample / best - 1
     return found if math.isfinite(found) else None
 
 
-def _median(values: Sequence[float | None]) -> float | None:
-    """Return the median with ``None`` as worse than every number; ``None`` if that is what it comes to."""
-    found = statistics.median([math.inf if value is None else value for value in values])
-    return found if math.isfinite(found) else None
-
-
-def summary(values: Sequence[float | None], limits: Sequence[float]) -> dict[str, Any]:
-    """Return the median of what repetitions spent, some of which may not have arrived.
+def spent_summary(values: Sequence[float | None], limits: Sequence[float]) -> dict[str, Any]:
+    """Return the median of what the repetitions spent until they arrived.
 
     Args:
-        values: what each spent; ``None`` if it did not arrive.
-        limits: what each had spent when it gave up: it would have needed more than that.
+        values: what each repetition spent; ``None`` if it did not arrive.
+        limits: what each repetition had spent at its end, a lower bound if it did not arrive.
 
     Returns:
-        ``median`` (``None`` if it is not known), ``more_than`` (a lower bound, if it is not; else ``None``), ``values``
-        and ``limits``.
+        ``median`` (``None`` if it is not known), ``more_than`` (a lower bound if the median is not known, ``None``
+        otherwise), ``values`` and ``limits``.
     """
-    median = _median(values)
+    median = censored_median(values)
     bounded = [limit if value is None else value for value, limit in zip(values, limits, strict=True)]
     return {
         "median": median,
@@ -204,8 +203,12 @@ def summary(values: Sequence[float | None], limits: Sequence[float]) -> dict[str
     }
 
 
-def ratio(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ratio of two summaries' medians, and of each repetition.
+def spent_ratio(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ratio of the medians of two summaries, and of each repetition.
+
+    Args:
+        first: a summary, as :func:`spent_summary` returns it.
+        second: the summary that the first one is divided by.
 
     Returns:
         ``ratio`` (``None`` if the first never arrived), ``at_most`` (whether the second never did, so that the true
@@ -227,7 +230,7 @@ def ratio(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]
 def _claim(methods: Mapping[str, Any]) -> dict[str, bool | None]:
     """Return whether the planner needs at most a tenth of cold Optuna's steps, and fewer than warm Optuna's.
 
-    ``None``: Optuna did not arrive within its budget of steps, which is too small to tell.
+    ``None`` means that Optuna did not arrive, and that its budget of steps is too small to tell.
     """
     own = methods["planner"]["steps"]["median"]
     cold, warm = methods["optuna-cold"]["steps"], methods["optuna-warm"]["steps"]
@@ -245,7 +248,7 @@ def _claim(methods: Mapping[str, Any]) -> dict[str, bool | None]:
     }
 
 
-def _point(point: Point, numbers: Mapping[Plan, int]) -> dict[str, Any]:
+def _point(point: Improvement, numbers: Mapping[Plan, int]) -> dict[str, Any]:
     return {
         "steps": point.steps,
         "seconds": point.seconds,
@@ -269,7 +272,7 @@ def _plan(plan: Plan, worth: Worth, best: float) -> dict[str, Any]:
 
 
 def shown(found: Mapping[str, Any]) -> str:
-    """Return a summary's median for people: ``> 240`` where it is only known to be more."""
+    """Return the median of a summary for people, as in ``> 240`` where only a lower bound is known."""
     return f"{found['median']:,.0f}" if found["median"] is not None else f"> {found['more_than']:,.0f}"
 
 

@@ -25,8 +25,10 @@ from autotune.live import tuner
 from autotune.live.controller import Pilot
 from autotune.live.deciding import Decider
 from autotune.live.decision_log import DecisionLog
+from autotune.live.live_knowledge import Knowledge
 from autotune.live.live_profiler import LiveProfiler
 from autotune.live.memory_budget import BudgetReader
+from autotune.live.probe_results import ProbeResults
 from autotune.live.running_step import RunningStep
 from autotune.live.tripwires import Wires
 from autotune.live.tuner import LiveTuner
@@ -67,9 +69,9 @@ ROOMS: Mapping[str, tuple[tuple[Any, tuple[str, ...]], ...]] = {
     "log": ((DecisionLog, ("write",)),),
     DECISION: ((Pilot, ("_meet",)),),
     "policy": ((Decider, ("ask",)),),
-    "profile": ((Pilot, ("_take_profile",)), (LiveProfiler, ("rebuild",))),
+    "profile": ((Pilot, ("_take_profile",)), (Knowledge, ("profile",))),
     TRACING: ((LiveProfiler, ("begin", "phase", "end")), (StepWatch, ("_see", "_go"))),
-    PROBE: ((probe, ("storage_lock",)), (LiveProfiler, ("_read_probes",))),
+    PROBE: ((probe, ("storage_lock",)), (ProbeResults, ("read",))),
     SHADOW: ((Pilot, ("take_shadows",)),),
     "bookkeeping": (
         (Pilot, ("before_step", "before_update", "after_step", "tell_phase", "_take")),

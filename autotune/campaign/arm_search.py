@@ -7,11 +7,12 @@ import gc
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autotune.agents.methods import METHODS
+from autotune.agents.policies import POLICIES
 from autotune.budget import MemoryBudget, format_bytes
-from autotune.campaign.arms import LIVE, live_arm, named_arm, needs_profile, static_arm
+from autotune.campaign.arms import is_live, live_arm, named_arm, needs_profile, static_arm
 from autotune.campaign.baselines import References
 from autotune.campaign.job_profile import profile_first, profile_for
-from autotune.campaign.plan_search import METHODS
 from autotune.campaign.setup import Campaign
 from autotune.campaign.steps import SearchInputs, open_engine, references_of, search_plan
 from autotune.cost_model.profile import Profile
@@ -59,10 +60,10 @@ def plain_arms(
     """
     arms = {}
     for name in names:
-        if needs_profile(name):
-            assert profile is not None
-            arms[name] = live_arm(name, profile, references.memory_budget_bytes)
-        elif not _is_searched(name):
+        if is_live(name):
+            found = profile if needs_profile(name) else None
+            arms[name] = live_arm(name, found, references.memory_budget_bytes)
+        elif not is_searched(name):
             arms[name] = named_arm(name, campaign.job, engine.space)
     return arms
 
@@ -70,7 +71,7 @@ def plain_arms(
 def searched_arms(campaign: Campaign, names: Sequence[str], inputs: SearchInputs) -> dict[str, Arm]:
     """Search the plans of the arms that are methods; return these arms by name."""
     arms = {}
-    for method in filter(_is_searched, names):
+    for method in filter(is_searched, names):
         result = search_plan(campaign, method, inputs)
         inputs.run.write(f"plan-{method}.json", result.plan.to_json())
         arms[method] = static_arm(method, result.plan, tuning_s=result.tuning_s, tuning_steps=result.tuning_steps)
@@ -97,7 +98,7 @@ def launched_arms(
         profile = profile_for(campaign, names)
         folder = RunDirectory(run.path / f"{run.path.name}{suffix(launch)}")
         folder.path.mkdir(exist_ok=True)
-        lowest = within_dips(campaign, references) if any(map(_is_searched, names)) else references
+        lowest = within_dips(campaign, references) if any(map(is_searched, names)) else references
         inputs = SearchInputs(engine=engine, references=lowest, profile=profile, run=folder, tracker=tracker)
         arms = plain_arms(campaign, names, engine, profile, references)
         arms |= searched_arms(campaign, names, inputs)
@@ -125,6 +126,6 @@ def within_dips(campaign: Campaign, references: References) -> References:
     return replace(references, memory_budget_bytes=left)
 
 
-def _is_searched(name: str) -> bool:
+def is_searched(name: str) -> bool:
     """Return whether an arm is a plan that must be searched for."""
-    return name in METHODS and name not in LIVE
+    return name in METHODS and name not in POLICIES

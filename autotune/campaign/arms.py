@@ -1,4 +1,4 @@
-"""Arms of a comparison, made from the name of a rule, a plan file or a policy folder."""
+"""Arms of a comparison, made from the name of a rule, a policy, a plan file or a policy folder."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from autotune.agents.policy import Policy, StaticPolicy
-from autotune.agents.rules import RULES, rule_policy
+from autotune.agents.methods import METHODS
+from autotune.agents.policies import POLICIES, make_policy
+from autotune.agents.policy import PlanningPolicy, StaticPolicy
+from autotune.agents.rules import RULES, rule_plan, rule_policy
 from autotune.campaign.comparison import GATE
-from autotune.campaign.plan_search import METHODS
 from autotune.cost_model.profile import Profile
 from autotune.errors import InputError
 from autotune.job import Job
@@ -19,9 +20,8 @@ from autotune.plan import Launch, Plan, PlanSpace
 from autotune.records.protocol import Arm
 from autotune.records.run_directory import read_plan
 
-# Arms that plan from a profile window by window, while a run trains.
-LIVE = ("planner", "ppo")
-_ALLOWED = (*RULES, GATE, *METHODS, *LIVE, "a plan file (.json)", "a policy folder")
+# Arms that load no file, no folder and no other package.
+OWN_ARMS = (*RULES.registered, GATE, *METHODS.registered, *POLICIES.registered)
 
 
 def arm_names(given: Sequence[str]) -> list[str]:
@@ -37,7 +37,7 @@ def arm_names(given: Sequence[str]) -> list[str]:
     given = [canonical(name, where="--arms") for name in given]
     names = ["baseline", *(name for name in given if name != "baseline")]
     if len(set(names) - {GATE}) < 2:
-        raise InputError("there is nothing to compare with the baseline", where="--arms", allowed=_ALLOWED)
+        raise InputError("there is nothing to compare with the baseline", where="--arms", allowed=_allowed())
     return names
 
 
@@ -50,6 +50,8 @@ def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:
     if name == GATE:
         return static_arm(name, space.baseline())
     if name in RULES:
+        # A rule that fails is refused here, before anything is spent.
+        rule_plan(name, space)
         return Arm(name=name, policy=lambda found: rule_policy(name, found, job))
     path = Path(name)
     if path.suffix == ".json":
@@ -67,7 +69,7 @@ def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:
     raise InputError(
         f"arm {name!r} is unknown",
         where="--arms",
-        allowed=_ALLOWED,
+        allowed=_allowed(),
     )
 
 
@@ -92,48 +94,73 @@ def require_distinct(names: Sequence[str]) -> None:
         known[called] = name
 
 
+def is_live(name: str) -> bool:
+    """Return whether an arm is a policy or a policy folder, which decides while a run trains."""
+    return name in POLICIES or _is_policy_folder(name)
+
+
 def needs_profile(name: str) -> bool:
-    """Return whether an arm plans from the job's profile while it runs."""
-    return name in LIVE or (name not in (*RULES, *METHODS) and Path(name).is_dir())
+    """Return whether an arm plans from the job's profile while it runs.
+
+    Raises:
+        InputError: if it is another package's policy that cannot be loaded.
+    """
+    if name in POLICIES:
+        return isinstance(make_policy(name), PlanningPolicy)
+    return _is_policy_folder(name)
 
 
-def refuse_broken_policies(names: Sequence[str]) -> None:
-    """Load every policy folder among the arms, before time is spent on other arms.
+def refuse_broken_arms(names: Sequence[str]) -> None:
+    """Load every rule, method, policy and policy folder among the arms, before time is spent on other arms.
 
     Raises:
         PolicyFileError: if a folder is not a policy.
+        InputError: if another package's entry cannot be loaded.
     """
     from autotune.agents.policy_folder import load_policy
 
     for name in names:
-        if name not in LIVE and needs_profile(name):
+        if name in RULES:
+            RULES[name]
+        elif name in POLICIES:
+            make_policy(name)
+        elif name in METHODS:
+            METHODS[name]
+        elif _is_policy_folder(name):
             load_policy(Path(name))
 
 
-def live_arm(name: str, profile: Profile, budget_bytes: int | None) -> Arm:
-    """Return the arm of the planner, or of a policy that decides while a run trains.
+def live_arm(name: str, profile: Profile | None, budget_bytes: int | None) -> Arm:
+    """Return the arm of a policy that decides while a run trains.
 
     Args:
-        name: ``planner`` (alone, with the shipped policy's settings), ``ppo`` (the shipped policy), or a policy folder.
-        profile: the job's profile; measuring it is the tuning cost of the arm.
+        name: a registered policy, such as ``planner`` or ``ppo``, or a policy folder.
+        profile: the job's profile if the arm :func:`needs_profile`; measuring it is the tuning cost of the arm.
         budget_bytes: memory budget at the start of runs; ``None`` for none.
 
     Raises:
         PolicyFileError: if the folder is not a policy.
+        InputError: if another package's policy fails.
     """
-    from autotune.agents.planner_policy import PlannerPolicy
-    from autotune.agents.policy_folder import load_policy, shipped_policy
+    from autotune.agents.policy_folder import load_policy
 
-    policy: Policy
-    if name == "planner":
-        policy = PlannerPolicy("planner", shipped_policy().settings)
-    else:
-        policy = shipped_policy() if name == "ppo" else load_policy(Path(name))
-    if isinstance(policy, PlannerPolicy):
-        policy.begin(profile, budget_bytes)
-
-    called = name if name in LIVE else Path(name).resolve().name
+    called = name if name in POLICIES else Path(name).resolve().name
+    policy = make_policy(name) if name in POLICIES else load_policy(Path(name))
+    if profile is None:
+        return Arm(name=called, policy=lambda _space: policy)
+    if isinstance(policy, PlanningPolicy):
+        with POLICIES.errors_named(name):
+            policy.begin(profile, budget_bytes)
     return Arm(name=called, policy=lambda _space: policy, tuning_s=profile.seconds, tuning_steps=profile.steps)
+
+
+def _is_policy_folder(name: str) -> bool:
+    return name not in RULES and name not in METHODS and Path(name).is_dir()
+
+
+def _allowed() -> tuple[str, ...]:
+    names = dict.fromkeys((*RULES.names, GATE, *METHODS.names, *POLICIES.names))
+    return (*names, "a plan file (.json)", "a policy folder")
 
 
 def static_arm(name: str, plan: Plan, *, tuning_s: float = 0.0, tuning_steps: int = 0) -> Arm:

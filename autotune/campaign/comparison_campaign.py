@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autotune.campaign import comparison
-from autotune.campaign.arm_search import by_launch, launched_arms, plain_arms, searched_arms, within_dips
-from autotune.campaign.arms import named_arm, needs_profile, refuse_broken_policies, require_distinct
+from autotune.campaign.arm_search import by_launch, is_searched, launched_arms, plain_arms, searched_arms, within_dips
+from autotune.campaign.arms import is_live, named_arm, refuse_broken_arms, require_distinct
 from autotune.campaign.baselines import References
 from autotune.campaign.job_profile import keep_profile, profile_first, profile_for, refuse_small_budget
-from autotune.campaign.plan_search import METHODS
 from autotune.campaign.setup import Campaign
 from autotune.campaign.steps import SearchInputs, begin_run, open_engine, publish_run, references_of
 from autotune.engines.engine import Engine
@@ -43,7 +42,7 @@ def compare(campaign: Campaign, request: CompareRequest, *, verb: str = "compare
     """
     names = request.arms
     require_writable(campaign.runs)
-    refuse_broken_policies([split(name, where="--arms")[0] for name in names])
+    refuse_broken_arms([split(name, where="--arms")[0] for name in names])
     require_distinct(names)
     own, others = by_launch(campaign, names)
     refuse_small_budget(campaign)
@@ -76,7 +75,7 @@ def _require_launchable(campaign: Campaign, others: Mapping[Launch, Sequence[str
     These arms are found last; without this, a wrong one would be refused after the others were searched for.
     """
     for name in itertools.chain.from_iterable(others.values()):
-        if name not in METHODS and not needs_profile(name):
+        if not is_searched(name) and not is_live(name):
             named_arm(name, campaign.job, engine.space)
     for launch in others:
         build_optimizer(launched(campaign.job, launch), build_model(campaign.job))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autotune.agents.methods import METHODS
 from autotune.campaign.arms import needs_profile
-from autotune.campaign.plan_search import PROFILED
 from autotune.campaign.setup import Campaign
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.profile import Profile
@@ -29,7 +29,7 @@ def profile_for(campaign: Campaign, names: Sequence[str]) -> Profile | None:
         campaign: the campaign.
         names: methods, or names of arms.
     """
-    if not set(names) & set(PROFILED) and not any(needs_profile(name) for name in names):
+    if not any(needs_profile(name) or (name in METHODS and METHODS[name].needs_profile) for name in names):
         return None
     campaign.reporter.stage("profile the units, once", 1)
     ranked = _ranked(campaign)

@@ -14,11 +14,17 @@ from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.agents.optuna_search import OptunaPriceSearch, OptunaSearch
-from autotune.agents.planner import PLANNERS, planned
-from autotune.agents.priced_plans import PricedPlans
-from autotune.agents.rules import RULES
-from autotune.agents.search import RandomSearch, Search
+from autotune.agents.methods import (
+    METHODS,
+    Method,
+    PlanningMethod,
+    SearchMethod,
+    TrainingMethod,
+    find_method,
+    make_search,
+)
+from autotune.agents.rules import rule_plan
+from autotune.agents.search import SearchContext
 from autotune.agents.study_store import StudyStore
 from autotune.campaign.baselines import References
 from autotune.cost_model.profile import Profile
@@ -41,12 +47,6 @@ from autotune.records.run_directory import RunDirectory
 from autotune.records.tracking import Tracker
 from autotune.records.trials import Trial, track
 
-SEARCHES = ("random", "optuna", "optuna-prices", "ppo-scratch")
-# Methods that plan from a profile, whose cost counts as theirs.
-PROFILED = (*PLANNERS, "optuna-prices")
-METHODS = (*PLANNERS, *SEARCHES)
-# Methods that can propose a plan before the last one was measured.
-SPREADING = ("random", "optuna", "optuna-prices")
 FINALISTS = 3
 FINAL_ROUNDS = 2
 _FINAL_STEPS = 4
@@ -134,7 +134,7 @@ def tune(
 
     Args:
         job: the job.
-        method: one of ``METHODS``.
+        method: the name of a method; see :func:`autotune.agents.methods.find_method`.
         engine: engine that measures plans; it stays open.
         references: result of :func:`autotune.campaign.baselines.measure_references` for the same engine.
         settings: limits and objective.
@@ -147,9 +147,7 @@ def tune(
     Raises:
         InputError: if the method is unknown, or no measured plan is feasible.
     """
-    if method not in METHODS:
-        raise InputError(f"method is {method!r}", where="--method", allowed=METHODS)
-    if method in PROFILED and profile is None:
+    if find_method(method).needs_profile and profile is None:
         raise InputError(f"method {method} needs a profile", allowed="profile=")
     return _Tuning(job, method, engine, references, settings, run, tracker, profile, on_progress, clock).result()
 
@@ -176,9 +174,11 @@ class _Tuning:
     recorded: int = field(init=False)
     final: bool = field(init=False, default=False)
     began: float = field(init=False)
+    found: Method = field(init=False)
 
     def __post_init__(self, engine: Engine) -> None:
         references = self.references
+        self.found = find_method(self.method)
         self.reference = references.baseline
         available = self.settings.steps - references.steps - _RESERVE
         self.metered = BudgetedEngine(engine, available, self._note, window_budget=self.settings.trials)
@@ -189,16 +189,15 @@ class _Tuning:
         self.began = self.clock()
 
     def result(self) -> TuningResult:
-        if self.method in PLANNERS:
-            plan, measurement, cost = self._plan()
-        else:
-            favourite = None
-            env = self._environment()
-            if self.method == "ppo-scratch":
-                favourite = self._train(env)
-            else:
-                self._search(env)
-            plan, measurement, cost = self._finals(self._best_known(favourite))
+        match self.found:
+            case PlanningMethod() as method:
+                plan, measurement, cost = self._plan(method)
+            case TrainingMethod() as method:
+                favourite = self._train(method, self._environment())
+                plan, measurement, cost = self._finals(self._best_known(favourite))
+            case SearchMethod() as method:
+                self._search(method, self._environment())
+                plan, measurement, cost = self._finals(self._best_known(None))
         steps, seconds = self._spent()
         return TuningResult(
             method=self.method,
@@ -215,7 +214,7 @@ class _Tuning:
         """Return the real steps and the seconds spent so far."""
         steps = self.metered.steps_spent + self.references.steps
         seconds = self.clock() - self.began + self.references.seconds
-        if self.method in PROFILED and self.profile is not None:
+        if self.found.needs_profile and self.profile is not None:
             # The cost of a profile counts, also if it was cached.
             return steps + self.profile.steps, seconds + self.profile.seconds
         return steps, seconds
@@ -233,15 +232,16 @@ class _Tuning:
             run_length=math.inf,
         )
 
-    def _search(self, env: TuningEnv) -> None:
-        search = self._make_search(env)
+    def _search(self, method: SearchMethod, env: TuningEnv) -> None:
+        search = make_search(self.method, method, self._context(env))
         env.reset(seed=self.settings.seed)
         asked: deque[Plan] = deque()
         repeats = 0
         # Repeats cost no steps, so a search that only repeats itself must be stopped.
         while repeats < _REPEATS:
             while not asked or (len(asked) < self.metered.ahead and self.metered.affords(WINDOW_STEPS)):
-                asked.append(search.ask())
+                with METHODS.errors_named(self.method):
+                    asked.append(env.plan_space.check(search.ask(), where=f"method {self.method}"))
                 self.metered.prepare(asked[-1], WINDOW_STEPS)
             plan = asked.popleft()
             repeats = repeats + 1 if plan in self.metered.known else 0
@@ -250,38 +250,37 @@ class _Tuning:
             except StepsSpentError:
                 break
             assert env.observation is not None
-            search.tell(plan, env.observation, -reward)
+            with METHODS.errors_named(self.method):
+                search.tell(plan, env.observation, -reward)
             if truncated:
                 env.reset()
         search.close()
 
-    def _make_search(self, env: TuningEnv) -> Search:
-        if self.method == "random":
-            return RandomSearch(env.plan_space, self.settings.seed)
-        if self.method == "optuna-prices":
-            assert self.profile is not None
-            priced = PricedPlans(self.profile, self.references.memory_budget_bytes)
-            return OptunaPriceSearch(
-                priced, env.plan_space, self._store(), self.settings.seed, ahead=self.metered.ahead
-            )
-        rules = [env.plan_space.baseline(), env.plan_space.leanest(), *_first_plans(env)]
-        first = rules if self.settings.warm_start else []
-        return OptunaSearch(env.plan_space, self._store(), self.settings.seed, first, ahead=self.metered.ahead)
+    def _context(self, env: TuningEnv) -> SearchContext:
+        rules = (env.plan_space.baseline(), env.plan_space.leanest(), *_first_plans(env))
+        return SearchContext(
+            space=env.plan_space,
+            seed=self.settings.seed,
+            memory_budget_bytes=self.references.memory_budget_bytes,
+            profile=self.profile,
+            first=rules if self.settings.warm_start else (),
+            ahead=self.metered.ahead,
+            place=self._store(),
+        )
 
     def _store(self) -> Path | StudyStore:
         storage = self.settings.storage
         return self.run.path if storage is None else StudyStore.shared(storage, self.run.path.name)
 
-    def _train(self, env: TuningEnv) -> Plan:
-        """Train PPO from the best rule that fits; return the plan that the trained policy chooses."""
-        from autotune.agents import policy_folder, ppo
+    def _train(self, method: TrainingMethod, env: TuningEnv) -> Plan:
+        """Train a policy from the best rule that fits; return the plan that the trained policy chooses."""
+        from autotune.agents import policy_folder
         from autotune.agents.plan_network import LearnedPolicy
 
         env.reset(seed=self.settings.seed)
         start = self._best_rule(env)
-        recipe = ppo.Recipe()
         with isolated():
-            trained = ppo.train(env, recipe, seed=self.settings.seed, start=start)
+            trained = method.train(env, self.settings.seed, start)
         training = policy_folder.Training(
             job=self.job.name,
             seed=self.settings.seed,
@@ -305,14 +304,14 @@ class _Tuning:
             costs[plan] = -reward
         return min(costs, key=costs.__getitem__)
 
-    def _plan(self) -> tuple[Plan, Measurement, float]:
+    def _plan(self, method: PlanningMethod) -> tuple[Plan, Measurement, float]:
         """Measure the planner's plans; if none fits, plan again for a smaller budget."""
         assert self.profile is not None
         budget = self.references.memory_budget_bytes
         goal = self._goal()
         for share in _REPLANS:
             wanted = None if budget is None else int(budget * share)
-            plans = planned(self.method, self.profile, wanted, goal)[:FINALISTS]
+            plans = method.plans(self.profile, wanted, goal)[:FINALISTS]
             plan, measurement, cost = self._finals(plans)
             if self._is_feasible(plan, measurement):
                 return plan, measurement, cost
@@ -409,7 +408,7 @@ class _Tuning:
 
 
 def _first_plans(env: TuningEnv) -> list[Plan]:
-    return [RULES[name].plan(env.plan_space) for name in _FIRST]
+    return [rule_plan(name, env.plan_space) for name in _FIRST]
 
 
 def _array(env: TuningEnv, plan: Plan) -> Any:

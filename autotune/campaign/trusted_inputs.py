@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from autotune.agents.methods import METHODS
+from autotune.agents.policies import POLICIES
 from autotune.agents.rules import RULES
-from autotune.campaign.arms import LIVE
-from autotune.campaign.comparison import GATE
-from autotune.campaign.plan_search import METHODS
+from autotune.campaign.arms import OWN_ARMS
 from autotune.catalog import is_catalog_reference
 from autotune.engines.ray_cluster import ClusterOptions
 from autotune.engines.registry import RankOptions
@@ -74,15 +74,17 @@ class TrustedInputs:
         )
 
     def require_arms(self, recorded: Sequence[str]) -> None:
-        """Check that the caller supplies every arm that is a file or a folder."""
-        known = (*RULES, GATE, *METHODS, *LIVE)
+        """Check that the caller supplies every arm or method that is a file, a folder or another package's."""
         for name in recorded:
-            if name not in self.arms and split(name, where=f"{self.run}, arms")[0] not in known:
-                raise self._refusal(
-                    f"its arm {name[:200]!r} is a file or a folder, which is not opened on the word of a run's own "
-                    f"files",
-                    "--arms with the arms of the original command",
-                )
+            plain = split(name, where=f"{self.run}, arms")[0]
+            if name in self.arms or plain in OWN_ARMS:
+                continue
+            installed = plain in RULES or plain in METHODS or plain in POLICIES
+            kind = "code of another package" if installed else "a file or a folder"
+            raise self._refusal(
+                f"its arm {name[:200]!r} is {kind}, which is not opened on the word of a run's own files",
+                "--arms with the arms of the original command",
+            )
 
     def rank_options(self, recorded: Ranks | None) -> RankOptions | None:
         """Return the ranks with the caller's DeepSpeed configuration; ``None`` for one process."""

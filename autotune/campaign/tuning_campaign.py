@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from autotune.agents.planner import PLANNERS, planned
+from autotune.agents.methods import METHODS, Method, PlanningMethod, find_method
+from autotune.agents.planner import close_plans
 from autotune.campaign.baselines import References
 from autotune.campaign.job_profile import keep_profile, profile_first, profile_for, refuse_small_budget
-from autotune.campaign.plan_search import METHODS, PROFILED, SEARCHES, SPREADING, TuningResult
+from autotune.campaign.plan_search import TuningResult
 from autotune.campaign.setup import Campaign
 from autotune.campaign.steps import SearchInputs, begin_run, open_engine, publish_run, references_of, search_plan
 from autotune.cost_model.memory_model import peak_bytes
@@ -27,18 +28,20 @@ def tune(campaign: Campaign, method: str) -> dict[str, Any]:
     Raises:
         InputError: for wrong input, before anything is written.
     """
-    _require_method(campaign, method)
+    found = find_method(method)
+    _require_method(campaign, method, found)
     require_writable(campaign.runs)
     refuse_small_budget(campaign)
     profile_first(campaign, [method])
     with contextlib.ExitStack() as opened:
         with contextlib.closing(open_engine(campaign)) as engine:
-            references = references_of(campaign, engine, with_leanest=method not in PLANNERS)
+            references = references_of(campaign, engine, with_leanest=not isinstance(found, PlanningMethod))
             campaign.settings.objective.check(references.baseline)
             profile = profile_for(campaign, [method])
             if profile is not None:
                 # A budget that cannot be met is refused here, before anything is written.
-                planned(method if method in PLANNERS else "exact", profile, references.memory_budget_bytes, Goal())
+                plans = found.plans if isinstance(found, PlanningMethod) else close_plans
+                plans(profile, references.memory_budget_bytes, Goal())
             run = opened.enter_context(begin_run(campaign, "tune", {"method": method}))
             keep_profile(campaign, run, profile)
             tracker = Tracker(campaign.runs, run.path, f"tune {campaign.job.name} {method}")
@@ -51,20 +54,19 @@ def tune(campaign: Campaign, method: str) -> dict[str, Any]:
     return document
 
 
-def _require_method(campaign: Campaign, method: str) -> None:
-    """Refuse an unknown method, or one that contradicts the cluster or the weights."""
-    if method not in METHODS:
-        raise InputError(f"method is {method!r}", where="--method", allowed=METHODS)
-    if campaign.cluster is not None and method not in SPREADING:
+def _require_method(campaign: Campaign, name: str, method: Method) -> None:
+    """Refuse a method that contradicts the cluster or the weights."""
+    own = METHODS.registered.items()
+    if campaign.cluster is not None and not method.spreads:
         raise InputError(
-            f"--cluster cannot be combined with --method {method}, which measures one plan after another",
-            allowed=f"--method {', '.join(SPREADING)}",
+            f"--cluster cannot be combined with --method {name}, which measures one plan after another",
+            allowed=f"--method {', '.join(other for other, entry in own if entry.spreads)}",
         )
     weights = campaign.settings.objective.weights
-    if method in PROFILED and not weights.time and not weights.memory:
+    if not method.weighs_energy and not weights.time and not weights.memory:
         raise InputError(
-            f"--method {method} plans by time and memory, and --weights gives neither a weight",
-            allowed=f"w1 or w2 above 0, or --method {', '.join(SEARCHES)}",
+            f"--method {name} plans by time and memory, and --weights gives neither a weight",
+            allowed=f"w1 or w2 above 0, or --method {', '.join(other for other, entry in own if entry.weighs_energy)}",
         )
 
 

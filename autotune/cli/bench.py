@@ -1,4 +1,4 @@
-"""``autotune bench``: measure the project itself, as ratios within one run."""
+"""``autotune bench``: benchmarks of the project itself, as ratios within one run."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 app = typer.Typer(help="Benchmarks; results are written to runs/benchmarks/<device>/.", no_args_is_help=True)
-# What needs no run of another command. Benchmarks that also need a library or a GPU are added where those are present.
+# Benchmarks that need no run of another command. Those that need a library or a GPU are added where it is present.
 ALL = ("overhead", "profile", "solver", "simulator", "attach", "batching", "search")
 
 
 @app.callback()
 def _group() -> None:
-    """Keep ``bench`` a group."""
+    """Make ``bench`` a group of commands."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What every benchmark is given: where it prints, how it shows progress, and the folder of runs."""
+    """What every benchmark is given: the console, the progress bars, and the folder of runs."""
 
     output: Console
     bars: shared.Bars
@@ -117,7 +117,8 @@ def overhead(
 def solver(
     run: _Run,
     instances: Annotated[
-        int, typer.Option("--instances", min=1, max=100_000, help="Small jobs to solve by brute force too.")
+        int,
+        typer.Option("--instances", min=1, max=100_000, help="Small jobs that are also solved by brute force."),
     ] = 100,
     seed: SeedOption = 0,
 ) -> _Measured:
@@ -132,10 +133,10 @@ def solver(
 def simulator(
     run: _Run,
     seconds: Annotated[
-        float, typer.Option("--seconds", min=0.1, max=shared.LONGEST_S, help="How long each rate is measured.")
+        float, typer.Option("--seconds", min=0.1, max=shared.LONGEST_S, help="Seconds for which the rate is measured.")
     ] = 10.0,
     job: Annotated[str | None, typer.Option("--job", help="Also rank this job's plans against real runs.")] = None,
-    seeds: Annotated[int, typer.Option("--seeds", min=1, max=1000, help="Real runs of each plan.")] = 3,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, max=1000, help="Number of real runs of each plan.")] = 3,
     seed: SeedOption = 0,
 ) -> _Measured:
     """Count simulated decisions per second; with --job, compare predicted with real times to the target."""
@@ -155,18 +156,20 @@ def policy(
     run: _Run,
     jobs: Annotated[int, typer.Option("--jobs", min=2, max=10_000, help="Held-out jobs in each table.")] = 200,
     policy: Annotated[
-        Path | None, typer.Option("--policy", callback=input_path, help="A policy folder; the shipped one if left out.")
+        Path | None,
+        typer.Option("--policy", callback=input_path, help="A policy folder; the shipped one if left out."),
     ] = None,
     recipe: Annotated[
-        Path | None, typer.Option("--recipe", callback=input_path, help="A recipe (.toml); policies/ppo.toml.")
+        Path | None,
+        typer.Option("--recipe", callback=input_path, help="A recipe (.toml) instead of policies/ppo.toml."),
     ] = None,
     train_run: Annotated[
         Path | None,
-        typer.Option("--train-run", callback=input_path, help="A training's run directory: judge all of its seeds."),
+        typer.Option("--train-run", callback=input_path, help="Run directory of a training: judge all its seeds."),
     ] = None,
     seed: SeedOption = 0,
 ) -> _Measured:
-    """Judge the policy on jobs that it was not trained on, against planner, solvers, searches and a clairvoyant."""
+    """Compare the policy with planner, solvers, searches and a clairvoyant, on jobs that it was not trained on."""
     from autotune.agents.recipe import read_recipe
     from autotune.bench.bench_policy import bench_policy, lines
     from autotune.campaign.policy_judging import BenchSettings, load_judged
@@ -186,12 +189,12 @@ def search(
         str, typer.Option("--memory-budget", help="A size (20GiB) or a share of the FP32 baseline's peak (40%).")
     ] = "40%",
     methods: Annotated[
-        str | None, typer.Option("--methods", help="Some methods only, separated by commas; all if left out.")
+        str | None, typer.Option("--methods", help="Methods, separated by commas; all if left out.")
     ] = None,
     steps: StepsOption = 240,
-    repetitions: Annotated[int, typer.Option("--repetitions", max=1000, help="How often every method is run.")] = 3,
+    repetitions: Annotated[int, typer.Option("--repetitions", max=1000, help="Number of runs of every method.")] = 3,
     rounds: Annotated[
-        int, typer.Option("--rounds", max=10_000, help="Windows in which each plan is measured again.")
+        int, typer.Option("--rounds", max=10_000, help="Number of windows in which each plan is measured again.")
     ] = 6,
     profile_seconds: Annotated[
         float,
@@ -200,7 +203,7 @@ def search(
     lean: LeanOption = True,
     seed: SeedOption = 0,
 ) -> _Measured:
-    """Count the real steps and seconds that each method spends until its plan is nearly the best one known."""
+    """Count the real steps and seconds that each method needs until its plan is nearly the best one known."""
     from autotune.bench.bench_search import METHODS, SearchBenchSettings, bench_search
     from autotune.bench.search_judging import lines
     from autotune.budget import MemoryBudget
@@ -223,7 +226,7 @@ def search(
 
 
 def _search_table(document: dict[str, Any]) -> Table:
-    """Return a row per method: what it spent until it had arrived, and how good its answer is."""
+    """Return a table with a row per method: what it needed to arrive, and how good its answer is."""
     from autotune.bench.search_judging import shown
 
     table = shared.table(
@@ -254,17 +257,17 @@ def _search_table(document: dict[str, Any]) -> Table:
 @_bench
 def attach(
     run: _Run,
-    jobs: Annotated[str, typer.Option("--jobs", help="Jobs whose overhead is measured; none for none.")] = (
+    jobs: Annotated[str, typer.Option("--jobs", help="Jobs whose overhead is measured, or none.")] = (
         "charlm,digits_deep"
     ),
-    situations: Annotated[str, typer.Option("--situations", help="Situations to compare in; none for none.")] = (
+    situations: Annotated[str, typer.Option("--situations", help="Situations to compare in, or none.")] = (
         "mixed lengths,curriculum,moving budget"
     ),
     followed: Annotated[
         str,
         typer.Option(
             "--followed",
-            help="Jobs and situations whose live runs an unattached copy follows under the same plans; none for none.",
+            help="Jobs and situations whose live runs an unattached copy follows under the same plans, or none.",
         ),
     ] = "charlm,digits_deep,charlm_long:adaptive,mixed lengths with k free,moving budget with k free",
     steps: Annotated[
@@ -274,16 +277,16 @@ def attach(
         int, typer.Option("--situation-steps", min=40, max=shared.MOST_STEPS, help="Steps of each run.")
     ] = 300,
     seeds: Annotated[int, typer.Option("--seeds", min=1, max=1000, help="Paired runs of each situation.")] = 6,
-    policy: Annotated[str, typer.Option("--policy", help="What is attached in the situations.")] = "ppo",
+    policy: Annotated[str, typer.Option("--policy", help="Policy that is attached in the situations.")] = "ppo",
     seed: SeedOption = 0,
 ) -> _Measured:
-    """Measure what attaching to a live run costs, and what it wins where no static plan can follow."""
+    """Measure the overhead of attaching to a live run, and the gain where no static plan is always right."""
     from autotune.bench.bench_attach import bench_attach, lines
 
     named = [[] if text == "none" else text.split(",") for text in (jobs, situations, followed)]
     if not any(named):
         raise InputError(
-            "jobs, situations and followed are all none", where="bench attach", allowed="something to measure"
+            "jobs, situations and followed are all none", where="bench attach", allowed="at least one of them"
         )
     document = bench_attach(
         named[0],
@@ -304,10 +307,10 @@ def attach(
 def batching(
     run: _Run,
     job: Annotated[str, typer.Argument(help="A job whose batching is adaptive.")] = "charlm_long:adaptive",
-    seeds: Annotated[int, typer.Option("--seeds", min=1, max=1000, help="Paired runs.")] = 6,
-    policy: Annotated[str, typer.Option("--policy", help="What is attached.")] = "ppo",
+    seeds: Annotated[int, typer.Option("--seeds", min=1, max=1000, help="Number of paired runs.")] = 6,
+    policy: Annotated[str, typer.Option("--policy", help="Policy that is attached.")] = "ppo",
 ) -> _Measured:
-    """Race steps of always the same number of batches against a live run that follows the gradient's noise."""
+    """Compare steps of a constant number of batches with a live run that follows the gradient's noise."""
     from autotune.bench.bench_batching import bench_growing_noise, lines
 
     document = bench_growing_noise(job, seeds=seeds, policy=policy, reporter=run.bars)
@@ -320,15 +323,15 @@ def cluster(
     job: Annotated[str, typer.Option("--job", help="The job whose plans are tried.")] = "digits",
     address: Annotated[str, typer.Option("--cluster", help="local:N, auto, or ray://HOST:PORT.")] = "local:2",
     worker_cores: Annotated[
-        int, typer.Option("--worker-cores", min=1, max=1024, help="Cores that a worker is pinned to.")
+        int, typer.Option("--worker-cores", min=1, max=1024, help="Number of cores that each worker is pinned to.")
     ] = 1,
     pairs: Annotated[
-        int, typer.Option("--pairs", min=2, max=10_000, help="How often one and all workers take turns.")
+        int, typer.Option("--pairs", min=2, max=10_000, help="Number of pairs of turns: one worker, all workers.")
     ] = 6,
     windows: Annotated[int, typer.Option("--windows", min=4, max=shared.MOST_STEPS, help="Trials in each turn.")] = 24,
     seed: SeedOption = 0,
 ) -> _Measured:
-    """Compare how many trials a minute one worker and all of a cluster's workers manage, in turn."""
+    """Compare the trials a minute of one worker and of all workers of a cluster, in turn."""
     from autotune.bench.bench_cluster import bench_cluster, lines
     from autotune.engines.ray_cluster import ClusterOptions
 
@@ -342,7 +345,7 @@ def profile(
     run: _Run,
     jobs: Annotated[str, typer.Option("--jobs", help="Jobs, separated by commas.")] = "charlm,digits",
     plans: Annotated[
-        int, typer.Option("--plans", min=2, max=10_000, help="Random plans that are predicted and measured.")
+        int, typer.Option("--plans", min=2, max=10_000, help="Number of random plans that are predicted and measured.")
     ] = 20,
     seed: SeedOption = 0,
 ) -> _Measured:
@@ -388,7 +391,7 @@ def gpu(
     rounds: Annotated[int, typer.Option("--rounds", max=10_000, help="Windows in which each plan is measured.")] = 4,
     seconds: Annotated[
         float,
-        typer.Option("--seconds", min=10, max=shared.LONGEST_S, help="All has ended after so many seconds."),
+        typer.Option("--seconds", min=10, max=shared.LONGEST_S, help="Time limit in seconds."),
     ] = 540.0,
     out: Annotated[
         Path | None,
@@ -398,9 +401,9 @@ def gpu(
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer whether predictions hold, then measure plans within 100, 60, 40 and 30 % of the baseline's memory."""
+    """Check predictions, then measure plans within 100, 60, 40 and 30 % of the baseline's memory."""
     began = time.monotonic()
-    from autotune.bench.bench_gpu import GpuBenchSettings, bench_gpu, verdict
+    from autotune.bench.bench_gpu import GpuBenchSettings, bench_gpu, lines
     from autotune.errors import EngineError
     from autotune.io.files import write_json
     from autotune.records.run_directory import require_writable
@@ -427,6 +430,6 @@ def gpu(
         document = bench_gpu(settings, keep=keep, reporter=bars, began=began)
     if as_json:
         shared.print_json(document)
-    shared.console(as_json=as_json).print(f"{verdict(document)}; written to {path(document)}", soft_wrap=True)
+    shared.console(as_json=as_json).print(f"{lines(document)[0]}; written to {path(document)}", soft_wrap=True)
     if document["machine"] is None:
         raise EngineError("the device did not answer")

@@ -1,7 +1,8 @@
-"""``autotune explain``: why a plan is what it is, unit by unit."""
+"""``autotune explain``: the reasons for a plan, unit by unit."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,7 +29,7 @@ def command(
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
 ) -> None:
-    """Show every choice of a plan, why the rule or the search made it, and what it costs if the job was profiled."""
+    """Show every choice of a plan, why the rule or the search made it, and its cost if the job was profiled."""
     from autotune.errors import InputError
     from autotune.profiling.profile_cache import find_profile, read_profile
     from autotune.records.run_directory import PROFILE
@@ -36,15 +37,16 @@ def command(
 
     plan, found, space, rows = _explain(subject, job)
     kept = Path(subject) / PROFILE
-    # A run has the profile that it was planned from; several ranks have one of their own.
+    # A run contains the profile that it was planned from; runs on several ranks have a profile of their own.
     profile = read_profile(kept) if kept.is_file() else find_profile(found, runs_dir)
     if pareto and profile is None:
         raise InputError("the job has no profile yet", where="--pareto", allowed=f"autotune profile {found.name} first")
-    known = profile is not None and plan.accumulation_steps in profile.accumulation_choices
-    costs = unit_costs(profile, plan) if profile is not None and known else {}
+    costs = {}
+    if profile is not None and plan.accumulation_steps in profile.accumulation_choices:
+        costs = unit_costs(profile, plan)
     front = pareto_rows(profile) if profile is not None and pareto else []
     if as_json:
-        document = {"plan": plan.to_json(), "rows": [{**_row(row), "cost": costs.get(row.unit)} for row in rows]}
+        document = {"plan": plan.to_json(), "rows": [{**asdict(row), "cost": costs.get(row.unit)} for row in rows]}
         shared.print_json({**document, "pareto": front} if pareto else document)
         return
     output = shared.console(as_json=False)
@@ -91,7 +93,7 @@ def _front_table(front: list[dict[str, Any]]) -> Table:
 
 
 def _explain(subject: str, job: str | None) -> tuple[Plan, Job, PlanSpace, list[Row]]:
-    from autotune.agents.rules import RULES
+    from autotune.agents.rules import RULES, rule_plan
     from autotune.errors import InputError
     from autotune.records.results import trials_of
     from autotune.records.run_directory import RunDirectory, read_plan
@@ -108,10 +110,10 @@ def _explain(subject: str, job: str | None) -> tuple[Plan, Job, PlanSpace, list[
         raise InputError("no job was given", where="--job", allowed="the job that the plan is for")
     found, space = _space(job)
     if subject in RULES:
-        plan = RULES[subject].plan(space)
+        plan = rule_plan(subject, space)
         return plan, found, space, explanation.explain_rule(plan, space, RULES[subject])
     if path.suffix != ".json":
-        raise InputError(f"{subject!r} is unknown", where="explain", allowed=["a run", "a .json plan", *RULES])
+        raise InputError(f"{subject!r} is unknown", where="explain", allowed=["a run", "a .json plan", *RULES.names])
     plan = space.check(read_plan(path), where=str(path))
     if (path.parent / "trials.jsonl").is_file():
         trials = trials_of(RunDirectory(path.parent))
@@ -120,7 +122,7 @@ def _explain(subject: str, job: str | None) -> tuple[Plan, Job, PlanSpace, list[
 
 
 def _catalog_job(run: RunDirectory) -> str:
-    """Return the run's job if it is a reference job: any other is code, which only the command line may name."""
+    """Return the run's job if it is a reference job; any other is code, which only the command line may name."""
     from autotune.catalog import is_catalog_reference
     from autotune.errors import InputError
     from autotune.records.run_documents import CompareConfig, TuneConfig
@@ -141,7 +143,3 @@ def _space(reference: str) -> tuple[Job, PlanSpace]:
     engine = TorchEngine(job)
     engine.close()
     return job, engine.space
-
-
-def _row(row: Row) -> dict[str, Any]:
-    return {"unit": row.unit, "kind": row.kind, "choice": row.choice, "reason": row.reason}

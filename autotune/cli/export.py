@@ -1,4 +1,4 @@
-"""``autotune export``: what to launch a plan with elsewhere."""
+"""``autotune export``: the files that launch a plan with other programs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from autotune.cli.console import JsonOption
 
 def command(
     plan: Annotated[str, typer.Argument(metavar="PLAN|RUN", help="A plan file, or a run directory with one.")],
-    job: Annotated[str, typer.Option("--job", help="The job that it is a plan of.")],
+    job: Annotated[str, typer.Option("--job", help="The job that the plan is for.")],
     to: Annotated[str, typer.Option("--to", help="deepspeed, accelerate, transformers, python or json.")] = "deepspeed",
-    ranks: Annotated[int, typer.Option("--ranks", min=1, max=100_000, help="How many ranks will train it.")] = 1,
+    ranks: Annotated[int, typer.Option("--ranks", min=1, max=100_000, help="Number of ranks that will train it.")] = 1,
     out: Annotated[Path, typer.Option("--out", help="The folder to write to.")] = Path(),
     as_json: JsonOption = False,
 ) -> None:
-    """Write the files that another program is launched with, and say what of the plan they cannot hold."""
+    """Write the files that launch a plan with another program, and say what of the plan they cannot express."""
     from autotune.catalog import load_job
     from autotune.errors import InputError
     from autotune.io.files import write_atomic, write_json

@@ -35,6 +35,7 @@ from autotune.cli import (
 )
 from autotune.cli.arguments import require_text, require_working_folder
 from autotune.cli.console import keep_stdout_for_json, let_go_of_stdout, open_closed_streams, stdout_has_no_reader
+from autotune.cli.installed_names import NamingCommand
 from autotune.cli.signals import EndedError, end_in_order
 from autotune.errors import AutotuneError, EngineError, InputError, escaped, first_line, one_line, printable
 
@@ -64,7 +65,8 @@ _COMMANDS = (
     doctor,
 )
 for module in _COMMANDS:
-    app.command(module.__name__.rpartition(".")[2])(module.command)
+    helped = NamingCommand if module in (tune, compare) else None
+    app.command(module.__name__.rpartition(".")[2], cls=helped)(module.command)
 app.add_typer(bench.app, name="bench")
 
 # Typer has its own copy of click or uses an installed one; its exceptions lead to both.

@@ -130,7 +130,7 @@ def _rows(profile: Profile, best: Any, budget: int) -> list[dict[str, Any]]:
     from autotune.cost_model.memory_model import peak_bytes
     from autotune.cost_model.time_model import seconds_per_step
 
-    plans = {**{name: rule.plan(profile.space) for name, rule in RULES.items()}, "exact": best}
+    plans = {**{name: rule.plan(profile.space) for name, rule in RULES.registered.items()}, "exact": best}
     return [
         {
             "name": name,

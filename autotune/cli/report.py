@@ -1,4 +1,4 @@
-"""``autotune report``: one page on a run, in one file that fetches nothing; its figures and tables, if asked for."""
+"""``autotune report``: one page about a run, in one file that fetches nothing; its figures and tables on request."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a page on a run: verdict, plan and reasons, arms, pictures, costs, provenance, and how to repeat it."""
+    """Write a page about a run: verdict, plan and reasons, arms, pictures, costs, environment, and how to repeat it."""
     from autotune.cost_model.carbon import Intensity
     from autotune.errors import InputError
     from autotune.io.files import write_atomic
@@ -58,7 +58,8 @@ def command(
     path = out or run / writing.PAGE_NAME
     if RunDirectory.open(run).config.verb == "attach":
         if csv or parquet or profile or intensity is not None:
-            raise InputError("is for campaigns", where="--csv, --parquet, --profile, --carbon-intensity")
+            where = "--csv, --parquet, --profile, --carbon-intensity"
+            raise InputError("these options only apply to campaigns, not to attached runs", where=where)
         attached = attached_run.read_attached(run)
         text, drawn = attached_page.page_of(attached), attached_page.figures_of(attached)
         verdict, document = attached_run.verdict(attached), attached_run.to_json(attached)
@@ -89,7 +90,7 @@ def command(
 
 @contextmanager
 def _writing(made: dict[str, str], kind: str, path: Path) -> Iterator[None]:
-    """Remember what was written, and where; say in one line why it could not be."""
+    """Record what is written and where; turn a failure to write into an error of one line."""
     from autotune.errors import RunDirectoryError
 
     try:

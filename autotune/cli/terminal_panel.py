@@ -1,6 +1,6 @@
-"""Draw how an attached run stands: a panel, or one line.
+"""The state of an attached run for terminals: a panel, or one line.
 
-What a log holds may come from anybody: text of it is shown without what a terminal would act on.
+Logs may come from anyone: their text is shown without characters that a terminal would act on.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from autotune.errors import printable
 from autotune.live.replaying import time_error
 from autotune.plan import Plan, Precision
 from autotune.report.standing import Snapshot, Watched
-from autotune.report.wording import progress
+from autotune.report.wording import count, progress
 
-# Cells of a plan's strip at most: neighbours share one beyond it.
+# Most cells of the strip of a plan; in larger models neighbours share a cell.
 _CELLS = 40
 _LEGEND = ", ".join(f"{precision.letter} {precision}" for precision in (*REDUCED_PRECISIONS, Precision.FP32))
 _BAR = 12
-# Above this share of the budget a bar warns.
+# Share of the budget above which the bar is yellow.
 _TIGHT = 0.92
 _NOT_KNOWN = "not known yet"
 _SHOWN = {"kept": ("▪", "#", "green"), "recomputed": ("▫", "o", "yellow"), "both": ("◧", "+", "yellow")}
@@ -33,9 +33,9 @@ def panel(snapshot: Snapshot, silent_s: float | None = None, *, plain: bool = Fa
     """Return the panel: plan, memory, time, noise scale, overhead, switches and trips.
 
     Args:
-        snapshot: what to show.
-        silent_s: seconds since the log's last line; ``None`` leaves them out.
-        plain: whether the terminal knows ASCII alone.
+        snapshot: the state to show.
+        silent_s: seconds since the last line of the log; ``None`` to leave them out.
+        plain: whether to use ASCII characters only.
     """
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True, min_width=len("switches"))
@@ -56,11 +56,11 @@ def panel(snapshot: Snapshot, silent_s: float | None = None, *, plain: bool = Fa
 
 
 def line(snapshot: Snapshot, silent_s: float | None = None) -> str:
-    """Return all of it in one line, what matters most first.
+    """Return the state in one line, the most important first.
 
     Args:
-        snapshot: what to show.
-        silent_s: seconds since the log's last line; ``None`` leaves them out.
+        snapshot: the state to show.
+        silent_s: seconds since the last line of the log; ``None`` to leave them out.
     """
     pressure = "no budget" if snapshot.pressure is None else f"{snapshot.pressure:.0%} of the budget"
     parts = [
@@ -76,7 +76,7 @@ def line(snapshot: Snapshot, silent_s: float | None = None) -> str:
 
 
 def strip(snapshot: Snapshot, *, plain: bool = False) -> Text:
-    """Return one cell per unit: kept, recomputed, or fixed; where there are many, one per few neighbours."""
+    """Return one cell per unit: kept, recomputed or fixed; in large models one cell for several neighbours."""
     each = max(-(-len(snapshot.units) // _CELLS), 1)
     text = Text()
     for start in range(0, len(snapshot.units), each):
@@ -105,7 +105,7 @@ def told_time(predicted_s: float | None, measured_s: float | None) -> str:
 
 
 def told_silence(silent_s: float) -> str:
-    """Return how long ago a log's last line came."""
+    """Return how long ago the last line of a log was written."""
     if silent_s < 120:
         return f"last line {silent_s:.0f} s ago"
     return f"last line {silent_s / 60:.0f} min ago" if silent_s < 7200 else f"last line {silent_s / 3600:.0f} h ago"
@@ -141,7 +141,7 @@ def _memory(snapshot: Snapshot, *, plain: bool) -> Text:
 
 
 def _measured_peak(snapshot: Snapshot) -> str:
-    # Where a peak is measured by tracing, that was some steps ago, and under another plan perhaps.
+    # A peak that was measured by tracing may be some steps old, and of another plan.
     measured = snapshot.measured_peak_bytes
     return "not measured yet" if measured is None else f"{format_bytes(measured)} when last measured"
 
@@ -171,10 +171,10 @@ def _trips(snapshot: Snapshot) -> str:
 
 
 def farewell(watched: Watched) -> str:
-    """Return one line on a run that is over."""
+    """Return one line about a run that has ended."""
     snapshot = watched.snapshot
     assert snapshot is not None
-    trips, switches = snapshot.trips, snapshot.switches
-    counts = f"{switches:,} switch{'' if switches == 1 else 'es'}, {trips or 'no'} trip{'s' if trips > 1 else ''}"
+    trips = count(snapshot.trips, "trip") if snapshot.trips else "no trip"
+    counts = f"{count(snapshot.switches, 'switch')}, {trips}"
     told = f"{snapshot.ended} after {snapshot.steps:,} steps: {counts}, {_overhead(snapshot)}"
     return printable(f"autotune: {told}; autotune report {watched.folder}")

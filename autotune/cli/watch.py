@@ -1,4 +1,4 @@
-"""``autotune watch``: show how an attached run stands, from its decision log, while it trains elsewhere."""
+"""``autotune watch``: show the state of an attached run from its decision log, while it trains elsewhere."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
     from autotune.report.standing import Watched
 
-# Seconds between two looks at the log.
+# Seconds between two reads of the log.
 _POLL_S = 0.5
-# A terminal with fewer rows shows one line.
+# A terminal with fewer rows gets one line.
 _ROWS_OF_A_PANEL = 14
 _NO_LINE = "autotune: the decision log has no line yet"
 
 
 def command(
     run: Annotated[Path, typer.Argument(callback=input_path, help="The run directory of an attached run.")],
-    once: Annotated[bool, typer.Option("--once", help="Show how the run stands now, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show the state of the run once, and end.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show how an attached run stands while it trains: plan, memory, times, switches, trips; Ctrl-C ends the watching.
+    """Show the state of an attached run while it trains: plan, memory, times, switches, trips. Ctrl-C ends the display.
 
     Only the run's decision log is read. A terminal shows one panel; anything else gets one line per decision.
     """
@@ -51,7 +51,7 @@ def command(
 
 
 def _draw(watched: Watched, output: Console, *, once: bool) -> None:
-    """Keep a panel on a terminal up to date until the run is over."""
+    """Keep a panel on a terminal up to date until the run has ended."""
     from rich.live import Live
 
     with Live(console=output, auto_refresh=False) as live:
@@ -76,7 +76,7 @@ def _drawn(watched: Watched, output: Console) -> RenderableType:
 
 
 def _tell(watched: Watched, output: Console, *, once: bool) -> None:
-    """Print a line on how the run stands, and one for each decision and each trip from now on until it is over."""
+    """Print a line with the state of the run, and one for each new decision and trip until the run has ended."""
     from autotune.cli.terminal_panel import line
 
     watched.look()

@@ -195,6 +195,7 @@ def _campaign(
     # The journal comes last: nothing is written before the whole request was checked.
     campaign = replace(campaign, journal=Journal.opened(run.path), run=run)
     if isinstance(config, TuneConfig):
+        trusted.require_arms([config.method])
         return tuning_campaign.tune(campaign, config.method)
     return comparison_campaign.compare(campaign, config.asked, verb=config.verb)
 

@@ -1,4 +1,4 @@
-"""Turn energy into grams of CO2, and find when a run of known length emits fewest.
+"""Carbon emissions: grams of CO2 from energy, and the start time with the lowest emissions for a run of known length.
 
 An intensity is grams of CO2 equivalents per kWh of the grid that a machine draws from, constant from one row of a
 series to the next. This file knows nothing of where series come from; operators and services export them as CSV.
@@ -26,7 +26,7 @@ _ALLOWED = "g/kWh as a number, or a CSV file of two columns: ISO time with zone,
 _LEAST, _MOST = 2.0, 5000.0
 _FOREIGN_UNIT = re.compile(r"kg|lb|mwh|\bmj\b|/\s*j\b|\bt(on)?/", re.IGNORECASE)
 _LIMIT_BYTES = 64 * 2**20
-# Times and lengths that dates can be made of, with room between them.
+# Times and lengths that datetime can represent, with a margin.
 _FIRST_YEAR, _LAST_YEAR, _LONGEST_DAYS = 1970, 2199, 3660
 _LENGTH = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(min|[smhd])")
 
@@ -47,7 +47,7 @@ class Intensity:
 
     @classmethod
     def constant(cls, grams_per_kwh: float) -> Intensity:
-        """Return an intensity that always holds."""
+        """Return a constant intensity."""
         return cls(starts_s=(-math.inf,), grams_per_kwh=(grams_per_kwh,), end_s=math.inf)
 
     @classmethod
@@ -66,7 +66,7 @@ class Intensity:
 
     @classmethod
     def read(cls, path: Path) -> Intensity:
-        """Read a series from a CSV file; its last row holds for as long as the one before it.
+        """Read a series from a CSV file; the last row is valid for as long as the row before it.
 
         Raises:
             InputError: naming the file, the line, and what is allowed.
@@ -74,7 +74,7 @@ class Intensity:
         rows = list(_rows(path))
         if len(rows) < 2:
             raise InputError(f"holds {len(rows)} values", where=str(path), allowed="at least two rows")
-        # The usual distance, so that a gap at the very beginning is found where it is.
+        # The most frequent distance, so that a gap after the first row is reported in the right place.
         step = statistics.mode(later - earlier for (_, earlier, _), (_, later, _) in itertools.pairwise(rows))
         for (_, earlier, _), (line, later, _) in itertools.pairwise(rows):
             where, passed = f"{path} line {line}", later - earlier
@@ -91,14 +91,14 @@ class Intensity:
         )
 
     def __str__(self) -> str:
-        """Return it for people, with its unit."""
+        """Return the intensity with its unit, for people."""
         low, high = min(self.grams_per_kwh), max(self.grams_per_kwh)
         span = f"{low:g}" if len(self.grams_per_kwh) == 1 else f"{low:g} to {high:g}"
         return f"{span} g CO2e per kWh"
 
     @property
     def begin_s(self) -> float:
-        """Return the POSIX seconds from which anything is known."""
+        """The POSIX seconds at which the series begins."""
         return self.starts_s[0]
 
     def at(self, time_s: float) -> float:
@@ -106,11 +106,11 @@ class Intensity:
         return self.grams_per_kwh[bisect.bisect_right(self.starts_s, time_s) - 1]
 
     def covers(self, begin_s: float, end_s: float) -> bool:
-        """Tell whether every moment of a stretch of time is covered."""
+        """Return whether the series covers all of a time span."""
         return self.begin_s <= begin_s and end_s <= self.end_s
 
     def require_covered(self, begin_s: float, end_s: float | None = None, *, where: str) -> None:
-        """Refuse a stretch of time, or a moment, of which the series says nothing.
+        """Refuse a time span that the series does not cover.
 
         Raises:
             InputError: saying what is covered.
@@ -125,7 +125,7 @@ class Intensity:
             )
 
     def mean(self, begin_s: float, end_s: float) -> float:
-        """Return the mean grams per kWh of a stretch of time that is covered; at a moment, its value."""
+        """Return the mean grams per kWh over a covered time span; the value at a moment if the span is empty."""
         if end_s <= begin_s:
             return self.at(begin_s)
         first = bisect.bisect_right(self.starts_s, begin_s) - 1
@@ -138,7 +138,7 @@ class Intensity:
         return math.fsum(parts) / (end_s - begin_s)
 
     def grams(self, energy_j: float, begin_s: float, end_s: float) -> float | None:
-        """Return the grams of energy that was drawn evenly over a stretch of time; ``None`` if it is not covered."""
+        """Return the grams of CO2 for energy used evenly over a time span; ``None`` if it is not covered."""
         return energy_j / JOULES_PER_KWH * self.mean(begin_s, end_s) if self.covers(begin_s, end_s) else None
 
 
@@ -148,7 +148,7 @@ class Start:
 
     Attributes:
         begin_s: POSIX seconds.
-        end_s: when the run would end.
+        end_s: POSIX seconds at which the run would end.
         grams_per_kwh: mean intensity while it runs.
     """
 
@@ -159,12 +159,12 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What there is to choose from.
+    """The possible start times of a run.
 
     Attributes:
-        best: the start that emits least.
-        earliest: the first one that there is.
-        worst: the start that emits most.
+        best: the start with the lowest emissions.
+        earliest: the earliest start.
+        worst: the start with the highest emissions.
     """
 
     best: Start
@@ -173,16 +173,16 @@ class Schedule:
 
 
 def schedule(intensity: Intensity, length_s: float, earliest_s: float, deadline_s: float | None = None) -> Schedule:
-    """Return when a run of constant power emits least and most; the earlier start where two emit the same.
+    """Return the starts at which a run of constant power emits least and most; of equal ones, the earlier.
 
     What a run emits is linear in its start for as long as neither of its ends meets a change of the intensity, so that
     only such starts, the earliest and the latest one can be best or worst.
 
     Args:
         intensity: the series.
-        length_s: how long the run takes.
-        earliest_s: POSIX seconds before which it cannot start.
-        deadline_s: POSIX seconds at which it must have ended; ``None`` for the end of the series.
+        length_s: seconds that the run takes.
+        earliest_s: POSIX seconds before which the run cannot start.
+        deadline_s: POSIX seconds by which the run must end; ``None`` for the end of the series.
 
     Raises:
         InputError: if no start is left, or the series says nothing of some.
@@ -211,7 +211,7 @@ def schedule(intensity: Intensity, length_s: float, earliest_s: float, deadline_
 
 
 def _rounded(start: Start) -> float:
-    """Return what a start emits, so that sums which differ by rounding alone do not decide between two."""
+    """Return the rounded emissions of a start, so that rounding errors do not decide between two starts."""
     return round(start.grams_per_kwh, 9)
 
 
@@ -230,7 +230,7 @@ def parse_length(text: str) -> float:
 
 
 def parse_time(text: str, *, where: str) -> float:
-    """Return the POSIX seconds of an ISO time with its zone.
+    """Return the POSIX seconds of an ISO time with a time zone.
 
     Raises:
         InputError: if it is none, has no zone, or lies before 1970 or after 2199.
@@ -249,15 +249,15 @@ def parse_time(text: str, *, where: str) -> float:
 
 
 def iso(time_s: float) -> str:
-    """Return a time for people and programs: ISO, in UTC, to the second."""
+    """Return a time as ISO text in UTC, to the second."""
     if not math.isfinite(time_s):
         return "ever"
     return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="seconds")
 
 
 def _rows(path: Path) -> list[tuple[int, float, float]]:
-    """Return line number, POSIX seconds and g/kWh of each row; a first line that is no data must be a heading."""
-    # Spreadsheets begin a file with a mark of the byte order.
+    """Return line number, POSIX seconds and g/kWh of each row; a first line without data must be a heading."""
+    # Spreadsheets write a byte-order mark at the beginning.
     text = read_text(path, limit_bytes=_LIMIT_BYTES).removeprefix("\ufeff")
     reader = csv.reader(text.splitlines())
     try:
@@ -267,7 +267,7 @@ def _rows(path: Path) -> list[tuple[int, float, float]]:
 
 
 def _row(cells: list[str], number: int, path: Path) -> tuple[int, float, float] | None:
-    """Return what one line says; ``None`` for an empty one and the heading."""
+    """Return the values of a line; ``None`` for an empty line and for the heading."""
     place = f"{path} line {number}"
     if not cells:
         return None
@@ -279,7 +279,7 @@ def _row(cells: list[str], number: int, path: Path) -> tuple[int, float, float] 
 
 
 def _is_heading(cells: list[str], where: str) -> bool:
-    """Tell whether a line is a heading.
+    """Return whether a line is a heading.
 
     Raises:
         InputError: if it names another unit than g/kWh.
@@ -302,7 +302,7 @@ def _grams(text: str, where: str) -> float:
 
 
 def _require_grams(values: list[float], *, where: str) -> None:
-    """Refuse values that can only be of another unit.
+    """Refuse values that must be in another unit.
 
     Raises:
         InputError: naming the largest of them.

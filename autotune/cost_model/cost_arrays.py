@@ -1,7 +1,7 @@
-"""Predict many plans of many jobs at once: the memory and the time model on arrays.
+"""The memory and the time model on arrays, for many plans of many jobs at once.
 
-The figures are those of :mod:`autotune.cost_model.memory_model` and :mod:`autotune.cost_model.time_model`, to the byte;
-what is gained is that a thousand plans take about as long as one. Jobs are padded to the largest.
+Predictions equal those of :mod:`autotune.cost_model.memory_model` and :mod:`autotune.cost_model.time_model`, and a
+thousand plans take about as long as one. Jobs are padded to the largest.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from autotune.plan import Plan, Storage
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
-# Below every level: padded segments never hold the peak.
+# Lower than every level, so that padded segments never have the peak.
 _NEVER = -1e18
 _RECOMPUTES = np.array([storage.recomputes for storage in STORAGES])
 
 
 def choice_index(precision_index: int, storage: Storage) -> int:
-    """Return the number of a choice: the precision's place times the number of storages, plus the storage's place."""
+    """Return the number of a choice: the precision's index times the number of storages, plus the storage's index."""
     return len(STORAGES) * precision_index + STORAGES.index(storage)
 
 
 def precision_index(choices: Indices) -> Indices:
-    """Return the place among the job's precisions of each numbered choice."""
+    """Return the index of each choice's precision among those of the job."""
     return choices // len(STORAGES)
 
 
 def storage_index(choices: Indices) -> Indices:
-    """Return the place among the storages of each numbered choice."""
+    """Return the index of each choice's storage in ``STORAGES``."""
     return choices % len(STORAGES)
 
 
 def recomputes(choices: Indices) -> NDArray[np.bool_]:
-    """Tell of each numbered choice whether it recomputes."""
+    """Return whether each choice recomputes."""
     return _RECOMPUTES[storage_index(choices)]
 
 
@@ -51,9 +51,9 @@ class Plans:
     """One plan for each of n lanes.
 
     Attributes:
-        job: shape (n,), which job.
-        k: shape (n,), which of the job's accumulation choices.
-        choices: shape (n, max_units), the number of each unit's choice; see :func:`choice_index`.
+        job: shape (n,), number of the job.
+        k: shape (n,), index of k among the job's accumulation choices.
+        choices: shape (n, max_units), number of each unit's choice; see :func:`choice_index`.
     """
 
     job: Indices
@@ -65,24 +65,24 @@ class CostArrays:
     """The profiles of many jobs as arrays.
 
     Attributes:
-        profiles: the jobs.
-        max_units: units of the largest.
-        max_k: accumulation choices of the job that has most.
-        variants: sets of costs that a job can have: one per k for plans of different precisions and, where a profile
-            says so, one more per k and 16-bit precision for plans that use it everywhere; number regime x max_k + k.
-        max_precisions: precisions of the job that has most.
-        max_choices: choices per unit: the most precisions times the number of storages.
-        num_units: shape (jobs,).
-        num_k: shape (jobs,).
-        num_precisions: shape (jobs,).
-        recomputable: shape (jobs, max_units).
-        accumulation_steps: shape (jobs, max_k), k itself; the last one repeats.
-        unit_seconds: shape (jobs, variants, max_units, max_choices), calibrated; of choices that a unit lacks, those of
-            saving.
-        between_seconds: shape (jobs, variants), the code between units, calibrated.
-        constant_seconds: shape (jobs, variants), what does not depend on the sequence length.
-        missing: as ``unit_seconds``, whether the choice could not be profiled.
-        unit_kept_bytes: as ``unit_seconds``, what stays until backward because of the unit, boundaries included.
+        profiles: the profiles of the jobs.
+        max_units: largest number of units of a job.
+        max_k: largest number of accumulation choices of a job.
+        variants: number of sets of costs of a job: one per k for mixed precisions and, if a profile has them, one more
+            per k and 16-bit precision for plans that use it everywhere. The number of a set is regime x max_k + k.
+        max_precisions: largest number of precisions of a job.
+        max_choices: choices per unit: the largest number of precisions times the number of storages.
+        num_units: shape (jobs,), number of units.
+        num_k: shape (jobs,), number of accumulation choices.
+        num_precisions: shape (jobs,), number of precisions.
+        recomputable: shape (jobs, max_units), whether a unit can be recomputed.
+        accumulation_steps: shape (jobs, max_k), values of k; the last one is repeated.
+        unit_seconds: shape (jobs, variants, max_units, max_choices), calibrated seconds; a choice that a unit lacks has
+            those of saving.
+        between_seconds: shape (jobs, variants), calibrated seconds of the code between units.
+        constant_seconds: shape (jobs, variants), seconds that do not depend on the sequence length.
+        missing: shape of ``unit_seconds``, whether the choice could not be profiled.
+        unit_kept_bytes: shape of ``unit_seconds``, bytes that stay until backward because of the unit, with boundaries.
     """
 
     def __init__(self, profiles: Sequence[Profile], *, max_units: int | None = None) -> None:
@@ -161,7 +161,7 @@ class CostArrays:
             for choice, name in enumerate(_names(profile, segment, self.max_choices)):
                 at = (*where, index, choice)
                 if name not in segment.costs:
-                    # It could not be profiled: it never fits.
+                    # A choice that could not be profiled never fits.
                     self._forward_constant[at] = -_NEVER
                     if segment.unit is not None:
                         self.missing[(*where, numbers[segment.unit], choice)] = True
@@ -222,7 +222,7 @@ class CostArrays:
         return k, choices
 
     def decode(self, job: int, k: int, choices: Indices) -> Plan:
-        """Return the plan of a job that numbers encode."""
+        """Return the plan that numbers encode; see :meth:`encode`."""
         profile = self.profiles[job]
         pairs = list(zip(profile.units, choices.tolist(), strict=False))
         return Plan(
@@ -232,7 +232,7 @@ class CostArrays:
         )
 
     def variant(self, plans: Plans) -> Indices:
-        """Return the set of costs that holds for each plan, shape (n,)."""
+        """Return the number of the set of costs of each plan, shape (n,)."""
         if self.regimes == 1:
             return plans.k
         precision = precision_index(plans.choices)
@@ -246,7 +246,7 @@ class CostArrays:
 
         Args:
             plans: one plan per lane.
-            length: factor on every activation, shape (n,): sequences longer or shorter than the profiled ones.
+            length: factor on all activations, shape (n,), for sequences longer or shorter than the profiled ones.
         """
         row, cell = self._cells(plans)
         factor = np.broadcast_to(np.asarray(length, dtype=np.float64), plans.job.shape)[:, None]
@@ -271,9 +271,9 @@ class CostArrays:
 
         Args:
             plans: one plan per lane.
-            length: factor on everything that grows with the sequences, as for :meth:`peak_bytes`.
-            unit_seconds: shape (n, max_units, max_choices), what the units cost each lane at its plan's variant;
-                ``None`` for what its job's profile says.
+            length: factor on all seconds that grow with the sequences, as for :meth:`peak_bytes`.
+            unit_seconds: shape (n, max_units, max_choices), seconds of the units in the variant of each lane's plan;
+                ``None`` takes the profiles.
         """
         row = plans.job * self.variants + self.variant(plans)
         if unit_seconds is None:
@@ -294,7 +294,7 @@ class CostArrays:
         return row, segment * self.max_choices + choice
 
     def _boundary_changes(self, plans: Plans, row: Indices, cell: Indices) -> tuple[Floats, Floats]:
-        """Return by how much boundaries change the level at each segment: all of them, and those that stay."""
+        """Return the change of the level at each segment by all boundaries, and by those that stay until backward."""
 
         def of(array: NDArray[Any]) -> NDArray[Any]:
             return np.take(array.reshape(-1, self._boundaries), row, axis=0)
@@ -317,7 +317,7 @@ class CostArrays:
 
 
 def _table(profile: Profile, regime: int, mixed: StepTable) -> StepTable:
-    """Return the costs of plans that use one 16-bit precision everywhere, or those of others where there are none."""
+    """Return the costs of plans with one 16-bit precision everywhere; those of mixed plans if there are none."""
     if not 0 < regime < len(profile.precisions):
         return mixed
     tables = profile.uniform_tables.get(str(profile.precisions[regime]), ())
@@ -325,12 +325,12 @@ def _table(profile: Profile, regime: int, mixed: StepTable) -> StepTable:
 
 
 def _larger(first: tuple[int, int], later_one: tuple[int, int], *, later: bool) -> tuple[int, int]:
-    """Return the larger of two needs as constant and activation bytes; the second counts where k > 1."""
+    """Return the larger of two needs as constant and activation bytes; the second applies only if k > 1."""
     return later_one if later and sum(later_one) > sum(first) else first
 
 
 def _names(profile: Profile, segment: Segment, count: int) -> list[str]:
-    """Return the name of each numbered choice of a segment; of a storage that it cannot have, that of saving."""
+    """Return the name of each choice of a segment; saving replaces a storage that the segment cannot have."""
     if segment.unit is None:
         return [FIXED] * count
     each, last = len(STORAGES), len(profile.precisions) - 1

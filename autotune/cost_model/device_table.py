@@ -1,4 +1,4 @@
-"""Published figures of devices, for plans that are made without them, and what torch keeps of a GPU's memory.
+"""Published figures of devices, for plans made without the device, and the memory of a GPU that torch reserves.
 
 Rates are those of dense matrix products with fp32 accumulation: half of what a data sheet gives with sparsity. ``fp32``
 is the rate of ordinary fp32 arithmetic. ``tf32`` is the rate of fp32 products that torch rounds to TF32: by default
@@ -18,7 +18,7 @@ from autotune.plan import Precision
 _GB = 10**9
 _KIB, _MIB = 2**10, 2**20
 _TERA = 1e12
-# Shares of the published peaks that single kernels are taken to reach, and what each costs to launch: assumptions,
+# Assumed shares of the published peaks that single kernels reach, and the time of a kernel launch: assumptions,
 # not measurements of these devices. Whole training steps are reported to use 21 to 46 % of the peak (Chowdhery et al.
 # 2022, arXiv:2204.02311, table 3), so that estimates are rather too fast than too slow.
 _COMPUTE_SHARE = 0.6
@@ -44,19 +44,19 @@ _CONTEXT_BYTES = 500 * 10**6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """Published figures of one device, and what torch keeps of its memory.
+    """Published figures of one device, and the memory that torch reserves on it.
 
     Attributes:
-        name: what it is called.
-        memory_bytes: capacity.
-        bandwidth: of its memory, in bytes per second.
+        name: name of the device.
+        memory_bytes: memory capacity.
+        bandwidth: memory bandwidth in bytes per second.
         flops: peak floating-point operations per second, by precision; a precision without a fast path is missing.
         source: where the figures are published.
-        tf32: peak of fp32 products that are rounded to TF32; ``None`` for a device that cannot.
-        tf32_convolutions: whether convolutions use it by default.
-        block_bytes: the allocator rounds every block up to a multiple of this; 1 where it does not, as on a CPU.
-        workspace_bytes: what matrix products keep allocated throughout.
-        context_bytes: what the driver takes of the capacity; no allocator counts it.
+        tf32: peak of fp32 products that are rounded to TF32; ``None`` for a device without TF32.
+        tf32_convolutions: whether convolutions use TF32 by default.
+        block_bytes: the allocator rounds every block up to a multiple of this; 1 if it does not round, as on a CPU.
+        workspace_bytes: bytes that matrix products keep allocated.
+        context_bytes: bytes that the driver takes of the capacity, which no allocator counts.
     """
 
     name: str
@@ -72,20 +72,20 @@ class DeviceSpec:
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """Return fp32 and the one 16-bit format that the device does best, bf16 where it can."""
+        """Return fp32 and the best 16-bit precision of the device, which is bf16 if it is supported."""
         return (Precision.FP32, Precision.BF16 if Precision.BF16 in self.flops else Precision.FP16)
 
     @property
     def usable_bytes(self) -> int:
-        """Return the capacity that is left to the allocator."""
+        """Return the capacity that is left for the allocator."""
         return self.memory_bytes - self.context_bytes
 
     def allocated(self, size_bytes: int) -> int:
-        """Return what the allocator counts for a block of this size."""
+        """Return the bytes that the allocator counts for a block."""
         return -(-size_bytes // self.block_bytes) * self.block_bytes
 
     def seconds(self, operations: float, moved_bytes: float, precision: Precision, *, tf32: bool = False) -> float:
-        """Return about how long one operator takes: what binds of computing and moving, and its launch.
+        """Return the estimated seconds of one operator: the larger of compute and memory time, plus its launch.
 
         Args:
             operations: floating-point operations.
@@ -263,14 +263,14 @@ DEVICES: Mapping[str, DeviceSpec] = MappingProxyType(
         ),
     }
 )
-# What ``torch.cuda.get_device_name()`` says where that is neither the key nor the name.
+# Results of ``torch.cuda.get_device_name()`` that are neither a key nor a name of the table.
 _REPORTED = {
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA A100-SXM4-80GB": "a100",
     "NVIDIA A100-SXM4-40GB": "a100-40gb",
     "Tesla V100-SXM2-32GB": "v100",
 }
-# Words and characters that do not tell devices apart; a virtual function (VF) of an MI300X is a whole one.
+# Words and characters that do not distinguish devices; a virtual function (VF) of an MI300X is a whole one.
 _WORDLESS = re.compile(r"\b(nvidia|geforce|tesla|amd|instinct|oam|vf)\b|\brtx|[^a-z0-9]")
 
 
@@ -284,7 +284,7 @@ _KEYS = {_bare(name): key for key, spec in DEVICES.items() for name in (key, spe
 
 
 def find_device(name: str) -> DeviceSpec:
-    """Return a device's figures.
+    """Return the figures of a device.
 
     Args:
         name: its key in the table, or what ``torch.cuda.get_device_name()`` says; the maker's words may be left out, as

@@ -1,11 +1,11 @@
-"""Turn throughput into progress: how much a sample is worth at a batch size.
+"""Statistical efficiency: what a step or a sample is worth at a batch size and a gradient noise scale.
 
-Source of every formula: Pollux (Qiao et al., OSDI 2021), section 3.
+Both laws say the same in different units: per step, against a step without noise; per sample, against a reference
+batch.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TypeVar
 
 import numpy as np
@@ -15,8 +15,22 @@ from numpy.typing import NDArray
 Number = TypeVar("Number", float, NDArray[np.float64])
 
 
+def step_efficiency(batch: Number, noise_scale: Number, squared_error: Number | float = 0.0) -> Number:
+    """Return the worth of a step as a share of a step without noise; above 0 and at most 1.
+
+    Args:
+        batch: effective batch in samples, > 0.
+        noise_scale: tr(Sigma)/|G|^2 in samples, >= 0.
+        squared_error: squared relative error that low precision adds to the gradient, >= 0.
+
+    Source: McCandlish et al. 2018 (arXiv:1812.06162), eq. 2.7: 1/(1 + phi/B). Rounding adds a variance of e^2 times the
+    gradient's own square |G|^2 (1 + phi/B), so that the share becomes 1/((1 + phi/B)(1 + e^2)).
+    """
+    return 1.0 / ((1.0 + noise_scale / batch) * (1.0 + squared_error))
+
+
 def efficiency(batch: Number, noise_scale: Number, reference_batch: Number) -> Number:
-    """Return the statistical efficiency of a batch against a reference batch.
+    """Return the worth of a sample in a batch, relative to a sample in a reference batch.
 
     Args:
         batch: effective batch in samples.
@@ -25,25 +39,12 @@ def efficiency(batch: Number, noise_scale: Number, reference_batch: Number) -> N
 
     Returns:
         (phi + m0)/(phi + m): 1 at the reference, less for larger batches, more for smaller ones.
+
+    Source: Pollux (Qiao et al., OSDI 2021), section 3.
     """
     return (noise_scale + reference_batch) / (noise_scale + batch)
 
 
 def goodput(throughput: float, batch: float, noise_scale: float, reference_batch: float) -> float:
-    """Return samples per second, weighted by what a sample is worth at that batch."""
+    """Return samples per second, each weighted by its efficiency at that batch. Source: Pollux, section 3."""
     return throughput * efficiency(batch, noise_scale, reference_batch)
-
-
-def optimal_batch(constant_s: float, per_sample_s: float, noise_scale: float) -> float:
-    """Return the batch with the highest goodput where a step takes constant_s + per_sample_s x batch.
-
-    Args:
-        constant_s: seconds of a step that no sample adds to, >= 0.
-        per_sample_s: seconds per sample, > 0.
-        noise_scale: in samples, >= 0.
-
-    Returns:
-        sqrt(noise_scale constant_s / per_sample_s), in samples: where the derivative of
-        B/(a + b B) x (phi + m)/(phi + B) vanishes, whatever the reference m.
-    """
-    return math.sqrt(noise_scale * constant_s / per_sample_s)

@@ -1,4 +1,4 @@
-"""Predict the peak memory of any plan from a profile.
+"""Peak memory of any plan, predicted from a profile.
 
 Along a step the level is what is static, plus what earlier segments keep, plus what the running segment needs; the peak
 is the largest of these over the forward and backward passes of all segments and the update. With fp32 boundaries a
@@ -16,7 +16,7 @@ from autotune.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Levels:
-    """What is alive, besides the running segment, per segment; bytes above the static ones.
+    """Bytes that are alive besides the running segment and the static bytes, per running segment.
 
     Attributes:
         forward: during each segment's forward pass, in the first micro-batch.
@@ -40,19 +40,19 @@ def choices(segments: Sequence[Segment], plan: Plan) -> list[str]:
 
 
 def is_kept(boundary: Boundary, chosen: Sequence[str]) -> bool:
-    """Tell whether a boundary stays alive from forward to backward."""
+    """Return whether a boundary stays alive from forward to backward."""
     return boundary.held or any(chosen[segment] in names for segment, names in boundary.keepers.items())
 
 
 def levels(
     gradients: Sequence[int], saved: Sequence[int], boundaries: Sequence[Boundary], kept: Sequence[bool]
 ) -> Levels:
-    """Return what is alive besides each running segment.
+    """Return the bytes that are alive besides each running segment.
 
     Args:
         gradients: bytes of parameter gradients, per segment.
         saved: bytes saved, per segment.
-        boundaries: what passes between segments.
+        boundaries: tensors that pass between segments.
         kept: whether each boundary stays until backward.
     """
     count = len(saved)

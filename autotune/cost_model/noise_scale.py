@@ -1,4 +1,4 @@
-"""Estimate how noisy a gradient is, and the accumulation that follows from it.
+"""Gradient variance and noise scale, and the accumulation that the paper derives from the variance.
 
 Pure functions on squared norms; where the norms come from is the business of ``mechanics.gradient_stats``.
 """
@@ -54,7 +54,7 @@ def adaptive_accumulation(variance: float, target_std: float, k_max: int, *, eps
 
 @dataclass(frozen=True, slots=True)
 class NoiseSample:
-    """Unbiased estimates from one step that saw two batch sizes.
+    """Unbiased estimates from one step with two batch sizes.
 
     Attributes:
         trace: estimate of tr(Sigma), the trace of the per-sample gradient covariance; may be negative.
@@ -89,7 +89,7 @@ def noise_sample(micro_squares: Sequence[float], micro_samples: Sequence[int], w
 
 @dataclass(frozen=True, slots=True)
 class NoiseScaleAverage:
-    """Average numerator and denominator of the noise scale apart from one another.
+    """Moving averages of the numerator and the denominator of the noise scale.
 
     The memory is short at first and grows to ``1/(1-decay)`` samples, since |G|^2 collapses early in training and
     a long memory lags behind it.

@@ -1,7 +1,9 @@
-"""State the paper's cost and its idealised memory and recomputation formulas.
+"""The paper's equations, each as a function: cost (3), accumulation (4, 5, 9), memory (8, 17-20) and speed-up (21-23).
 
-They count equal layers and ideal accumulation. The project plans with measured figures; these functions are what
-the paper's recipe and its tables are built from.
+They assume equal layers and ideal accumulation. The project plans with measured costs; the paper's recipe and its
+tables use these functions. The other equations are where they act: adaptive accumulation and its variance (6, 7) in
+``cost_model.noise_scale``, warm-up and cosine (10) in ``job.WarmupCosine``, learning-rate scaling (11) in
+``cost_model.learning_rate``, fp32 masters and loss scaling (13-16) in ``mechanics``.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ class Constraints:
     gradient_norm: float | None = None
 
     def met(self, *, loss: float, memory: float, gradient_norm: float) -> bool:
-        """Tell whether all constraints hold; NaN meets none."""
+        """Return whether all constraints hold; NaN meets none."""
         pairs = (
             (loss, self.target_loss),
             (memory, self.memory_budget),

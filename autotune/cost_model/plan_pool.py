@@ -1,7 +1,7 @@
-"""Keep, for each job, the plans that can be worth running, so that planning again is one product of matrices.
+"""A pool of good plans for each job, so that planning again is one matrix product.
 
-Whatever budgets, lengths and costs come to be, the best plan is nearly always one of a few hundred. They are found
-once: by the price solver in many imagined worlds of costs and budgets, and by changing single units of what it found.
+Under any budget, length and cost errors, the best plan is nearly always one of a few hundred. They are found once: by
+the price solver under many random costs and budgets, and by changing single units of its plans.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from autotune.choices import STORAGES
 from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices, Plans, precision_index, storage_index
 from autotune.cost_model.price_solver import PriceSolver
 
-# Factors on the profiled length between which peaks are interpolated, from above: a peak is convex in the length.
+# Factors on the profiled length at which peaks are tabulated. A peak is convex in the length, so interpolation between
+# them is an upper bound.
 LENGTHS = np.exp(np.linspace(np.log(0.125), np.log(8.0), 49))
 _PROFILED = 24
-# Peaks beyond this are those of plans with a choice that could not be profiled.
+# Larger peaks belong to plans with a choice that could not be profiled.
 _NEVER = 1e17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
-    """How plans are searched.
+    """Settings for the search of plans.
 
     Attributes:
-        size: plans per job at most.
-        worlds: imagined worlds of costs, the profile's own among them.
-        budgets: budgets per world, from the leanest plan's peak to the baseline's.
-        cost_error: standard deviation of the logarithm of an imagined cost over the profile's.
-        rounds: times that single units of the plans found are changed.
-        changes: such changes tried in a round at most, drawn at random where there are more; deep models have many,
-            and need them least: one unit of theirs is a small part.
-        seed: of the imagined worlds.
+        size: largest number of plans per job.
+        worlds: number of sets of costs, the profile's own included; the others are random.
+        budgets: budgets per set of costs, from the leanest plan's peak to the baseline's.
+        cost_error: standard deviation of the logarithm of a random cost over the profile's.
+        rounds: number of rounds in which single units of the plans are changed.
+        changes: largest number of such changes in a round; if more are possible, they are drawn at random. Deep models
+            have more of them and need them less, since one unit is a small part.
+        seed: random seed for costs and changes.
     """
 
     size: int = 256
@@ -49,18 +50,18 @@ class PoolSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPool:
-    """M plans of each job, padded; arrays of shape (jobs, m, ...).
+    """M plans of each job; arrays of shape (jobs, m, ...), padded.
 
     Attributes:
-        there: shape (jobs, m), whether the plan is more than padding.
+        there: shape (jobs, m), false for padding.
         k: shape (jobs, m), the number of each plan's k.
         choices: shape (jobs, m, max_units); see :func:`autotune.cost_model.cost_arrays.choice_index`.
         peaks: shape (jobs, m, len(LENGTHS)), bytes at each length.
         weights: shape (jobs, m, max_units x precisions), seconds of each unit in its precision; 0 in others.
-        between: shape (jobs, m), seconds of the code between units, which grow with the length too.
-        constant: shape (jobs, m), seconds that nothing changes.
-        baseline: shape (jobs,), where the baseline plan stands.
-        leanest: shape (jobs,), where the plan with the smallest peak stands.
+        between: shape (jobs, m), seconds of the code between units, which also grow with the length.
+        constant: shape (jobs, m), constant seconds.
+        baseline: shape (jobs,), number of the baseline plan.
+        leanest: shape (jobs,), number of the plan with the smallest peak.
     """
 
     there: NDArray[np.bool_]
@@ -74,21 +75,21 @@ class PlanPool:
     leanest: Indices
 
     def take(self, job: Indices) -> PlanPool:
-        """Return each lane's job's plans."""
+        """Return one row per lane, given the number of each lane's job."""
         return PlanPool(**{item.name: getattr(self, item.name)[job] for item in fields(self)})
 
     def peak_bytes(self, length: Floats) -> Floats:
-        """Return every plan's peak at each lane's length, shape (lanes, m); lanes as taken."""
+        """Return every plan's peak in bytes at each lane's length, shape (lanes, m); rows must be lanes."""
         place, share = _between(length)
         lanes = np.arange(len(place))
         low, high = self.peaks[lanes, :, place], self.peaks[lanes, :, place + 1]
         return np.asarray(low + share[:, None] * (high - low))
 
     def longest(self, budget_bytes: Floats) -> Floats:
-        """Return the length up to which every plan fits a budget, shape (lanes, m); lanes as taken.
+        """Return the length up to which every plan fits a budget, shape (lanes, m); rows must be lanes.
 
         Args:
-            budget_bytes: shape (lanes,).
+            budget_bytes: shape (lanes,), memory budgets.
         """
         budget = budget_bytes[:, None]
         place = np.clip((self.peaks <= budget[:, :, None]).sum(axis=2) - 1, 0, len(LENGTHS) - 2)[:, :, None]
@@ -100,42 +101,42 @@ class PlanPool:
         return np.where(self.peaks[:, :, 0] <= budget, longest, 1e-3)
 
     def seconds_per_step(self, factor: Floats, length: Floats) -> Floats:
-        """Return every plan's seconds per step, shape (lanes, m); lanes as taken.
+        """Return every plan's seconds per step, shape (lanes, m); rows must be lanes.
 
         Args:
-            factor: shape (lanes, max_units, precisions), on what units cost.
-            length: shape (lanes,), on what grows with the sequences.
+            factor: shape (lanes, max_units, precisions), factors on the seconds of units.
+            length: shape (lanes,), sequence length relative to the profiled one.
         """
         units = np.matmul(self.weights, factor.reshape(len(factor), -1, 1))[:, :, 0]
         return np.asarray((units + self.between) * length[:, None] + self.constant)
 
     def peak_of(self, plan: Indices, length: Floats) -> Floats:
-        """Return one plan's peak per lane, shape (lanes,); lanes as taken."""
+        """Return the peak of one plan per lane in bytes, shape (lanes,); rows must be lanes."""
         place, share = _between(length)
         lanes = np.arange(len(place))
         low, high = self.peaks[lanes, plan, place], self.peaks[lanes, plan, place + 1]
         return np.asarray(low + share * (high - low))
 
     def seconds_of(self, plan: Indices, factor: Floats, length: Floats) -> Floats:
-        """Return one plan's seconds per step per lane, shape (lanes,); lanes as taken."""
+        """Return the seconds per step of one plan per lane, shape (lanes,); rows must be lanes."""
         lanes = np.arange(len(plan))
         units = (self.weights[lanes, plan] * factor.reshape(len(plan), -1)).sum(axis=1)
         return np.asarray((units + self.between[lanes, plan]) * length + self.constant[lanes, plan])
 
 
 def _between(length: Floats) -> tuple[Indices, Floats]:
-    """Return the place among ``LENGTHS`` below each length, and the share of the way to the next."""
+    """Return the index in ``LENGTHS`` below each length, and the share of the way to the next."""
     place = np.clip(np.searchsorted(LENGTHS, length, side="right") - 1, 0, len(LENGTHS) - 2)
     return place, (length - LENGTHS[place]) / (LENGTHS[place + 1] - LENGTHS[place])
 
 
 def make_pool(arrays: CostArrays, settings: PoolSettings | None = None, also: Sequence[Plans] = ()) -> PlanPool:
-    """Return the plans worth considering of every job.
+    """Return a pool of good plans of every job.
 
     Args:
-        arrays: what the jobs cost.
-        settings: how to look for plans.
-        also: plans, one per job each, that shall be in the pool.
+        arrays: costs of the jobs.
+        settings: settings for the search of plans.
+        also: further plans for the pool, one per job each.
     """
     settings = settings or PoolSettings()
     solver = PriceSolver(arrays)
@@ -146,7 +147,7 @@ def make_pool(arrays: CostArrays, settings: PoolSettings | None = None, also: Se
     numbers, choices = np.zeros((jobs, size), dtype=np.int64), np.zeros((jobs, size, units), dtype=np.int64)
     for job, (k, chosen) in enumerate(pools):
         there[job, : len(k)] = True
-        # Padding repeats the first plan, so that no figure of it is out of the way.
+        # Padding repeats the first plan, so that all its numbers are ordinary.
         numbers[job], choices[job] = k[0], chosen[0]
         numbers[job, : len(k)], choices[job, : len(k)] = k, chosen
     return _filled(arrays, there, numbers, choices)
@@ -183,7 +184,7 @@ def _job_pool(
     generator = np.random.default_rng(settings.seed)
     shape = (settings.worlds, arrays.max_units, arrays.max_precisions)
     worlds = np.exp(settings.cost_error * generator.standard_normal(shape))
-    # Half of an error is common to a precision, which is what makes one precision or another the one to use.
+    # Half of an error is common to a precision, which decides whether that precision is the best one.
     worlds *= np.exp(settings.cost_error * generator.standard_normal((settings.worlds, 1, shape[2])))
     worlds[0] = 1.0
     fixed = _known(arrays, job, also)
@@ -197,7 +198,7 @@ def _job_pool(
 
 
 def _known(arrays: CostArrays, job: int, also: Sequence[Plans]) -> Indices:
-    """Return the baseline, the leanest plan of each k, and those asked for, a row each: k, then choices."""
+    """Return the baseline, the leanest plan of each k, and the further plans, as rows of k and choices."""
     space = arrays.profiles[job].space
     lean = []
     for k in range(int(arrays.num_k[job])):
@@ -209,7 +210,7 @@ def _known(arrays: CostArrays, job: int, also: Sequence[Plans]) -> Indices:
 
 
 def _profiled(arrays: CostArrays, job: int, k: int, choices: Indices, liked: Floats) -> Indices:
-    """Return a row in which the best liked choice stands for each that could not be profiled."""
+    """Return a row in which the preferred choice replaces each choice that could not be profiled."""
     lacks = _lacking(arrays, job)[k]
     other = np.where(lacks, -np.inf, liked).argmax(axis=1)
     return np.concatenate([[k], np.where(lacks[np.arange(len(lacks)), choices], other, choices)])
@@ -226,23 +227,23 @@ def _peaks(arrays: CostArrays, job: int, rows: Indices) -> Floats:
 
 
 def _bounds(arrays: CostArrays, job: int, budgets: int) -> Floats:
-    """Return budgets from the smallest lean plan's peak to the baseline's, each by one factor larger, and none."""
+    """Return geometrically spaced budgets from the leanest plan's peak to the baseline's, and infinity."""
     rows = _known(arrays, job, ())
     peaks = _peaks(arrays, job, rows)
     least = float(peaks[1:].min(initial=_NEVER))
     if peaks[0] >= _NEVER:
-        # Without a baseline, what keeps most stands for it.
+        # If the baseline could not be profiled, the plans that keep most take its place.
         save = np.zeros(arrays.max_units, dtype=np.int64)
         kept = arrays.unit_kept_bytes[job]
         rows = np.stack([_profiled(arrays, job, k, save, kept[k]) for k in range(int(arrays.num_k[job]))])
         peaks = np.append(peaks[1:], _peaks(arrays, job, rows))
     most = float(peaks[peaks < _NEVER].max(initial=least))
-    # Where memory is scarce each byte buys most, and the best plans lie closest together.
+    # Small budgets are close together, since there a byte saves most time.
     return np.append(np.geomspace(least, max(most, 1.01 * least), budgets - 1), np.inf)
 
 
 def _solved(arrays: CostArrays, solver: PriceSolver, job: int, worlds: Floats, settings: PoolSettings) -> Indices:
-    """Return what the price solver plans for every k, budget and world."""
+    """Return the price solver's plans for every k, budget and set of costs."""
     budgets = _bounds(arrays, job, settings.budgets)
     ks = np.arange(int(arrays.num_k[job]))
     world, budget, k = (
@@ -252,14 +253,14 @@ def _solved(arrays: CostArrays, solver: PriceSolver, job: int, worlds: Floats, s
     told = np.where(_lacking(arrays, job), np.inf, arrays.unit_seconds[job])
     seconds = told[None] * np.repeat(worlds[world], 2, axis=2)[:, None]
     worth = np.where(np.arange(arrays.max_k)[None, :] == k[:, None], 1.0, 1e-9)
-    # Where all that a variant allows could not be profiled, the solver's rates are not numbers, and nothing is taken.
+    # If none of a variant's choices could be profiled, the solver's rates are NaN and none is taken.
     with np.errstate(invalid="ignore"):
         plans, _ = solver.solve(lanes, budgets[budget], 1.0, worth, seconds)
     return np.concatenate([plans.k[:, None], plans.choices], axis=1)
 
 
 def _neighbours(arrays: CostArrays, job: int, rows: Indices, most: int, generator: np.random.Generator) -> Indices:
-    """Return plans that differ in one unit: all of them, or so many drawn at random."""
+    """Return plans that differ in one unit: all of them, or at most ``most`` drawn at random."""
     choices = len(STORAGES) * int(arrays.num_precisions[job])
     unit, choice = np.nonzero(
         (np.arange(arrays.max_units)[:, None] < arrays.num_units[job])
@@ -274,7 +275,7 @@ def _neighbours(arrays: CostArrays, job: int, rows: Indices, most: int, generato
 
 
 def _best(arrays: CostArrays, job: int, rows: Indices, worlds: Floats, settings: PoolSettings) -> Indices:
-    """Return which plans are the fastest that fit, for any k, budget and world; the most often best first."""
+    """Return the plans that are best for some k, budget and costs; those that are best most often come first."""
     plans = Plans(np.full(len(rows), job), rows[:, 0], rows[:, 1:])
     variant = arrays.variant(plans)
     peak = arrays.peak_bytes(plans)
@@ -288,7 +289,7 @@ def _best(arrays: CostArrays, job: int, rows: Indices, worlds: Floats, settings:
         for k in range(int(arrays.num_k[job])):
             cost = np.where(fits & (rows[:, 0] == k)[:, None], seconds[:, None], np.inf)
             best = cost.argmin(axis=0)
-            # The profile's own world counts above all others.
+            # The profile's own costs count more than all random ones.
             np.add.at(votes, best[np.isfinite(cost.min(axis=0))], 1000.0 if number == 0 else 1.0)
     order = np.argsort(-votes, kind="stable")
     return np.asarray(order[votes[order] > 0])
@@ -296,7 +297,7 @@ def _best(arrays: CostArrays, job: int, rows: Indices, worlds: Floats, settings:
 
 def _unique(rows: Indices) -> Indices:
     """Return rows without repetitions, in the order of their first appearance."""
-    # Rows are told apart by one random product each: sorting them whole takes most of the time that a pool takes.
+    # Rows are compared by one random product each, since sorting whole rows would take most of the time.
     product = rows @ np.random.default_rng(0).integers(-(2**62), 2**62, rows.shape[1])
     _, first = np.unique(product, return_index=True)
     return np.asarray(rows[np.sort(first)])

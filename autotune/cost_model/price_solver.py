@@ -1,4 +1,4 @@
-"""Plan for many lanes at once: memory gets a price per byte, found by bisection, at which every unit decides alone.
+"""A fast solver for many lanes at once: memory has a price per byte, found by bisection, and each unit decides alone.
 
 Each unit's useful choices form a chain from its fastest to its leanest, and each link of the chain gives bytes for
 seconds. Taking links in the order of bytes per second, until the plan fits, is what a price per byte comes to
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices, Plans, precision_index, storage_index
 
-# Seconds that a link costs at least: what is free is taken first, but not for an infinite rate.
+# Smallest cost of a link in seconds, so that free links come first at a finite rate.
 _FREE_S = 1e-12
 
 
@@ -24,9 +24,9 @@ class Chains:
     """Each unit's chain of choices, and the order in which all links of a row are taken.
 
     Attributes:
-        vertex: shape (rows, max_units, links + 1), the choice after so many of the unit's links.
-        rank: shape (rows, max_units, links), when each link is taken: 1 for a row's first; beyond all for none.
-        count: shape (rows,), links in all.
+        vertex: shape (rows, max_units, links + 1), a unit's choice after 0, 1, ... of its links.
+        rank: shape (rows, max_units, links), position of each link in its row's order, from 1; beyond all if absent.
+        count: shape (rows,), number of links.
     """
 
     vertex: Indices
@@ -34,11 +34,11 @@ class Chains:
     count: Indices
 
     def choices(self, rows: Indices, taken: Indices) -> Indices:
-        """Return every unit's choice once the first links of a row are taken.
+        """Return every unit's choice after the first links of a row, shape (n, max_units).
 
         Args:
-            rows: shape (n,).
-            taken: shape (n,), how many links.
+            rows: shape (n,), numbers of rows.
+            taken: shape (n,), number of links.
         """
         steps = (np.take(self.rank, rows, axis=0) <= taken[:, None, None]).sum(axis=2)
         return np.take_along_axis(np.take(self.vertex, rows, axis=0), steps[:, :, None], axis=2)[:, :, 0]
@@ -48,9 +48,9 @@ def make_chains(seconds: Floats, size: Floats, allowed: NDArray[np.bool_]) -> Ch
     """Return the chains of units whose choices cost seconds and bytes.
 
     Args:
-        seconds: shape (rows, max_units, choices).
-        size: the same, in bytes.
-        allowed: the same, which choices a unit has; of a unit that is not there, none.
+        seconds: shape (rows, max_units, choices), seconds of each choice.
+        size: same shape, bytes of each choice.
+        allowed: same shape, whether a unit has a choice; all false for a missing unit.
     """
     rows, units, choices = seconds.shape
     fastest = np.argmin(np.where(allowed, seconds, np.inf), axis=2)
@@ -77,10 +77,10 @@ def make_chains(seconds: Floats, size: Floats, allowed: NDArray[np.bool_]) -> Ch
 
 
 class PriceSolver:
-    """Plan for many lanes of many jobs.
+    """A solver for many lanes of many jobs.
 
     Args:
-        arrays: what the jobs cost.
+        arrays: costs of the jobs.
     """
 
     def __init__(self, arrays: CostArrays) -> None:
@@ -91,7 +91,7 @@ class PriceSolver:
         has = precision_index(choice)[None, :] < arrays.num_precisions[:, None]
         kept = arrays.recomputable[:, :, None] | (storage_index(choice) == 0)
         own = there[:, :, None] & has[:, None, :] & kept
-        # In a variant for one 16-bit precision no other can be chosen.
+        # A variant for one 16-bit precision allows no other precision.
         regime = np.arange(arrays.variants) // arrays.max_k
         within = (regime[:, None] == 0) | (precision_index(choice)[None, :] == regime[:, None])
         # Shape (jobs, variants, max_units, choices).
@@ -115,16 +115,16 @@ class PriceSolver:
         """Return a plan per lane, and whether its predicted peak fits.
 
         Args:
-            job: shape (n,).
-            budget_bytes: shape (n,); infinity for none.
+            job: shape (n,), number of each lane's job.
+            budget_bytes: shape (n,), memory budgets; infinity for none.
             length: factor on activations, as for :meth:`CostArrays.peak_bytes`.
-            worth: shape (n, max_k), what a step at each k is worth; ``None`` counts all k the same. Time per worth is
+            worth: shape (n, max_k), worth of a step with each k; ``None`` if all are equal. Seconds per worth are
                 minimised.
-            unit_seconds: shape (n, variants, max_units, max_choices), what the units cost each lane; ``None`` for what
-                its job's profile says.
+            unit_seconds: shape (n, variants, max_units, max_choices), seconds of the units; ``None`` takes the
+                profiles.
 
         Returns:
-            The plans; of lanes where nothing fits, the leanest that the chains reach.
+            The plans; if none fits, the leanest one on the chains.
         """
         lanes = _Lanes(self, job, budget_bytes, length, unit_seconds)
         worth = np.ones((len(job), self.arrays.max_k)) if worth is None else worth
@@ -133,7 +133,7 @@ class PriceSolver:
         best = _Best(len(job), self.arrays.max_units)
         for place in range(self.arrays.variants):
             variant = order[:, place]
-            # Where even the unlimited plan is slower than what was found, there is nothing to look for.
+            # Skip lanes in which even the plan without a budget is slower than the best one so far.
             least = np.take_along_axis(bound, variant[:, None], 1)[:, 0]
             at = np.flatnonzero((least < best.cost) & (least < np.inf))
             if not len(at):
@@ -143,7 +143,7 @@ class PriceSolver:
         return Plans(job=job, k=best.k, choices=best.choices), best.fits
 
     def chains(self, job: Indices, unit_seconds: Floats | None) -> tuple[Chains, Indices]:
-        """Return chains, and each lane's first row in them; one row per variant."""
+        """Return chains with one row per variant, and the number of each lane's first row."""
         arrays = self.arrays
         if unit_seconds is None:
             return self._chains, job * arrays.variants
@@ -157,7 +157,7 @@ class PriceSolver:
 
 
 class _Lanes:
-    """What is asked of each lane."""
+    """The problem of each lane."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class _Lanes:
 
 
 class _Best:
-    """The best plan of each lane so far: the cheapest that fits, else the one with the smallest peak."""
+    """The best plan of each lane so far: the cheapest that fits, or the one with the smallest peak if none fits."""
 
     def __init__(self, lanes: int, max_units: int) -> None:
         self.k = np.zeros(lanes, dtype=np.int64)
@@ -218,7 +218,7 @@ class _Best:
         self._least = np.full(lanes, np.inf)
 
     def take(self, at: Indices, plans: Plans, peak: Floats, cost: Floats, fits: NDArray[np.bool_]) -> None:
-        """Take in one plan for some lanes."""
+        """Compare one plan of some lanes with the best so far."""
         better = np.where(fits, cost < self.cost[at], ~self.fits[at] & (peak < self._least[at]))
         chosen, won = at[better], at[better & fits]
         self.k[chosen], self.choices[chosen] = plans.k[better], plans.choices[better]

@@ -1,4 +1,4 @@
-"""The cost of a job's pieces on a device: measured once, the input of every prediction.
+"""The profile of a job on a device: the measured cost of its parts, from which all predictions are made.
 
 A step is a chain of *segments*: the calls of units, and the code between them. A segment of a unit has one cost per
 choice of precision and storage; the code between has one.
@@ -22,26 +22,26 @@ FIXED = "fixed"
 
 
 def choice_name(precision: Precision, storage: Storage) -> str:
-    """Return the name under which a segment's cost stands, for example ``bf16/recompute``."""
+    """Return the name of a choice in a profile, for example ``bf16/recompute``."""
     return f"{precision}/{storage}"
 
 
-# Segments that all boundaries of a step pass, together: the solver has a term for each.
+# Largest total number of segments that the boundaries of a step pass: the solver has a term for each.
 _MOST_PASSED = 2**20
 _CHOICES = frozenset(choice_name(precision, storage) for precision in Precision for storage in Storage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What one segment costs in a step under one choice.
+    """The cost of one segment in a step under one choice.
 
     Attributes:
         forward_s: seconds in all forward passes of a step.
         backward_s: seconds in all backward passes of a step, recomputation included.
-        saved_bytes: what stays allocated from forward until backward, without boundaries.
+        saved_bytes: bytes that stay allocated from forward until backward, without boundaries.
         forward_peak_bytes: highest level within its forward pass above what earlier segments keep, in the first
             micro-batch and in later ones (0 where there are none).
-        backward_peak_bytes: the same of its backward pass.
+        backward_peak_bytes: the same for its backward pass.
     """
 
     __pydantic_config__ = STRICT
@@ -54,7 +54,7 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """Return its seconds in a step."""
+        """The seconds of the segment in a step."""
         return self.forward_s + self.backward_s
 
 
@@ -63,9 +63,9 @@ class Segment:
     """One call of a unit, or the code between two calls.
 
     Attributes:
-        unit: the unit's name; ``None`` for the code between.
-        gradient_bytes: parameter gradients that its first backward pass allocates.
-        costs: by choice; the one choice of the code between is called ``fixed``.
+        unit: name of the unit; ``None`` for code between units.
+        gradient_bytes: bytes of parameter gradients that its first backward pass allocates.
+        costs: costs by choice; code between units has the one choice ``fixed``.
     """
 
     __pydantic_config__ = STRICT
@@ -75,10 +75,10 @@ class Segment:
     costs: Mapping[str, Cost]
 
     def cost(self, choice: str) -> Cost:
-        """Return what a choice costs.
+        """Return the cost of a choice.
 
         Raises:
-            ProfileError: if it could not be profiled.
+            ProfileError: if the choice could not be profiled.
         """
         if choice not in self.costs:
             raise ProfileError(
@@ -94,9 +94,9 @@ class Boundary:
     Attributes:
         born: the segment that allocates it.
         last_use: the last segment whose forward pass needs it.
-        size_bytes: its size.
-        held: whether it stays until backward whatever the plan.
-        keepers: segments that keep it until their backward pass, and under which choices.
+        size_bytes: size of the tensor.
+        held: whether it stays until backward under every plan.
+        keepers: segments that keep it until their backward pass, with the choices under which they do.
     """
 
     __pydantic_config__ = STRICT
@@ -115,11 +115,11 @@ class StepTable:
     Attributes:
         accumulation_steps: k.
         micro_batch: samples in its largest micro-batch.
-        segments: in forward order.
-        boundaries: what passes between them.
-        update_peak_bytes: highest level outside forward and backward: all gradients, and what the update needs.
+        segments: segments in forward order.
+        boundaries: tensors that pass between segments.
+        update_peak_bytes: highest level outside forward and backward: all gradients and the memory of the update.
         update_s: seconds of a step outside forward and backward.
-        batch_bytes: the batches that a step holds: under adaptive batching one per micro-batch.
+        batch_bytes: bytes of the batches in a step; under adaptive batching there is one per micro-batch.
     """
 
     __pydantic_config__ = STRICT
@@ -135,15 +135,15 @@ class StepTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Correct summed seconds to those of whole plans: scale x sum + per micro-batch x k + constant.
+    """A correction of summed seconds to those of whole plans: scale x sum + per micro-batch x k + constant.
 
     Attributes:
-        scale: factor.
+        scale: factor on the sum.
         micro_batch_s: seconds per micro-batch.
         constant_s: seconds per step.
-        plans: whole plans that it was fitted to; 0 where it was not.
-        error_frac: median relative error left on those plans.
-        plans_needed: of how many of them a fit would have done as well, to a tenth; 0 if the sum alone did.
+        plans: number of measured plans in the fit; 0 without a fit.
+        error_frac: median relative error on those plans after the fit.
+        plans_needed: number of plans after which a fit has at most 1.1 times that error; 0 if the sum alone has.
     """
 
     __pydantic_config__ = STRICT
@@ -158,11 +158,11 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Everything that was measured of a job on a device.
+    """All measurements of a job on a device.
 
     Attributes:
-        job: the job's name.
-        device: what the device is called.
+        job: name of the job.
+        device: name of the device.
         fingerprint: SHA-256 of model structure, shapes, device and library versions.
         batching: ``fixed`` or ``adaptive``.
         batch_size: samples in one batch.
@@ -171,18 +171,18 @@ class Profile:
         precisions: allowed precisions.
         static_bytes: model and optimizer state.
         tables: one per profiled k, ascending.
-        uniform_tables: by the name of a 16-bit precision and of k, where plans that use it for all units cost something
-            else, since tensors then pass between units in 16 bits.
-        calibration: of the time model.
+        uniform_tables: tables per k by 16-bit precision, for plans that use it for all units: these have other costs,
+            since tensors then pass between units in 16 bits.
+        calibration: calibration of the time model.
         noise_frac: median relative difference of two medians of the same plan.
-        switch_s: seconds by which the first step after a switch is longer, median.
-        seconds: how long profiling took.
-        steps: real optimizer steps that it took.
-        length_spread: standard deviation of the logarithm of a batch's bytes, over the job's first batches; 0 where all
-            are alike.
-        fragments_bytes: the most that a step reserved beyond what it allocated, each at its peak; 0 on a CPU.
-        warnings: what a reader should know.
-        estimated: whether it was estimated for a device that was not there, instead of measured.
+        switch_s: median extra seconds of the first step after a switch.
+        seconds: seconds that profiling took.
+        steps: real optimizer steps that profiling took.
+        length_spread: standard deviation of the logarithm of a batch's bytes, over the job's first batches; 0 if all
+            batches are equal.
+        fragments_bytes: largest difference between peak reserved and peak allocated memory of a step; 0 on a CPU.
+        warnings: warnings for people who read the profile.
+        estimated: whether the costs were estimated for an absent device instead of measured.
     """
 
     __pydantic_config__ = STRICT
@@ -210,7 +210,7 @@ class Profile:
 
     @property
     def space(self) -> PlanSpace:
-        """Return the plans that it can predict."""
+        """The plans that the profile can predict."""
         return PlanSpace(
             units=self.units,
             accumulation_choices=self.accumulation_choices,
@@ -219,14 +219,14 @@ class Profile:
         )
 
     def unit(self, name: str) -> Unit:
-        """Return a unit by the name that its segments have."""
+        """Return the unit with a name."""
         return next(unit for unit in self.units if unit.name == name)
 
     def table_for(self, plan: Plan) -> StepTable:
-        """Return the costs that hold for a plan.
+        """Return the costs of a plan.
 
         Raises:
-            ProfileError: if its k is not in the profile.
+            ProfileError: if the plan's k is not in the profile.
         """
         uniform = plan.changed(
             precision={unit.name: plan.precision_of(unit.name) for unit in self.units}
@@ -237,7 +237,7 @@ class Profile:
         return self.table(plan.accumulation_steps)
 
     def table(self, accumulation_steps: int) -> StepTable:
-        """Return the costs at one k, where units compute in different precisions.
+        """Return the costs of plans with mixed precisions at one k.
 
         Raises:
             ProfileError: if that k is not in the profile.
@@ -266,7 +266,7 @@ class Profile:
         """Read a profile from a JSON object.
 
         Raises:
-            ProfileError: if it is damaged or of another version; the message says of which job and device it is.
+            ProfileError: if it is damaged or has another version; the message names its job and device.
         """
         try:
             found = validated(cls, document, where=where, version=PROFILE_VERSION, error=ProfileError)
@@ -280,10 +280,10 @@ class Profile:
 
 
 def _require_consistent(profile: Profile) -> None:
-    """Refuse a profile whose parts do not belong together.
+    """Refuse a profile with inconsistent parts.
 
     Raises:
-        ProfileError: saying which.
+        ProfileError: naming the parts.
     """
     names = [unit.name for unit in profile.units]
     _require(len(set(names)) == len(names), "two units have one name")
@@ -300,7 +300,7 @@ def _require_consistent(profile: Profile) -> None:
 
 
 def _require_whole(table: StepTable, units: set[str]) -> None:
-    """Refuse a table whose segments or boundaries name what is not there."""
+    """Refuse a table whose segments or boundaries refer to missing units, segments or choices."""
     count = len(table.segments)
     choices: dict[str | None, set[str]] = {}
     for segment in table.segments:
@@ -317,7 +317,7 @@ def _require_whole(table: StepTable, units: set[str]) -> None:
 
 
 def _require_costly(profile: Profile, table: StepTable) -> None:
-    """Refuse costs by which some plan would take no time or no memory: plans are compared by ratios."""
+    """Refuse costs with which a plan would take no time or no memory, since plans are compared by ratios."""
     sums = table.update_s + sum(min(cost.seconds for cost in segment.costs.values()) for segment in table.segments)
     calibration, k = profile.calibration, table.accumulation_steps
     fastest = calibration.scale * sums + calibration.micro_batch_s * k + calibration.constant_s

@@ -1,4 +1,4 @@
-"""Compute the best plan of a profile under a memory budget, exactly.
+"""The exact solver: the best plan of a profile under a memory budget.
 
 For each k a mixed-integer program chooses one precision and storage per unit. The memory model is linear in these
 choices: a running total of what earlier segments keep, one row per pass of each segment, and one variable per boundary
@@ -24,18 +24,18 @@ from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import BudgetError, ProfileError
 from autotune.plan import Plan, Precision, Storage
 
-# Share of a budget that is left free for what the memory model does not see.
+# Share of a budget that is left free for memory outside of the memory model.
 SAFETY_MARGIN = 0.005
 _MIB = 2.0**20
-# Thousands of equal units can be exchanged for each other in too many ways to prove the last hundredth of a percent.
+# Thousands of equal units have too many equivalent orders to prove the last hundredth of a percent.
 _TIME_LIMIT_S = 1.5
-# What SciPy's `milp` answers where that time did not do.
+# Status of SciPy's `milp` when the time limit is reached.
 _TIME_IS_UP = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What is minimised: w1 T + w2 M per sample of progress, against the baseline.
+    """The objective: w1 T + w2 M per sample of progress, relative to the baseline.
 
     Attributes:
         weights: w1, w2; energy is not predicted.
@@ -49,16 +49,16 @@ class Goal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """A plan and what is predicted of it.
+    """A plan and its predicted costs.
 
     Attributes:
         plan: the plan.
         seconds_per_step: predicted seconds of one step.
-        seconds_per_sample: the same per sample of progress (a sample is worth less in larger batches).
+        seconds_per_sample: predicted seconds per sample of progress (a sample is worth less in larger batches).
         peak_bytes: predicted peak.
-        objective: what was minimised.
-        gap: by what share the objective could at most be better.
-        shadow_price: predicted seconds per step that one more GiB would save; ``None`` where it was not asked for.
+        objective: value of the objective.
+        gap: upper bound of the relative improvement that is still possible.
+        shadow_price: predicted seconds per step that one more GiB would save; ``None`` if it was not computed.
     """
 
     plan: Plan
@@ -75,17 +75,17 @@ def solve(profile: Profile, budget_bytes: int | None = None, goal: Goal | None =
 
     Args:
         profile: the profile.
-        budget_bytes: the budget; ``None`` for none.
-        goal: what is minimised.
+        budget_bytes: memory budget; ``None`` for none.
+        goal: the objective; ``None`` for time alone.
 
     Raises:
-        BudgetError: if no plan fits; the message names the smallest budget that can be met.
+        BudgetError: if no plan fits; the message gives the smallest budget that can be met.
     """
     return solve_each(profile, budget_bytes, goal)[0]
 
 
 def solve_each(profile: Profile, budget_bytes: int | None = None, goal: Goal | None = None) -> list[Solution]:
-    """Return the best plan of every k that has one, the best first; see :func:`solve`."""
+    """Return the best plan of every k with a plan that fits, the best first; see :func:`solve`."""
     goal = goal or Goal()
     usable = math.inf if budget_bytes is None else budget_bytes * (1 - SAFETY_MARGIN)
     found = _best_of_each_k(profile, usable, goal)
@@ -111,10 +111,10 @@ def require_feasible(profile: Profile, budget_bytes: int) -> None:
 
 
 def smallest(profile: Profile) -> Solution:
-    """Return the plan with the smallest predicted peak; the fastest of them, nearly.
+    """Return a plan with the smallest predicted peak, nearly the fastest of these.
 
     Raises:
-        ProfileError: if the profile's numbers are beyond the solver.
+        ProfileError: if the profile's numbers are too large for the solver.
     """
     goal = Goal(weights=Weights(time=1e-4, memory=1.0))
     found = _best_of_each_k(profile, math.inf, goal)
@@ -146,7 +146,7 @@ def pareto_front(profile: Profile, points: int = 16, goal: Goal | None = None) -
 
 
 def _best_of_each_k(profile: Profile, usable_bytes: float, goal: Goal) -> list[Solution]:
-    """Return the best plan of every k that has one: of different precisions, or one 16-bit precision for all units."""
+    """Return the best plan of every k, with mixed precisions or one 16-bit precision; without k for which none fits."""
     best: dict[int, Solution] = {}
     for table in (*profile.tables, *(table for tables in profile.uniform_tables.values() for table in tables)):
         solution = _best_at(profile, table, usable_bytes, goal)
@@ -170,7 +170,7 @@ def _best_at(profile: Profile, table: StepTable, usable_bytes: float, goal: Goal
     plan = _plan(profile, table, chosen)
     peak = peak_bytes(profile, plan)
     if peak > usable_bytes and profile.table_for(plan) is not table:
-        # All units happen to compute in one 16-bit precision, which has costs of its own.
+        # All units use the same 16-bit precision, for which the profile has separate costs.
         return None
     if peak > usable_bytes * (1 + 1e-9):
         raise AssertionError(f"the program's solution needs {peak} bytes, over {usable_bytes:.0f}")
@@ -178,7 +178,7 @@ def _best_at(profile: Profile, table: StepTable, usable_bytes: float, goal: Goal
 
 
 def _leanest_at(profile: Profile, table: StepTable, usable_bytes: float, goal: Goal) -> Solution | None:
-    """Return the plan that should need least memory at one k, if it fits: what there is where the solver ran late."""
+    """Return the leanest plan with one k if it fits: the fallback when the solver reaches its time limit."""
     space = profile.space
     plan = space.plan(
         accumulation_steps=table.accumulation_steps, precision=space.lowest_precision, recomputed=space.recomputable
@@ -206,7 +206,7 @@ def _solution(profile: Profile, plan: Plan, goal: Goal, gap: float) -> Solution:
 
 
 def _reference(profile: Profile, goal: Goal) -> tuple[float, int]:
-    """Return the baseline's seconds per sample of progress and its peak; the leanest plan's, if it cannot run."""
+    """Return the baseline's seconds per sample of progress and peak; the leanest plan's if the baseline cannot run."""
     plan = profile.space.baseline()
     try:
         peak = peak_bytes(profile, plan)
@@ -218,11 +218,17 @@ def _reference(profile: Profile, goal: Goal) -> tuple[float, int]:
 
 
 def samples_of_progress(profile: Profile, accumulation_steps: int, noise_scale: float | None) -> float:
-    """Return what a step at some k is worth, in samples at k = 1."""
+    """Return the worth of a step with some k, in samples at k = 1.
+
+    Args:
+        profile: the profile.
+        accumulation_steps: k.
+        noise_scale: gradient noise scale in samples; ``None`` if unknown.
+    """
     single = float(profile.batch_size)
     if profile.batching == "fixed":
         return single
-    # Unknown, it is not taken to be large: a larger k would then look better than it is.
+    # An unknown noise scale is assumed to be small, since a large one would overrate a larger k.
     noise = single if noise_scale is None else noise_scale
     return accumulation_steps * single * efficiency(accumulation_steps * single, noise, single)
 
@@ -265,10 +271,10 @@ class _Program:
         self._remember()
 
     def solve(self) -> tuple[dict[str, str] | None, float]:
-        """Return each unit's choice, or ``None`` if nothing fits; and the relative gap.
+        """Return each unit's choice, or ``None`` if no plan fits; and the relative gap.
 
         Raises:
-            TimeoutError: if the time that it has passed before it found anything.
+            TimeoutError: if the time limit is reached without a solution.
         """
         if self._infeasible:
             return None, 0.0
@@ -307,12 +313,12 @@ class _Program:
         self._rows.append(([column for column, _ in terms], [value for _, value in terms], lower, upper))
 
     def _choose(self) -> None:
-        """Add one column per unit and choice, priced in seconds, exactly one of which is taken."""
+        """Add one column per unit and choice, with its seconds as cost; exactly one of a unit's columns is 1."""
         for segment in self._table.segments:
             if segment.unit is None:
                 continue
             if segment.unit not in self._options:
-                # What a lock took away may have been measured all the same.
+                # The profile may contain choices that a lock has removed.
                 locked = segment.unit in self._saved_only
                 names = [name for name in segment.costs if not locked or name.endswith(f"/{Storage.SAVE}")]
                 self._options[segment.unit] = {name: self._column(0, 1, whole=True) for name in names}
@@ -321,7 +327,7 @@ class _Program:
                 self._cost[column] += segment.costs[name].seconds * self._per_second
 
     def _kept(self) -> list[int]:
-        """Add one column per boundary, at least 1 if a neighbour's choice keeps it."""
+        """Add one column per boundary, which is at least 1 if a neighbour's choice keeps the boundary."""
         columns = []
         for boundary in self._table.boundaries:
             column = self._column(1.0 if boundary.held else 0.0, 1.0)
@@ -334,7 +340,7 @@ class _Program:
         return columns
 
     def _remember(self) -> None:
-        """Add the running total and the rows that hold each pass of each segment below the peak."""
+        """Add the running total, and the rows that bound every pass of every segment by the peak."""
         table, kept = self._table, self._kept()
         gradients = [segment.gradient_bytes for segment in table.segments]
         around = levels(gradients, [0] * len(gradients), (), ())
@@ -346,7 +352,7 @@ class _Program:
                 for number, boundary in enumerate(table.boundaries)
                 if boundary.born < index <= boundary.last_use
             ]
-            # What passes counts in full during forward; of it, the running total holds the share that is kept.
+            # A passing boundary counts in full during forward; the running total contains the share that is kept.
             extra = sum(size for _, size in passing) / _MIB
             less = [(column, size / _MIB) for column, size in passing]
             after = around.gradients_after[index]

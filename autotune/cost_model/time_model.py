@@ -1,4 +1,4 @@
-"""Predict the seconds of a step under any plan from a profile: measured pieces, summed and calibrated."""
+"""Seconds of a step under any plan, predicted from a profile as a calibrated sum of measured parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def seconds_per_step(profile: Profile, plan: Plan) -> float:
 
 
 def summed_seconds(profile: Profile, plan: Plan) -> float:
-    """Return the seconds of a step as the sum of its pieces."""
+    """Return the seconds of a step as the sum of its parts, without calibration."""
     table = profile.table_for(plan)
     pieces = zip(table.segments, choices(table.segments, plan), strict=True)
     return table.update_s + sum(segment.cost(name).seconds for segment, name in pieces)
@@ -34,7 +34,7 @@ def summed_seconds(profile: Profile, plan: Plan) -> float:
 def seconds_by_operation(profile: Profile, plan: Plan) -> dict[str, float]:
     """Return the seconds of a step by operation: ``forward``, ``backward`` (recomputation included), ``optimizer``.
 
-    They are the measured pieces, without the calibration of their sum.
+    These are the measured parts, without the calibration of their sum.
     """
     table = profile.table_for(plan)
     pieces = zip(table.segments, choices(table.segments, plan), strict=True)
@@ -47,10 +47,10 @@ def seconds_by_operation(profile: Profile, plan: Plan) -> dict[str, float]:
 
 
 def calibrated(profile: Profile, measured: Sequence[tuple[Plan, float]]) -> Profile:
-    """Return the profile with its sums fitted to whole plans.
+    """Return the profile with a calibration fitted to measured plans.
 
-    The three coefficients are drawn towards (1, 0, 0), so that few or noisy plans cannot bend them far, and an added
-    unit of cost never lowers a prediction.
+    The three coefficients are regularized towards (1, 0, 0), so that few or noisy plans cannot change them much. A
+    higher cost never lowers a prediction.
 
     Args:
         profile: the profile.
@@ -70,7 +70,7 @@ def _fitted(profile: Profile, measured: Sequence[tuple[Plan, float]]) -> Calibra
     sums = np.array([summed_seconds(profile, plan) for plan, _ in measured])
     steps = np.array([float(plan.accumulation_steps) for plan, _ in measured])
     seconds = np.array([value for _, value in measured])
-    # Ridge on relative errors: a weight of one plan against each coefficient's own scale.
+    # Ridge regression on relative errors; the penalty of each coefficient weighs as much as one plan.
     size = seconds.mean()
     design = np.stack([sums, steps * size, np.full_like(sums, size)], axis=1) / seconds[:, None]
     rest = (seconds - sums) / seconds

@@ -1,7 +1,7 @@
-"""Wrap an environment of plans as one of levers: the planner turns what a policy asks for into a plan.
+"""A real training job as an environment of levers: the planner makes the plans, and an action adjusts it.
 
-The raw environment's action is a whole plan; here an action only leans on the planner, as in the simulator that the
-shipped policy was trained in, and an untrained policy is the planner.
+Actions and observations are those of the simulator in which the shipped policy was trained. An untrained policy acts as
+the planner.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autotune.simulator.online_planner import PlannerSettings, Situation
 
 
 class LeverEnv(gymnasium.Env[dict[str, Features], NDArray[np.int64]]):
-    """Lean on a planner, window by window, while a job trains.
+    """An environment whose actions adjust a planner, window by window, while a job trains.
 
     An action is ``MultiDiscrete(SIZES)``, see :mod:`autotune.gym.levers`; an observation holds ``run``, shape
     (len(RUN_FEATURES),), and ``units``, shape (units x len(UNIT_FEATURES),). Rewards, ``terminated`` and ``truncated``
@@ -30,11 +30,11 @@ class LeverEnv(gymnasium.Env[dict[str, Features], NDArray[np.int64]]):
 
     Args:
         env: the environment of plans.
-        profile: what its job costs.
-        settings: how the planner plans.
+        profile: the profile of its job.
+        settings: settings of the planner.
 
     Raises:
-        InputError: if the profile is not of this job.
+        InputError: if the profile belongs to another job.
     """
 
     metadata = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own attribute
@@ -53,7 +53,7 @@ class LeverEnv(gymnasium.Env[dict[str, Features], NDArray[np.int64]]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Features], dict[str, Any]]:
-        """Start the job afresh and run one window of the baseline.
+        """Restart the job and run one window of the baseline.
 
         Raises:
             InputError: if the baseline cannot run.

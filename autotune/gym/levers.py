@@ -1,9 +1,9 @@
-"""Turn a planner's run into features, and actions into levers: what a learned policy sees and may do.
+"""Observations and actions of a learned policy that adjusts a planner: features of a run, and levers.
 
-The planner makes the plans. An action only leans on it: whether to brace for less memory than announced, how cautious
-to be about longer sequences, how to value a larger k and 16-bit formats, how much to try what is not known well, how
-sticky to be. With every lever in the middle the planner is what it is. The same code runs on thousands of simulated
-lanes and on the one lane of a real run.
+The planner makes the plans. An action only adjusts it: whether to expect less memory than announced, how cautious to be
+about longer sequences, how to value a larger k and 16-bit formats, how much to explore uncertain costs, and how costly
+a switch is. With neutral levers the planner acts unchanged. The same code serves thousands of simulated lanes and the
+one lane of a real run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autotune.cost_model.cost_arrays import Floats, precision_index, recomputes
 from autotune.simulator.online_planner import DIP, Levers, Planner, Seen, Situation
 
 LEVER_VERSION = 2
-# What each number of an action stands for; the neutral one is 0, but for the stickiness 1.
+# Values of each lever by the index in an action. The neutral value is 0, and 1 for the stickiness.
 BRACES = (0.0, 1.0)
 CAUTIONS = (-1.0, -0.5, 0.0, 0.5, 1.0)
 K_BIASES = (-0.6, -0.3, 0.0, 0.3, 0.6)
@@ -36,9 +36,9 @@ NEUTRAL = (
     STICKINESSES.index(1.0),
 )
 LIMIT = 5.0
-# Counts of windows end here, so that a run may be longer than those that a policy was trained on.
+# Counts of windows are clipped here, so that a run may be longer than those in training.
 _LONG = 100.0
-# Weight of a new window in what is remembered.
+# Weight of a new window in moving averages.
 _WEIGHT = 0.3
 
 Features = NDArray[np.float32]
@@ -46,7 +46,7 @@ Actions = NDArray[np.int64]
 
 
 def levers_of(actions: Actions) -> Levers:
-    """Return the levers that actions, shape (n, levers), stand for."""
+    """Return the levers of actions, shape (n, levers)."""
     return Levers(
         brace=np.array(BRACES)[actions[:, 0]],
         caution=np.array(CAUTIONS)[actions[:, 1]],
@@ -58,32 +58,32 @@ def levers_of(actions: Actions) -> Levers:
 
 
 def neutral_actions(lanes: int) -> Actions:
-    """Return the actions that leave the planner alone, shape (lanes, levers)."""
+    """Return actions that do not change the planner, shape (lanes, levers)."""
     return np.tile(np.array(NEUTRAL, dtype=np.int64), (lanes, 1))
 
 
 @dataclass(slots=True)
 class Memory:
-    """What is remembered of n runs; arrays of shape (n,), most of them moving averages.
+    """Statistics of n runs; arrays of shape (n,), most of them moving averages.
 
     Attributes:
-        windows: how many were seen.
-        length: logarithm of the sequences' length.
-        change: its change from window to window.
-        rise: by how much a window's longest batch exceeds the length before, as a logarithm.
-        rise_square: the same, squared.
-        rise_max: the largest.
-        ran_out: how often windows ran out of memory.
-        out_since: windows since the last one did.
-        noise: logarithm of the noise scale in batches, as last known.
-        noise_change: how it changes.
-        noise_square: how much it changes, squared.
-        surprise: logarithm of measured over believed seconds.
-        surprise_square: the same, squared.
+        windows: number of windows so far.
+        length: logarithm of the sequence length.
+        change: change of that logarithm from window to window.
+        rise: logarithm of a window's longest batch over the length of the window before.
+        rise_square: square of the rise.
+        rise_max: largest rise so far.
+        ran_out: share of windows that ran out of memory.
+        out_since: windows since the last one that ran out of memory.
+        noise: logarithm of the last known noise scale, in batches.
+        noise_change: change of that logarithm from window to window.
+        noise_square: square of that change.
+        surprise: logarithm of measured over expected seconds per step.
+        surprise_square: square of the surprise.
         held: windows under the running plan.
-        dip_since: windows since memory last dipped unannounced.
+        dip_since: windows since the last unannounced dip of the memory.
         dip_interval: windows between the last two dips; 0 before there were two.
-        dips: how many there were.
+        dips: number of dips.
     """
 
     windows: Floats
@@ -113,18 +113,18 @@ class Memory:
 
 
 class Watch:
-    """Watch a planner's runs and describe them.
+    """An observer that describes a planner's runs by features.
 
     Args:
         planner: the planner.
 
     Attributes:
         planner: the planner.
-        baseline_peak: shape (n,), bytes of the baseline plan at the profiled length.
-        memory: what is remembered.
-        situation: what is known before the next window; features refer to it.
-        full: shape (n,), the running plan's peak at the length last seen over the next window's budget.
-        unsure: shape (n, max_units, precisions), how unsure each factor on costs is.
+        baseline_peak: shape (n,), peak of the baseline plan at the profiled length, in bytes.
+        memory: statistics of the runs.
+        situation: what is known before the next window, which the features describe.
+        full: shape (n,), peak of the running plan at the last length, as a share of the next window's budget.
+        unsure: shape (n, max_units, precisions), standard deviation of each cost factor.
     """
 
     def __init__(self, planner: Planner) -> None:
@@ -137,7 +137,12 @@ class Watch:
         self.unsure: Floats
 
     def observe(self, seen: Seen, noise_scale: Floats) -> None:
-        """Let the planner take in a window, and remember it."""
+        """Give a window to the planner and update the statistics.
+
+        Args:
+            seen: measurements of the window.
+            noise_scale: shape (n,), estimated noise scale in samples; NaN while unknown.
+        """
         memory, former_plan = self.memory, self.planner.plan
         length, longest = np.log(seen.length), np.log(seen.longest)
         former = length if self.planner.seen is None else np.log(self.planner.length)
@@ -174,30 +179,34 @@ class Watch:
         memory.windows = memory.windows + 1
 
     def features(self, situation: Situation) -> tuple[Features, Features]:
-        """Return what a policy is shown before a window, each number within -5 and 5.
+        """Return the features before a window, each number within -5 and 5.
 
         Returns:
             ``run``: shape (n, len(RUN_FEATURES)); ``units``: shape (n, max_units, len(UNIT_FEATURES)), zeros for units
-            that are not there.
+            that do not exist.
         """
         self.situation = situation
-        # Several features are made of these.
+        # Several features use these.
         self.full, self.unsure = self.pressure(), self.planner.belief.deviation()
         run = np.stack([read(self) for read in RUN_FEATURES.values()], axis=1)
         return _bounded(run), _bounded(self._units())
 
     @property
     def choices(self) -> NDArray[np.int64]:
-        """Return the running plans' choices, shape (n, max_units)."""
+        """The choices of the running plans, shape (n, max_units)."""
         return self.planner.lanes.pool.choices[np.arange(self.lanes), self.planner.plan]
 
     def pressure(self, longer: Floats | float = 0.0) -> Floats:
-        """Return the running plan's peak at the length last seen, or a longer one, over the next window's budget."""
+        """Return the peak of the running plan as a share of the next window's budget, shape (n,).
+
+        Args:
+            longer: logarithm of the assumed length over the last one.
+        """
         length = self.planner.length * np.exp(longer)
         return self.planner.lanes.pool.peak_of(self.planner.plan, length) / self.situation.budget[:, 0]
 
     def share(self, flags: NDArray[np.bool_]) -> Floats:
-        """Return the share of each lane's units that a flag holds for."""
+        """Return the share of each lane's units for which a flag is set."""
         return np.asarray(flags.sum(axis=1) / self.planner.lanes.num_units)
 
     def _units(self) -> Floats:
@@ -246,24 +255,24 @@ def _deviation(mean: Floats, square: Floats) -> Floats:
 
 
 def _next_lower(w: Watch) -> Floats:
-    """Return by how much the tightest announced budget lies below the next one, as a logarithm."""
+    """Return the logarithm of the smallest announced budget over the next one."""
     return np.asarray(np.log(w.situation.budget.min(axis=1) / w.situation.budget[:, 0]))
 
 
 def _until_lower(w: Watch) -> Floats:
-    """Return 1 over the windows until a tighter budget; 0 where none is announced."""
+    """Return 1 over the number of windows until a smaller budget; 0 if none is announced."""
     lower = w.situation.budget[:, 1:] < 0.999 * w.situation.budget[:, :1]
     return np.where(lower.any(axis=1), 1.0 / (1.0 + lower.argmax(axis=1)), 0.0)
 
 
 def _until_higher(w: Watch) -> Floats:
-    """Return 1 over the windows until a wider budget; 0 where none is announced."""
+    """Return 1 over the number of windows until a larger budget; 0 if none is announced."""
     higher = w.situation.budget[:, 1:] > 1.001 * w.situation.budget[:, :1]
     return np.where(higher.any(axis=1), 1.0 / (1.0 + higher.argmax(axis=1)), 0.0)
 
 
 def _dip_due(w: Watch) -> Floats:
-    """Return the windows until the next dip if dips are periodic, counting from -2 to 2; 2 where nothing is known."""
+    """Return the windows until the next dip if dips are periodic, clipped to -2..2; 2 if the period is unknown."""
     left = w.memory.dip_interval - w.memory.dip_since - 1
     return np.where(w.memory.dip_interval > 0, np.clip(left, -2, 2), 2.0)
 
@@ -280,11 +289,11 @@ def _switch_share(w: Watch) -> Floats:
 
 
 def _running(w: Watch, values: NDArray[Any]) -> NDArray[Any]:
-    """Return the running plan's value of those of every plan, shape (n, plans)."""
+    """Return the value of the running plan, given those of all plans, shape (n, plans)."""
     return values[np.arange(w.lanes), w.planner.plan]
 
 
-# What a policy is shown of a run, by name; everything else that it could know follows from these and the units.
+# Features of a run by name.
 RUN_FEATURES: dict[str, Callable[[Watch], Floats]] = {
     "progress": lambda w: w.situation.progress,
     "windows_left": lambda w: np.log(np.clip(w.situation.windows_left, 1.0, _LONG)) / 2,

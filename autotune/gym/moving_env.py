@@ -1,4 +1,4 @@
-"""Lean on a planner window by window while conditions move: the environment that the shipped policy learns in."""
+"""The environment in which the shipped policy is trained: it moves a planner's levers while conditions move."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ _SMALLEST_SHARE = 0.3
 
 
 class MovingEnv:
-    """Run lanes of moving courses, all for the same number of windows.
+    """Many simulated runs at once, all with the same number of windows.
 
     Args:
         jobs: the jobs that lanes draw from.
-        strengths: how strongly things move.
-        lanes: runs at once.
-        windows: of a run.
-        settings: how the planner plans where no lever is moved.
-        clones: lanes that share a course, next to each other; what an action is worth is told against them.
-        seed: of jobs, budgets and courses.
+        strengths: how strongly conditions move.
+        lanes: number of runs.
+        windows: windows of a run.
+        settings: settings of the planner.
+        clones: number of neighbouring lanes that share a course, so that their rewards can be compared.
+        seed: random seed for jobs, budgets and courses.
 
     Attributes:
-        lanes: runs at once.
+        lanes: number of runs.
+        clones: number of neighbouring lanes that share a course.
+        settings: settings of the planner.
         runs: the runs.
-        course: what happens.
-        seen: what the last window saw.
-        planner_seconds: shape (lanes, windows), what the planner alone takes on the same course.
+        course: the conditions of the runs.
+        seen: measurements of the last window.
+        planner_seconds: shape (lanes, windows), seconds of the planner alone on the same course.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class MovingEnv:
 
     @property
     def generator_state(self) -> dict[str, Any]:
-        """Return or set where the generator of courses stands, as JSON holds it."""
+        """The state of the generator of courses, as a JSON object."""
         return dict(self._generator.bit_generator.state)
 
     @generator_state.setter
@@ -74,22 +76,22 @@ class MovingEnv:
         self._generator.bit_generator.state = state
 
     def reseed(self, seed: int) -> None:
-        """Draw courses from another seed from now on."""
+        """Draw all further courses from another seed."""
         self._generator = np.random.default_rng(seed)
 
     @property
     def ended(self) -> bool:
-        """Tell whether the runs have ended."""
+        """Return whether the runs have ended."""
         return self.runs.window >= self.runs.windows
 
     def reset(self, course: Course | None = None) -> tuple[Features, Features]:
-        """Begin other runs and return the first observation; see :meth:`Watch.features`.
+        """Start new runs and return the first observation; see :meth:`Watch.features`.
 
         Args:
-            course: what shall happen; ``None`` draws it.
+            course: the conditions; ``None`` draws them.
         """
         drawn = course or self.draw(self.lanes // self.clones)
-        # What the planner alone comes to on the same course: rewards are measured against it, window by window.
+        # Rewards are relative to the planner alone on the same course, window by window.
         alone = run_planner(self.runs, drawn, self.settings)
         repeats = 1 if course is not None else self.clones
         cloned = np.repeat(np.arange(len(drawn.job)), repeats)
@@ -102,12 +104,16 @@ class MovingEnv:
         return self._watch.features(self.runs.situation())
 
     def draw(self, lanes: int | None = None) -> Course:
-        """Return courses of jobs and budgets drawn at random."""
+        """Return a course of random jobs and budgets.
+
+        Args:
+            lanes: number of lanes; ``None`` takes that of the environment.
+        """
         n, generator, runs = self.lanes if lanes is None else lanes, self._generator, self.runs
         job = generator.integers(0, len(runs.jobs), n)
         share = np.exp(generator.uniform(np.log(_SMALLEST_SHARE), 0.0, n))
         course = draw_course(generator, runs.strengths, runs.arrays, job, share * self._peaks[job], runs.windows)
-        # Even the longest batch, in an event, must leave room for the leanest plan.
+        # The leanest plan must fit even the longest batch during an event.
         pool = runs.pool.take(job)
         needed = pool.peak_of(pool.leanest, course.longest.max(axis=1))
         lift = np.maximum(1.02 * needed / course.budget.min(axis=1), 1.0)
@@ -120,8 +126,8 @@ class MovingEnv:
             actions: shape (lanes, levers); see ``SIZES``.
 
         Returns:
-            The next observation; rewards, shape (lanes,): time won over the planner alone, in percent of its run; and
-            whether the runs have ended, all at once.
+            The next observation; rewards, shape (lanes,): time saved against the planner alone, in percent of its run;
+            and whether the runs have ended, which they do together.
         """
         window = self.runs.window
         seen = self.runs.run(self._planner.decide(self._watch.situation, levers_of(actions)))
@@ -133,20 +139,19 @@ class MovingEnv:
 
 
 def planner_rise(env: MovingEnv, rises: Sequence[float] = (0.0, 0.02, 0.05, 0.1, 0.15, 0.25)) -> float:
-    """Return the ``rise`` with which the planner alone is fastest on average, on courses of its own."""
-    courses = env.draw(min(env.lanes, 256))
-    means = {}
-    for rise in rises:
-        seconds = run_planner(env.runs, courses, replace(env.settings, rise=rise))
-        means[rise] = float(np.mean(seconds.sum(axis=1) / env.runs.baseline_s))
-    return min(means, key=means.__getitem__)
+    """Return the ``rise`` with which the planner alone is fastest on average, on newly drawn courses."""
+    return _fastest_setting(env, "rise", rises)
 
 
 def planner_reserve(env: MovingEnv, reserves: Sequence[float] = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4)) -> float:
-    """Return the one reserve with which the planner alone is fastest on average, on courses of its own."""
-    courses = env.draw(min(env.lanes, 256))
-    means = {}
-    for reserve in reserves:
-        seconds = run_planner(env.runs, courses, replace(env.settings, reserve=reserve))
-        means[reserve] = float(np.mean(seconds.sum(axis=1) / env.runs.baseline_s))
+    """Return the ``reserve`` with which the planner alone is fastest on average, on newly drawn courses."""
+    return _fastest_setting(env, "reserve", reserves)
+
+
+def _fastest_setting(env: MovingEnv, name: str, values: Sequence[float]) -> float:
+    courses, means = env.draw(min(env.lanes, 256)), {}
+    for value in values:
+        settings = replace(env.settings, **{name: value})
+        seconds = run_planner(env.runs, courses, settings)
+        means[value] = float(np.mean(seconds.sum(axis=1) / env.runs.baseline_s))
     return min(means, key=means.__getitem__)

@@ -1,6 +1,6 @@
-"""Turn what a window saw into named, bounded numbers: the one schema that policies are trained on.
+"""The observation of a window, and its features: named numbers on which policies that choose plans are trained.
 
-Every feature is finite and lies in [-LIMIT, LIMIT], whatever was measured; what is unknown is 0 and has a flag.
+Every feature is finite and lies in [-LIMIT, LIMIT]. An unknown quantity is 0 and has a flag.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Array = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """Everything that a policy may look at after a window.
+    """Everything that a policy may use after a window.
 
     Attributes:
         space: the plans that can be applied.
-        plan: the plan that the window ran under.
-        window: what it saw.
-        reference: what a window of the baseline plan saw; figures are given as ratios to it.
+        plan: the plan of the window.
+        window: measurements of the window.
+        reference: measurements of a window of the baseline plan, to which features are relative.
         previous_loss: loss of the window before; ``None`` for the first.
-        memory_budget_bytes: the budget; ``None`` for no budget.
+        memory_budget_bytes: memory budget; ``None`` for none.
         budget_ahead: announced budgets of the next windows, the next one first; empty if nothing is announced.
         batch_size: samples in one batch of the job.
         adaptive: whether a step consumes k batches.
-        progress: share of the run's samples that is done, 0 to 1.
+        progress: share of the run's samples that are done, 0 to 1.
     """
 
     space: PlanSpace
@@ -52,18 +52,18 @@ class Observation:
 
     @property
     def gradient(self) -> GradientStatistics:
-        """Return the gradient statistics; zeros and unknowns where none was sampled."""
+        """The gradient statistics; zeros and unknowns if no gradient was sampled."""
         return self.window.gradient or GradientStatistics(norm=0.0)
 
     def arrays(self, max_units: int | None = None) -> dict[str, Array]:
         """Return the features as fresh arrays.
 
         Args:
-            max_units: rows of the unit array; missing ones are zeros. ``None`` takes the number of units.
+            max_units: rows of the unit array; rows without a unit are zeros. ``None`` takes the number of units.
 
         Returns:
-            ``global``: shape (len(GLOBAL_FEATURES),); ``units``: shape (max_units * len(UNIT_FEATURES),), one
-            row of features per unit after another (flat, as stable-baselines3 asks for).
+            ``global``: shape (len(GLOBAL_FEATURES),); ``units``: shape (max_units * len(UNIT_FEATURES),), the rows of
+            all units in one flat array, as stable-baselines3 requires.
 
         Raises:
             ValueError: if the model has more units than ``max_units``.
@@ -91,7 +91,7 @@ def _bounded(value: float | bool | None) -> float:
 
 
 def _log(value: float | None, base: float | None = None) -> float:
-    """Return a natural logarithm of a ratio; 0 for what is unknown, the limit's sign for 0 and infinity."""
+    """Return the natural logarithm of a ratio; 0 if it is unknown, -LIMIT for a ratio of 0, LIMIT for infinity."""
     if value is None or base is None or math.isnan(value) or math.isnan(base) or base <= 0 or value < 0:
         return 0.0
     if math.isinf(base):

@@ -1,4 +1,4 @@
-"""Wrap a training job as a Gymnasium environment: one step is one window under one plan."""
+"""A training job as a Gymnasium environment: one step is one window under one plan."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from autotune.plan import Plan, PlanSpace
 
 EngineFactory = Callable[[int], Engine]
 
-# Windows in a row that may crash before the run counts as lost.
+# After this many crashed windows in a row, the run counts as lost.
 _UNRECOVERABLE_AFTER = 3
 
 
 class TuningEnv(gymnasium.Env[dict[str, Array], NDArray[np.int64]]):
-    """Tune a real training job window by window.
+    """An environment that tunes a real training job window by window.
 
     An action is a plan as ``MultiDiscrete`` indices; an observation holds the features of
     :mod:`autotune.gym.observation`; the reward is minus the cost of :mod:`autotune.gym.reward`.
 
-    An episode is one training run: ``reset`` starts the job afresh under the baseline plan and runs one window of
-    it, to which all ratios refer. ``terminated``: the target was reached, or the run is lost. ``truncated``: the
-    windows or the job's samples are used up.
+    An episode is one training run: ``reset`` restarts the job under the baseline plan and runs one window, to which all
+    ratios refer. ``terminated``: the target was reached, or the run is lost. ``truncated``: the windows or the job's
+    samples are used up.
 
     Args:
         job: the job, or its name.
-        engine: ``torch``, or a function from a seed to an engine.
-        memory_budget_bytes: the budget, in bytes or as a share of the baseline's peak (``40%``); ``None`` for none.
-        window_steps: optimizer steps of a window.
-        max_windows: windows of an episode.
+        engine: ``torch``, or a function that makes an engine from a seed.
+        memory_budget_bytes: memory budget in bytes or as a share of the baseline's peak (``40%``); ``None`` for none.
+        window_steps: optimizer steps in a window.
+        max_windows: windows in an episode.
         max_units: rows of the unit features; ``None`` takes the number of units.
-        objective: what is minimised.
+        objective: the objective, which is minimised.
         evaluate: whether the job is evaluated after each window, so that it can reach its target.
-        run_length: samples after which an episode is truncated; ``None`` takes the job's own length.
+        run_length: samples after which an episode is truncated; ``None`` takes the length of the job.
 
     Raises:
         InputError: if the job, the engine's name or a number cannot be used.
@@ -81,7 +81,7 @@ class TuningEnv(gymnasium.Env[dict[str, Array], NDArray[np.int64]]):
         if self._rows < len(self.plan_space.units):
             raise InputError(f"max_units is {max_units}", allowed=f"at least {len(self.plan_space.units)}")
         self.action_space = action_space(self.plan_space)
-        # Gymnasium's Dict is a space of dictionaries, which its own type does not say.
+        # Typed as Any: Gymnasium's Dict is not typed as a space of dictionaries.
         self.observation_space: Any = observation_space(self._rows)
         self.observation: Observation | None = None
         self._windows = self._crashes = self._samples = 0
@@ -89,17 +89,17 @@ class TuningEnv(gymnasium.Env[dict[str, Array], NDArray[np.int64]]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Array], dict[str, Any]]:
-        """Start the job afresh and run one window of the baseline.
+        """Restart the job and run one window of the baseline.
 
         Raises:
-            InputError: if the baseline cannot run, or the objective needs what cannot be measured.
+            InputError: if the baseline cannot run, or the objective needs a quantity that cannot be measured.
         """
         super().reset(seed=seed, options=options)
         self._engine.close()
         self._engine = self._factory(int(self.np_random.integers(2**31)))
         self._windows = self._crashes = self._samples = 0
         self._engine.apply(self.plan_space.baseline())
-        # The reference must be timed whole, so it alone is not held to the budget.
+        # The reference must complete to be timed, so the budget does not apply to it.
         self._engine.memory_budget_bytes = None
         reference = self._engine.run(self.window_steps)
         if reference.failure is not None:
@@ -148,7 +148,7 @@ class TuningEnv(gymnasium.Env[dict[str, Array], NDArray[np.int64]]):
     def action_masks(self) -> NDArray[np.bool_]:
         """Return a flat mask over all choices (``MaskablePPO``'s form): every choice of the space is allowed.
 
-        What a plan needs in memory depends on all choices together, which a mask per choice cannot say.
+        The memory of a plan depends on all choices together, which a mask per choice cannot express.
         """
         return np.ones(sum(self.plan_space.sizes), dtype=np.bool_)
 

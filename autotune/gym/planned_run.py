@@ -1,7 +1,4 @@
-"""Let one real run be planned as simulated ones are: observations in, what a planner reads out.
-
-This file only turns observations into situations and windows, and numbers of plans into plans.
-"""
+"""The planner of one real run: observations become the planner's inputs, and numbers of plans become plans."""
 
 from __future__ import annotations
 
@@ -23,24 +20,25 @@ from autotune.measurement import Failure
 from autotune.plan import Plan
 from autotune.simulator.online_planner import LOOK_AHEAD, Lanes, Planner, PlannerSettings, Seen, Situation
 
-# Windows by which the machine's speed is told, and the deviations of costs beyond which it is the machine's.
+# Windows from which the machine's speed is estimated, and the number of standard deviations of costs beyond which a
+# difference is attributed to the machine.
 _SPEED_WINDOWS = 8
 _SPEED_DEVIATIONS = 3
 _OUT_OF_MEMORY = (Failure.OUT_OF_MEMORY, Failure.OVER_BUDGET)
 
 
 class PlannedRun:
-    """One run's planner, and the translation of observations into what it reads.
+    """The planner of one run, and the translation of observations into its inputs.
 
     Args:
-        profile: what the job costs.
-        budget_bytes: the budget that the run begins with; ``None`` for none.
-        settings: how the planner plans.
+        profile: the profile of the job.
+        budget_bytes: memory budget at the start of the run; ``None`` for none.
+        settings: settings of the planner.
 
     Attributes:
-        planner: of one lane.
-        watch: describes the run.
-        first: shape (1,), the number of the plan to launch with; the baseline until somebody says otherwise.
+        planner: the planner, with one lane.
+        watch: describes the run by features.
+        first: shape (1,), number of the plan to launch with; the baseline until it is set.
     """
 
     def __init__(self, profile: Profile, budget_bytes: int | None, settings: PlannerSettings) -> None:
@@ -55,7 +53,7 @@ class PlannedRun:
         pairs = zip(pool.k[0], pool.choices[0], pool.there[0], strict=True)
         rows = [(int(k), *choices.tolist()) for k, choices, there in pairs if there]
         self._numbers = {row: number for number, row in reversed(list(enumerate(rows)))}
-        # To spell a plan of many units out, and to find it among the others, takes longer than to choose it.
+        # Caches: decoding a plan of many units, and finding its number, takes longer than choosing it.
         self._plans: dict[int, Plan] = {}
         self._found: dict[Plan, int | None] = {}
         self._noise_scale = float("nan")
@@ -63,11 +61,11 @@ class PlannedRun:
         self._told = _usable(budget_bytes)
 
     def opening(self) -> Situation:
-        """Return what is known before the first window."""
+        """Return what the planner knows before the first window."""
         return self._situation((self._told,), 0.0, 1.0)
 
     def situation(self, observation: Observation) -> Situation:
-        """Return what is known before the next window."""
+        """Return what the planner knows before the next window."""
         ahead = observation.budget_ahead or (observation.memory_budget_bytes,)
         self._told = _usable(ahead[0])
         per_window = observation.progress / max(float(self.watch.memory.windows[0]), 1.0)
@@ -75,7 +73,7 @@ class PlannedRun:
         return self._situation(tuple(_usable(size) for size in ahead), observation.progress, max(left, 1.0))
 
     def observe(self, observation: Observation) -> None:
-        """Take in what the last window saw."""
+        """Give the last window to the planner and its features."""
         window = observation.window
         noise = observation.gradient.noise_scale
         if noise is not None and 0 < noise < np.inf:
@@ -85,7 +83,7 @@ class PlannedRun:
         mean, longest = self._lengths(observation)
         measured = float("nan") if number is None else self._at_profiled_speed(window.seconds_per_step, number, mean)
         former = self.planner.seen
-        # A window that ran out of memory took what was lost, and the leanest plan's repetition, besides.
+        # A window that ran out of memory also took the lost part and the repetition under the leanest plan.
         working = window.total_s if window.failure is None or former is None else float(former.window_s[0])
         seen = Seen(
             plan=self.planner.lanes.pool.baseline if number is None else np.array([number]),
@@ -100,10 +98,10 @@ class PlannedRun:
         self.watch.observe(seen, np.array([self._noise_scale]))
 
     def _at_profiled_speed(self, step_s: float | None, number: int, length: float) -> float:
-        """Return what a step would have taken if the machine were as fast as it was while the profile was taken.
+        """Return the seconds of a step, corrected to the machine's speed at the time of the profile.
 
-        A busy machine makes all of a profile slower, which says nothing of one plan against another. What single units'
-        costs explain is left to the planner.
+        A busy machine slows all plans down equally, which must not change their comparison. Differences that errors of
+        single units' costs can explain are left to the planner.
         """
         if step_s is None or not 0 < step_s < np.inf:
             return float("nan")
@@ -115,7 +113,7 @@ class PlannedRun:
         return step_s * speed if far else step_s
 
     def plan_of(self, number: NDArray[np.int64]) -> Plan:
-        """Return the plan of a number, shape (1,)."""
+        """Return the plan with a number, shape (1,)."""
         pool, one = self.planner.lanes.pool, int(number[0])
         if one not in self._plans:
             self._plans[one] = self._arrays.decode(0, int(pool.k[0, one]), pool.choices[0, one])
@@ -132,7 +130,7 @@ class PlannedRun:
         )
 
     def _lengths(self, observation: Observation) -> tuple[float, float]:
-        """Return the mean and the longest batch of the window, over the profiled one."""
+        """Return the mean and the longest batch of the window, relative to the profiled batch."""
         reference, sizes = self._profile.tables[0].batch_bytes, observation.window.batch_bytes
         if sizes is None or not reference:
             return 1.0, 1.0
@@ -140,7 +138,7 @@ class PlannedRun:
         return max(mean / reference, 1e-3), max(largest / reference, 1e-3)
 
     def _number(self, plan: Plan) -> int | None:
-        """Return the number of a plan; ``None`` for one that is not in the pool, or not even in the profile."""
+        """Return the number of a plan; ``None`` if it is not in the pool."""
         if plan not in self._found:
             try:
                 k, choices = self._arrays.encode(0, plan)
@@ -151,14 +149,14 @@ class PlannedRun:
 
 
 def launch_pool(profile: Profile, arrays: CostArrays, budget_bytes: int | None) -> PlanPool:
-    """Return a run's plans: those worth considering, and the exact solver's for the budget that it begins with.
+    """Return the plans of a run: a generated pool, and the exact solver's plans for the initial budget.
 
     Args:
-        profile: what the job costs.
-        arrays: the same, of this one job.
-        budget_bytes: the budget; ``None`` for none.
+        profile: the profile of the job.
+        arrays: the profile as arrays.
+        budget_bytes: memory budget at the start of the run; ``None`` for none.
     """
-    # Where storage alone can be chosen, fewer plans do, and a live run waits for them.
+    # If only storage can be chosen, fewer plans are enough, and a live run waits for them.
     fewer = PoolSettings(size=128, worlds=2, budgets=32, rounds=1, changes=1024)
     settings = fewer if len(profile.precisions) * len(profile.tables) == 1 else PoolSettings()
     try:
@@ -171,5 +169,5 @@ def launch_pool(profile: Profile, arrays: CostArrays, budget_bytes: int | None) 
 
 
 def _usable(budget_bytes: int | None) -> float:
-    """Return what plans may be predicted to need within a budget."""
+    """Return the largest predicted peak that is allowed within a budget, in bytes."""
     return 1e18 if budget_bytes is None else budget_bytes * (1 - SAFETY_MARGIN)

@@ -1,4 +1,4 @@
-"""Register the environments with Gymnasium; importing this file loads neither that, nor torch, nor a job."""
+"""Registration of the environments with Gymnasium; importing this file does not load Gymnasium, torch or a job."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _REGISTRY = "gymnasium.envs.registration"
 
 
 def register_with_gymnasium() -> None:
-    """Register the environments: now, if somebody has imported Gymnasium, or else when somebody does."""
+    """Register the environments now if Gymnasium is imported, and otherwise when it is imported."""
     if _REGISTRY in sys.modules:
         register_environments()
     else:
-        # Gymnasium has no entry points for packages like this one, and to import it here would take longer than all
-        # that the command line does before it answers.
+        # Gymnasium has no entry points for other packages, and importing it here would take longer than the rest of the
+        # start of the command line.
         sys.meta_path.insert(0, _Watcher())
 
 
 def register_environments() -> None:
     """Register ``autotune/Tuning-v0``, one environment per reference job, and ``autotune/Simulated-v0``, once.
 
-    Measured times are part of what is observed on real jobs, so these are declared non-deterministic; simulated runs
+    Environments of real jobs are declared non-deterministic, since observations contain measured times. Simulated runs
     repeat exactly.
     """
     from gymnasium.envs.registration import register, registry
@@ -45,12 +45,12 @@ def register_environments() -> None:
 
 
 class _Watcher:
-    """Waits for the import of Gymnasium's registry, and registers the environments behind it."""
+    """An import hook that registers the environments after the import of Gymnasium's registry."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return where the registry is found, with a loader that registers the environments; ``None`` for the rest."""
+        """Return the registry's module spec with a loader that also registers the environments; ``None`` otherwise."""
         if fullname != _REGISTRY:
             return None
         sys.meta_path.remove(self)

@@ -1,4 +1,4 @@
-"""Judge a window: the paper's cost as a ratio to the baseline's, and what becomes of a window that fails."""
+"""Cost and reward of a window: the paper's cost relative to the baseline, and a fixed cost of failures."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from autotune.errors import InputError
 from autotune.gym.observation import Observation
 from autotune.measurement import Measurement
 
-# A failed window costs more than any plan that fits, but not much more than those that anyone would want: at 3, PPO
-# settled on whatever failed least before it had compared what fits. So expensive plans that fit come closer together.
+# A failed window costs more than any plan that fits, but not much more than a good plan: with a cost of 3, PPO learnt
+# to fail least before it had compared the plans that fit. So rewards of expensive plans that fit are compressed.
 FAILURE_COST = 1.5
 _EXPENSIVE = 1.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What is minimised.
+    """The objective, which is minimised.
 
     Attributes:
         weights: w1, w2, w3 of eq. 3.
@@ -33,10 +33,10 @@ class Objective:
     gradient_norm: float | None = None
 
     def check(self, reference: Measurement) -> None:
-        """Refuse an objective that the measurements cannot answer.
+        """Refuse an objective that needs an unmeasured quantity.
 
         Args:
-            reference: the baseline's window.
+            reference: the window of the baseline.
 
         Raises:
             InputError: if energy has a weight and was not measured.
@@ -51,9 +51,9 @@ class Objective:
     def cost(self, observation: Observation) -> float:
         """Return C = w1 T + w2 M + w3 E of a window, lower is better; the baseline costs w1 + w2 + w3.
 
-        T and E are time and energy per sample, divided by what a sample is worth at the effective batch (Pollux'
-        efficiency) where the noise scale is known and the batch adaptive. A window that failed or broke a constraint
-        costs ``FAILURE_COST`` and more, the further it is over the budget.
+        T and E are time and energy per sample, divided by the efficiency of a sample (Pollux) if batching is adaptive
+        and the noise scale is known. A window that failed or violated a constraint costs at least ``FAILURE_COST``,
+        plus its excess over the budget.
         """
         excess = overshoot(observation)
         if excess > 0 or not self.feasible(observation):
@@ -64,7 +64,7 @@ class Objective:
         return total if math.isfinite(total) else math.inf
 
     def feasible(self, observation: Observation) -> bool:
-        """Tell whether a window completed, was timed, and met the constraints."""
+        """Return whether a window completed, was timed, and met the constraints."""
         window = observation.window
         if window.failure is not None or window.throughput is None or not window.within_budget:
             return False
@@ -73,9 +73,9 @@ class Objective:
         return limits.met(loss=window.loss or 0.0, memory=window.peak_bytes or 0, gradient_norm=norm)
 
     def reward(self, observation: Observation) -> float:
-        """Return minus the cost, with costs above 1.25 of the weights' sum drawn together below that of a failure.
+        """Return minus the cost, where costs above 1.25 of the weights' sum are compressed below that of a failure.
 
-        The order of plans that fit stays, and each of them is better than each that does not.
+        The order of plans that fit stays, and each of them is better than any plan that does not fit.
         """
         total = self.cost(observation)
         if overshoot(observation) > 0 or not self.feasible(observation):
@@ -85,14 +85,14 @@ class Objective:
 
 
 def drawn_together(total: NDArray[np.float64], baseline: float) -> NDArray[np.float64]:
-    """Return costs with those above 1.25 of the baseline's drawn together below that of a failure, in their order."""
+    """Return costs where those above 1.25 of the baseline's are compressed below that of a failure, in their order."""
     expensive, worst = _EXPENSIVE * baseline, FAILURE_COST * baseline
     beyond = np.maximum(total - expensive, 0.0)
     return np.where(total <= expensive, total, worst - (worst - expensive) * np.exp(-beyond / (worst - expensive)))
 
 
 def overshoot(observation: Observation) -> float:
-    """Return by what share of the budget a window was over it: 0 if it was not, 1 if it ran out of memory."""
+    """Return the excess over the budget as a share of it: 0 within the budget, 1 if the window ran out of memory."""
     window, budget = observation.window, observation.memory_budget_bytes
     if window.within_budget and (budget is None or (window.peak_bytes or 0) <= budget):
         return 0.0
@@ -107,7 +107,7 @@ def _time_ratio(observation: Observation) -> float:
 
 
 def _worth(observation: Observation) -> float:
-    """Return what a sample is worth at the effective batch, as a ratio to the job's own; 1 where it is not known."""
+    """Return the efficiency of a sample at the effective batch, relative to the job's own batch; 1 if unknown."""
     noise = observation.gradient.noise_scale
     if not observation.adaptive or noise is None:
         return 1.0

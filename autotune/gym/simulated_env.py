@@ -1,7 +1,7 @@
-"""Simulated training runs as Gymnasium environments: those in which the shipped policy is trained.
+"""Simulated training runs as Gymnasium environments, in which the shipped policy is trained.
 
-An action moves a planner's levers for one window of a run; observations and rewards are those of
-:class:`autotune.gym.moving_env.MovingEnv`. Lengths, budgets, noise and the machine's speed move as a run goes on.
+An action sets a planner's levers for one window of a run; observations and rewards are those of
+:class:`autotune.gym.moving_env.MovingEnv`. Lengths, budgets, noise and the machine's speed change during a run.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from autotune.simulator.online_planner import PlannerSettings
 from autotune.simulator.random_jobs import draw_job
 from autotune.simulator.simulated_job import SimulatedJob
 
-# Jobs that are drawn where none are given, and their recomputable units: as many as the shipped policy's training has.
+# Number of jobs to draw if none are given, and the range of their recomputable units.
 _JOBS, _DEPTH = 16, (2, 16)
 
 
 class SimulatedVectorEnv(VectorEnv[dict[str, Features], Actions, Any]):
     """Many simulated runs at once; one ``step`` is a window of each.
 
-    All runs have the same number of windows and end together; the step that ends them begins others, and its ``infos``
-    hold the last observation as ``final_obs``. They also hold ``seconds``, what each window took, and ``ran_out``,
-    whether it ran out of memory.
+    All runs have the same number of windows and end together. The step that ends them starts new runs, and its
+    ``infos`` contain the last observation as ``final_obs``. They also contain ``seconds``, the duration of each window,
+    and ``ran_out``, whether it ran out of memory.
 
     Args:
         jobs: the jobs that runs are drawn from; ``None`` draws 16.
-        num_envs: runs.
+        num_envs: number of runs.
         strengths: how strongly conditions move.
         windows: windows of a run.
-        settings: how the planner plans where no lever is moved.
-        seed: of jobs and runs, until ``reset`` gives another one for the runs.
+        settings: settings of the planner.
+        seed: random seed for jobs and runs, until ``reset`` gives a new one for the runs.
 
     Raises:
         InputError: if a number is below 1.
@@ -60,7 +60,7 @@ class SimulatedVectorEnv(VectorEnv[dict[str, Features], Actions, Any]):
         self._env = _moving(jobs, strengths, num_envs, windows, settings, seed)
         self.num_envs = num_envs
         self.metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
-        # Gymnasium's Dict is a space of dictionaries, which its own type does not say.
+        # Typed as Any: Gymnasium's Dict is not typed as a space of dictionaries.
         self.single_observation_space: Any
         self.single_observation_space, self.single_action_space = lever_spaces(self._env.runs.arrays.max_units)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
@@ -69,11 +69,11 @@ class SimulatedVectorEnv(VectorEnv[dict[str, Features], Actions, Any]):
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Features], dict[str, Any]]:
-        """Begin other runs.
+        """Start new runs.
 
         Args:
-            seed: of all that follows; ``None`` to go on drawing.
-            options: are not used.
+            seed: random seed for all further runs; ``None`` continues the current random sequence.
+            options: not used.
 
         Raises:
             InputError: if the seed is a list.
@@ -93,8 +93,8 @@ class SimulatedVectorEnv(VectorEnv[dict[str, Features], Actions, Any]):
             actions: shape (num_envs, len(SIZES)).
 
         Returns:
-            Observations; rewards, the time won over the planner alone in percent of its run; whether runs reached
-            their target, which is where they end; whether they were cut off, which they never are; and ``infos``.
+            Observations; rewards, the time saved against the planner alone in percent of its run; whether runs ended at
+            their target; whether they were truncated, which never happens; and ``infos``.
 
         Raises:
             InputError: if an action lies outside the action space.
@@ -115,8 +115,8 @@ class SimulatedEnv(gymnasium.Env[dict[str, Features], NDArray[np.int64]]):
         jobs: the jobs that runs are drawn from; ``None`` draws 16.
         strengths: how strongly conditions move.
         windows: windows of a run.
-        settings: how the planner plans where no lever is moved.
-        seed: of jobs and runs, until ``reset`` gives another one for the runs.
+        settings: settings of the planner.
+        seed: random seed for jobs and runs, until ``reset`` gives a new one for the runs.
 
     Raises:
         InputError: if a number is below 1.
@@ -140,11 +140,11 @@ class SimulatedEnv(gymnasium.Env[dict[str, Features], NDArray[np.int64]]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Features], dict[str, Any]]:
-        """Begin another run.
+        """Start a new run.
 
         Args:
-            seed: of all that follows; ``None`` to go on drawing.
-            options: are not used.
+            seed: random seed for all further runs; ``None`` continues the current random sequence.
+            options: not used.
         """
         super().reset(seed=seed)
         if seed is not None:
@@ -187,7 +187,7 @@ def _levers(actions: Any, lanes: int) -> Actions:
     """Return actions as whole numbers.
 
     Raises:
-        InputError: if they are none, or outside the action space.
+        InputError: if they are not whole numbers or lie outside the action space.
     """
     levers = np.asarray(actions)
     whole = levers.astype(np.int64)

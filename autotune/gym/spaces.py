@@ -1,4 +1,4 @@
-"""The spaces of environments: an action is a plan, or moves the levers of a planner; an observation is features."""
+"""Observation and action spaces of the environments: an action is a plan, or the levers of a planner."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def observation_space(max_units: int) -> spaces.Dict:
 
 
 def lever_spaces(units: int) -> tuple[Any, spaces.MultiDiscrete]:
-    """Return the observation space and the action space of one run whose planner's levers are moved.
+    """Return the observation space and the action space of one run whose actions are levers.
 
     An observation holds ``run``, shape (len(RUN_FEATURES),), and ``units``, shape (units x len(UNIT_FEATURES),), zeros
-    for units that a job does not have. An action is ``MultiDiscrete(SIZES)``; see :mod:`autotune.gym.levers`.
+    for missing units. An action is ``MultiDiscrete(SIZES)``; see :mod:`autotune.gym.levers`.
 
     Args:
-        units: units of the deepest job.
+        units: number of units of the deepest job.
     """
     seen = spaces.Dict({"run": _box(len(RUN_FEATURES)), "units": _box(units * len(LEVER_UNIT_FEATURES))})
     return seen, spaces.MultiDiscrete(np.array(SIZES, dtype=np.int64))

@@ -1,4 +1,7 @@
-"""Check the arguments of an attached run before anything of it is touched, and name in one line what is wrong."""
+"""Checks of the arguments of ``attach``, made before anything of the run is changed.
+
+Each function raises an :class:`autotune.errors.AttachError` that names the argument and what is allowed.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def _is_path(value: Any) -> bool:
     return isinstance(path, str) and "\0" not in path
 
 
-# What an argument may be, where no function of its own reads it, besides ``None`` where that is the default.
+# Checks and allowed values of arguments that have no check of their own.
 _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "clip_norm": (lambda value: value is None or _is_positive(Real, value), "a number above 0, or None"),
     "total_steps": (lambda value: value is None or _is_positive(Integral, value), "a whole number >= 1, or None"),
@@ -40,7 +43,11 @@ _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_arguments(**given: Any) -> None:
-    """Refuse arguments of another type or range than :func:`autotune.attach` takes."""
+    """Refuse arguments of a wrong type or range.
+
+    Args:
+        given: the arguments by name.
+    """
     for key, value in given.items():
         fits, allowed = _ARGUMENTS[key]
         if not fits(value):
@@ -48,7 +55,13 @@ def check_arguments(**given: Any) -> None:
 
 
 def choice_of(kind: Any, value: object, key: str) -> Any:
-    """Return a value of an enumeration."""
+    """Return a member of an enumeration.
+
+    Args:
+        kind: the enumeration.
+        value: the argument.
+        key: name of the argument.
+    """
     try:
         return kind(value)
     except ValueError as error:
@@ -56,14 +69,14 @@ def choice_of(kind: Any, value: object, key: str) -> Any:
 
 
 def updates_through(engine: Any, model: Any, optimizer: Any, mode: Mode, clip_norm: float | None) -> ShardedUpdate:
-    """Return what makes updates through a DeepSpeed engine, which stands alone."""
+    """Return what makes updates through a DeepSpeed engine, which comes without a model and an optimizer."""
     if model is not None or optimizer is not None:
-        raise AttachError("model or optimizer cannot be given with engine", where="attach", allowed="the engine alone")
+        raise AttachError("model or optimizer cannot be given with engine", where="attach", allowed="only the engine")
     return update_of(engine, mode, clip_norm)
 
 
 def inner_of(model: Any) -> nn.Module:
-    """Return the model itself, out of what spreads it over ranks."""
+    """Return the model itself, without the wrapper that runs it on several ranks."""
     if not isinstance(model, nn.Module):
         raise AttachError(f"model is a {type(model).__name__}", where="attach", allowed="a torch.nn.Module")
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -93,7 +106,7 @@ def check(model: nn.Module, optimizer: Any, *, sharded: bool) -> None:
     if not trained:
         raise AttachError("the model has no parameter that requires a gradient", where="attach", allowed="at least one")
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    # Of an engine's optimizer, the parameters are shards.
+    # The parameters of an engine's optimizer are shards.
     if not sharded and not trained & owned:
         raise AttachError(
             "the optimizer owns none of the model's parameters",
@@ -107,7 +120,13 @@ def check(model: nn.Module, optimizer: Any, *, sharded: bool) -> None:
 
 
 def refuse_unspread(model: Any, inner: nn.Module, clip_norm: float | None) -> None:
-    """Refuse, where several ranks train, a model whose ranks nobody keeps alike: each would decide for itself."""
+    """Refuse a model that several ranks train without being kept in step: each of them would decide alone.
+
+    Args:
+        model: the model as the loop calls it.
+        inner: the model without its wrapper.
+        clip_norm: the norm to clip gradients at; ``None`` for none.
+    """
     if clip_norm is not None and is_flattened(inner):
         raise AttachError(
             "clip_norm is set, and FullyShardedDataParallel clips by a method of its own",
@@ -126,7 +145,7 @@ def refuse_unspread(model: Any, inner: nn.Module, clip_norm: float | None) -> No
 
 
 def refuse_other_updates(model: nn.Module, optimizer: Any, mode: Mode) -> None:
-    """Refuse, where batches are to be cut or precisions changed, updates that the tuner does not make."""
+    """Refuse updates that the tuner does not make, if the mode cuts batches or changes precisions."""
     if mode is Mode.EXACT:
         return
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -150,7 +169,7 @@ def refuse_other_updates(model: nn.Module, optimizer: Any, mode: Mode) -> None:
 
 
 def _check_accelerated(optimizer: Any) -> None:
-    """Refuse an Accelerator's optimizer that does more than pass updates on: its step() is then none."""
+    """Refuse an Accelerator's optimizer whose step() does not always make an update."""
     num_batches = getattr(getattr(optimizer, "gradient_state", None), "num_steps", 1)
     if num_batches > 1:
         raise AttachError(
@@ -167,16 +186,21 @@ def _check_accelerated(optimizer: Any) -> None:
 
 
 def limits_of(limits: Any, *, sharded: bool) -> Limits:
-    """Return how far a tuner may go."""
+    """Return the limits of a tuner.
+
+    Args:
+        limits: the argument; ``None`` for the defaults.
+        sharded: whether ranks share the gradient among them.
+    """
     if limits is not None and not isinstance(limits, Limits):
         raise AttachError(f"limits is {limits!r}", where="attach", allowed="autotune.Limits(...)")
     found = limits or Limits()
-    # No rank has the whole gradient that would be sampled.
+    # No rank has the whole gradient, which would be sampled.
     return replace(found, statistics_every=None) if sharded else found
 
 
 def accumulated(value: object) -> int:
-    """Return how many batches a loop accumulates by itself."""
+    """Return the number of batches that the loop accumulates by itself."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise AttachError(f"accumulation_steps is {value!r}", where="attach", allowed="a whole number >= 1")
     return value
@@ -190,7 +214,7 @@ def is_adaptive(settings: Settings, mode: Mode, accumulation_steps: int, *, para
             f"batching is adaptive in mode {mode}", where="attach", allowed="mode tolerant: it changes what is learnt"
         )
     if adaptive and parallel:
-        # While ranks profile each on its own, they would not step together.
+        # Ranks profile each on its own, and would not step together meanwhile.
         raise AttachError("batching is adaptive, over several ranks", where="attach", allowed="fixed, or one rank")
     if adaptive and accumulation_steps > 1:
         raise AttachError(

@@ -1,4 +1,4 @@
-"""Read what a user gives as a memory budget: a number of any library, a size as text, nothing, or a function."""
+"""Memory budgets as users give them: a number of any library, a size as text, nothing, or a function."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Size:
     """A budget.
 
     Attributes:
-        size_bytes: Its bytes; ``None`` for what the device has.
-        reserved: Whether the bytes bound what the allocator reserves, and not what tensors take of it.
+        size_bytes: Its bytes; ``None`` for the device's memory.
+        reserved: Whether it limits what the allocator reserves, instead of what tensors take of it.
     """
 
     size_bytes: int | None
@@ -28,16 +28,16 @@ class Size:
 
 
 class BudgetFunction:
-    """A user's function that returns the budget, asked once when it is handed over.
+    """A user's function that returns the budget; it is called once when it is given.
 
     Attributes:
-        last: Its last answer that was a budget.
+        last: Its latest valid answer.
 
     Args:
         function: The function.
 
     Raises:
-        BudgetError: if it raises, or its answer is no budget.
+        BudgetError: If it raises, or its answer is not a budget.
     """
 
     def __init__(self, function: Callable[[], Any]) -> None:
@@ -49,10 +49,10 @@ class BudgetFunction:
         self.last = size_of(answer, "memory_budget_bytes returned")
 
     def ask(self) -> str | None:
-        """Ask for the budget of the moment; return the kind of the answer if it is none, and ``last`` stands."""
+        """Ask for the budget of the moment and keep it in ``last``; return what is wrong with an invalid answer."""
         try:
             answer = self._function()
-        except any_error() as error:  # somebody's function must not end somebody's run
+        except any_error() as error:  # a user's function must not end the run
             return f"raised {type(error).__name__}"
         if type(answer) is int and self.last == Size(answer):
             return None
@@ -60,19 +60,19 @@ class BudgetFunction:
             self.last = size_of(answer, "memory_budget_bytes returned")
         except BudgetError:
             kind = type(answer).__name__
-            return f"returned {'an' if kind[:1] in 'aeiou' else 'a'} {kind} that is no size"
+            return f"returned {'an' if kind[:1] in 'aeiou' else 'a'} {kind} that is not a size"
         return None
 
 
 def size_of(value: Any, found: str = "memory_budget_bytes is") -> Size:
-    """Return what a value means as a budget.
+    """Return the budget that a value stands for.
 
     Args:
         value: A number of any library, a size as text, or ``None``.
         found: The beginning of a sentence about the value.
 
     Raises:
-        BudgetError: if the value is no size that a device can have.
+        BudgetError: If the value is not a size that a device can have.
     """
     if value is None:
         return Size(None)
@@ -86,15 +86,15 @@ def size_of(value: Any, found: str = "memory_budget_bytes is") -> Size:
 
 
 def _number_of(value: Any) -> int | float:
-    """Return the number that a scalar of any library is.
+    """Return the number in a scalar of any library.
 
     Raises:
-        TypeError: if the value is none.
+        TypeError: If the value is not a number.
     """
     if getattr(value, "ndim", 0):
         raise TypeError("more than one number")
     try:
-        # Tensors and NumPy's scalars show by it that they are truth values.
+        # Booleans of torch and NumPy become Python's by item().
         plain = value.item() if hasattr(value, "item") else value
         if isinstance(plain, bool):
             raise TypeError("a truth value")
@@ -107,5 +107,5 @@ def _number_of(value: Any) -> int | float:
 def _described(value: Any) -> str:
     try:
         return repr(value)
-    except Exception:  # noqa: BLE001 - somebody's object may not be able to show itself
+    except Exception:  # noqa: BLE001 - a user's object may have a broken repr
         return f"a {type(value).__name__}"

@@ -95,7 +95,7 @@ class Pilot:
         self._switcher = controls.Switcher(attached.model, [unit.name for unit in attached.space.units])
         self._calls = UnitCalls(self._switcher)
         self._profiler = LiveProfiler(attached)
-        self._switcher.hooks = self._profiler.hooks
+        self._switcher.hooks = self._profiler.probes.hooks
         self._monitor = GradientMonitor(attached.model, attached.space.units)
         self._probe: GradientProbe | None = None
         self.heard: tuple[Phase, ...] = ()
@@ -510,7 +510,7 @@ class Pilot:
         )
         self._peaks.correct(phase.peak_bytes)
         self._begin_to_count()
-        autocast = self._profiler.autocast
+        autocast = self._profiler.probes.autocast
         self.log.write(
             "profiled",
             self.step,
@@ -698,8 +698,8 @@ class Pilot:
 
     def overhead_frac(self) -> float:
         """Return the tuner's own share of the run's time."""
-        return self.time.frac(self.step, self._profiler.probe_s)
+        return self.time.frac(self.step, self._profiler.probes.seconds)
 
     def too_expensive(self) -> bool:
         """Whether the tuner takes more of the run's time than it may."""
-        return self.time.is_too_expensive(self.step, self._profiler.probe_s, self.attached.limits.overhead_frac)
+        return self.time.is_too_expensive(self.step, self._profiler.probes.seconds, self.attached.limits.overhead_frac)

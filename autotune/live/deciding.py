@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from autotune.agents.planner import greedy_plan
-from autotune.agents.planner_policy import PlannerPolicy
+from autotune.agents.policies import POLICIES, make_policy
 from autotune.agents.policy import StaticPolicy
-from autotune.agents.policy_folder import load_policy, shipped_policy
+from autotune.agents.policy_folder import load_policy
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import Goal, smallest, solve
 from autotune.errors import AttachError, BudgetError
@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 # Seconds that the end of the process waits for a policy that is still deciding.
 _EXIT_TIMEOUT_S = 5.0
-
-NAMES = ("ppo", "planner", "exact", "greedy")
 
 
 class Decides(Protocol):
@@ -105,19 +103,17 @@ def find_policy(policy: object) -> Any:
     """Return the policy that a user named or passed.
 
     Args:
-        policy: one of ``NAMES``, a policy folder, a plan file (.json), a decision log (.jsonl), or an object with
-            ``decide``.
+        policy: ``ppo``, ``planner``, ``exact``, ``greedy``, another registered policy, a policy folder, a plan file
+            (.json), a decision log (.jsonl), or an object with ``decide``.
 
     Raises:
         AttachError: if ``policy`` is none of them.
         PolicyFileError: if a folder is not a policy.
     """
-    if isinstance(policy, str) and policy in NAMES:
-        if policy in ("exact", "greedy"):
-            return SolvingPolicy(policy)
-        shipped = shipped_policy()
-        return shipped if policy == "ppo" else PlannerPolicy("planner", shipped.settings)
-    allowed = (*NAMES, "a policy folder", "a plan file (.json)", "a decision log (.jsonl)", "an object with decide()")
+    if isinstance(policy, str) and policy in ("exact", "greedy"):
+        return SolvingPolicy(policy)
+    if isinstance(policy, str) and policy in POLICIES:
+        return make_policy(policy)
     if isinstance(policy, str | Path):
         path = Path(policy)
         if path.suffix == ".jsonl":
@@ -126,12 +122,17 @@ def find_policy(policy: object) -> Any:
             return _under(Plan.from_json(read_json(path), where=str(path)), path.stem)
         if isinstance(policy, Path) or "/" in policy or path.exists():
             return load_policy(path)
-        raise AttachError(f"policy is {policy!r}", where="attach", allowed=allowed)
+        raise AttachError(f"policy is {policy!r}", where="attach", allowed=_allowed())
     if isinstance(policy, Plan):
         return _under(policy, "plan")
     if not callable(getattr(policy, "decide", None)):
-        raise AttachError(f"policy is a {type(policy).__name__} without decide()", where="attach", allowed=allowed)
+        raise AttachError(f"policy is a {type(policy).__name__} without decide()", where="attach", allowed=_allowed())
     return policy
+
+
+def _allowed() -> tuple[str, ...]:
+    names = dict.fromkeys(("ppo", "planner", "exact", "greedy", *POLICIES.names))
+    return (*names, "a policy folder", "a plan file (.json)", "a decision log (.jsonl)", "an object with decide()")
 
 
 class Decider:

@@ -1,4 +1,7 @@
-"""Attach to a DeepSpeed engine: what of it the tuner works with, and what it cannot work with. It is not imported."""
+"""The parts of a DeepSpeed engine that a live tuner works with, and a check of what it cannot work with.
+
+DeepSpeed itself is not imported.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from autotune.mechanics.sharded import ShardedUpdate
 
 
 def is_engine(value: object) -> bool:
-    """Tell whether something is what ``deepspeed.initialize`` returns, or a kind of it."""
+    """Tell whether a value is an engine, as ``deepspeed.initialize`` returns it."""
     return any(kind.__module__.startswith("deepspeed.") for kind in type(value).__mro__[:-1])
 
 
@@ -24,30 +27,34 @@ def update_of(engine: Any, mode: Mode, clip_norm: float | None) -> ShardedUpdate
     Args:
         engine: what ``deepspeed.initialize`` returned.
         mode: what the tuner may change.
-        clip_norm: what the caller asked to clip at.
+        clip_norm: the norm at which the caller wants gradients clipped; ``None`` for none.
 
     Raises:
-        AttachError: naming what of the engine is not supported, and the remedy.
+        AttachError: naming the engine's feature that is not supported, and the remedy.
     """
     if not is_engine(engine):
         raise _refused(f"engine is a {type(engine).__name__}", "what deepspeed.initialize returned")
     if any(kind.__name__ == "PipelineEngine" for kind in type(engine).__mro__):
-        raise _refused("the engine is a pipeline, which accumulates by itself", "an engine without pipeline stages")
+        raise _refused(
+            "the engine is a pipeline, which accumulates gradients by itself", "an engine without pipeline stages"
+        )
     if engine.is_deepcompile_enabled():
         raise _refused("the engine uses DeepCompile, which owns the backward pass", "compile.deepcompile false")
     if not engine.managed_gradient_accumulation():
         raise _refused("managed_gradient_accumulation is false", "true, its default")
     if engine.fp16_enabled():
-        raise _refused("fp16 is enabled, whose loss scale is not the tuner's", "bf16, or a torch_autocast section")
+        raise _refused(
+            "fp16 is enabled, with a loss scale that the tuner does not control", "bf16, or a torch_autocast section"
+        )
     if mode is not Mode.EXACT:
-        raise _refused(f"mode is {mode}, and no rank has the gradient that it would be checked by", "mode exact")
+        raise _refused(f"mode is {mode}, whose checks need the whole gradient, which no rank has", "mode exact")
     clip = engine.gradient_clipping()
     if clip_norm is not None and clip_norm != clip:
-        raise _refused(f"clip_norm is {clip_norm}, and gradient_clipping is {clip}", "the engine's alone")
-    # The one that it shards, or its own.
+        raise _refused(f"clip_norm is {clip_norm}, and gradient_clipping is {clip}", "only the engine's setting")
+    # The optimizer that it shards, or the engine's own.
     optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise _refused(f"the engine's optimizer is a {type(optimizer).__name__}", "a torch optimizer inside")
+        raise _refused(f"the engine's optimizer is a {type(optimizer).__name__}", "an engine around a torch optimizer")
     trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
     update = ShardedUpdate(engine, optimizer, trained, clip or None)
     if update.stage and not hasattr(engine.optimizer, "averaged_gradients"):
@@ -56,7 +63,12 @@ def update_of(engine: Any, mode: Mode, clip_norm: float | None) -> ShardedUpdate
 
 
 def held_bytes(update: ShardedUpdate, model: nn.Module) -> int:
-    """Return what an engine holds besides weights, buffers and optimizer state: masters and communication buffers."""
+    """Return an engine's bytes other than weights, buffers and optimizer state: masters and communication buffers.
+
+    Args:
+        update: the engine's update.
+        model: the model.
+    """
     return tensor_bytes(update.resident(model, [])) - tensor_bytes(resident_tensors(model, update.optimizer, []))
 
 

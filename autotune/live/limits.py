@@ -9,19 +9,19 @@ from enum import StrEnum
 
 from autotune.errors import AttachError
 
-# Set to anything but "" or 0, nothing is attached, and what is leaves within a step.
+# If set to anything but "" or 0, no tuner attaches, and attached ones detach within a step.
 KILL_VARIABLE = "AUTOTUNE_DISABLE"
 
 
 def is_disabled() -> bool:
-    """Tell whether the environment forbids tuners."""
+    """Tell whether the environment forbids live tuners."""
     return os.environ.get(KILL_VARIABLE, "0") not in ("", "0")
 
 
 class Mode(StrEnum):
-    """Name what a live tuner may change.
+    """What a live tuner may change.
 
-    ``exact``: storage alone, so that training stays bit-identical. ``rounding``: also k at a fixed batch, which changes
+    ``exact``: only storage, so that training stays bit-identical. ``rounding``: also k at a fixed batch, which changes
     the gradient by rounding. ``tolerant``: also the precision of units.
     """
 
@@ -31,9 +31,9 @@ class Mode(StrEnum):
 
 
 class Stage(StrEnum):
-    """Name how far a live tuner goes.
+    """What a live tuner does with its decisions.
 
-    ``observe``: it measures and scores its own advice, and changes nothing. ``act``: it switches plans.
+    ``observe``: it measures and scores them, and changes nothing. ``act``: it switches plans.
     """
 
     OBSERVE = "observe"
@@ -42,24 +42,24 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bound what a live tuner does to a run.
+    """Limits on what a live tuner does to a run.
 
     Attributes:
         decide_every: optimizer steps from one decision to the next.
-        min_steps_between_switches: optimizer steps that a decided plan stays at least. What the memory budget demands
-            is not held up by it.
-        canary_steps: optimizer steps that the first switch is held before another one.
-        gain_frac: predicted gain, as a share of the step, below which a plan is not worth a switch; a negative one lets
-            a policy switch to slower plans as well.
+        min_steps_between_switches: least number of optimizer steps that a decided plan stays. A switch that the memory
+            budget demands does not wait for it.
+        canary_steps: optimizer steps after the first switch before another one is allowed.
+        gain_frac: least predicted gain, as a share of the step, for which plans are switched; with a negative value, a
+            policy may also switch to slower plans.
         follow_batches: whether, between decisions, each batch gets the fastest storage that fits its own size and the
-            budget of the moment. It is what makes varying lengths pay.
+            budget of the moment; this makes use of batches of varying length.
         statistics_every: optimizer steps from one sampled gradient to the next; ``None`` samples none.
-        pressure_frac: share of the budget above which a measured peak trips; above what plans may use.
-        slowdown_frac: how much longer than it should take a window's median step may be before it trips.
+        pressure_frac: share of the budget above which a measured peak trips; more than plans may use.
+        slowdown_frac: share of its expected time by which a window's median step may be longer before it trips.
         overhead_frac: the tuner's own share of the run's time above which it detaches itself.
-        pause_steps: optimizer steps that the first trip pauses acting for; each further trip doubles them.
+        pause_steps: optimizer steps without switches after the first trip; each further trip doubles them.
         max_trips: trips after which the tuner detaches for good.
-        decision_timeout_s: seconds after which a decision comes too late and the plan stays.
+        decision_timeout_s: seconds that a decision may take; after them, the plan stays.
         rank_timeout_s: seconds that a rank waits for the others in an agreement before it goes back to the baseline.
     """
 

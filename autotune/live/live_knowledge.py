@@ -1,4 +1,4 @@
-"""What the traced and timed steps of a live run have shown so far, and the profile that is made of it."""
+"""What the traced and timed steps of a live run have shown so far, and the profile made from it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from autotune.live.step_uses import Tracing
 from autotune.mechanics import devices
 from autotune.mechanics.step_trace import Phase, StepTrace
 from autotune.plan import Plan, PlanSpace, Precision
-from autotune.profiling.live_profile import Seen, Timed, build_profile, seen_of
+from autotune.profiling.attribution import attribute
+from autotune.profiling.live_profile import LiveTrace, live_profile
 from autotune.profiling.memory_scaling import Growth
+from autotune.profiling.step_record import TimedStep, recomputed_units
 from autotune.profiling.step_signature import Signature
 
-# The profile is made anew after so many timed steps; there are no more than the last of them.
+# Numbers of timed steps after which the profile is made again; no more steps than the last number are timed.
 RENEWED_AFTER = (2, 4, 8, 16, 32)
-# How much more memory for the bytes of its batch tells a step apart from those that were traced.
+# A step that needs more memory for its batch's bytes by this factor is unlike those that were traced.
 _DENSER = 1.02
 
 
@@ -31,13 +33,13 @@ class Knowledge:
 
     Attributes:
         growth: How memory grows with a batch's size.
-        seen: The traced step of each plan that is planned with.
-        signatures: The kinds of steps that were traced, the one that is planned with first.
+        seen: The traced step of each plan, as the profile uses it.
+        signatures: The signatures of traced steps; the first is that of the steps in the profile.
         scores: Scores of predicted peaks.
         traces: The number of traced steps.
         timed: The timed steps.
         latest_peak: Measured peak of the last traced step in bytes; ``None`` before the first.
-        forgotten: How often what was known ceased to hold.
+        forgotten: How often the traced steps were forgotten.
         fragments: The most bytes that a traced step reserved beyond what it allocated at its peak; 0 on a CPU.
 
     Args:
@@ -48,7 +50,7 @@ class Knowledge:
         self._attached = attached
         self.scores: list[Score] = []
         self.traces = 0
-        self.timed: list[Timed] = []
+        self.timed: list[TimedStep] = []
         self.latest_peak: int | None = None
         self.fragments = 0
         self._static = 0
@@ -58,12 +60,12 @@ class Knowledge:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the traced steps: what they showed does not hold any more."""
+        """Forget the traced steps, which are unlike those of the run from now on."""
         self.forgotten += 1
         self.growth = Growth()
-        self.seen: dict[Plan, Seen] = {}
+        self.seen: dict[Plan, LiveTrace] = {}
         self.signatures: list[Signature] = []
-        # Of each traced plan, the peak of its last traced step, and the most bytes that it needed for one of the batch.
+        # For each traced plan, the peak of its last traced step, and the most memory per byte of a batch.
         self._peaks: dict[Plan, int] = {}
         self._densities: dict[Plan, float] = {}
 
@@ -80,11 +82,11 @@ class Knowledge:
         self.timed = [one for one in self.timed if holds(one.plan)]
 
     def knows(self, signature: Signature) -> bool:
-        """Whether the traced steps tell what a step with a signature needs."""
+        """Whether the traced steps show the memory of a step with a signature."""
         return any(known.tells_of(signature) for known in self.signatures)
 
     def plans_with(self, signature: Signature) -> bool:
-        """Whether a step with a signature is like those that are planned with; ``True`` if there is none yet."""
+        """Whether a step with a signature is like those in the profile; ``True`` if there is none yet."""
         return not self.signatures or self.signatures[0].tells_of(signature)
 
     def calls_of(self, name: str) -> int:
@@ -100,12 +102,17 @@ class Knowledge:
         return self._times[plan]
 
     def traced_bytes(self, plan: Plan, otherwise: int) -> int:
-        """Return bytes of the batch that a plan was traced with, or another number if it was not."""
+        """Return the bytes of the batch with which a plan was traced.
+
+        Args:
+            plan: The plan.
+            otherwise: What to return if it was not traced.
+        """
         own = self.seen.get(plan)
         return otherwise if own is None else own.batch_bytes
 
     def expected_peak(self, plan: Plan, space: PlanSpace, ks: tuple[int, ...]) -> float:
-        """Return what a plan should need, in bytes, if it falls with k as the user's own precision does.
+        """Return the expected peak of a plan in bytes, if it falls with k as in the user's own precision.
 
         Args:
             plan: The plan.
@@ -113,7 +120,7 @@ class Knowledge:
             ks: The k that the batch can be cut into, ascending.
 
         Returns:
-            The peak; 0 if nothing tells.
+            The peak; 0 if too little was traced to tell.
         """
         own, small, large = space.precisions[0], ks[0], ks[-1]
         names = [unit.name for unit in space.units]
@@ -139,7 +146,7 @@ class Knowledge:
         """Take in a traced step.
 
         Args:
-            use: What traced it.
+            use: The use of the step, which traced it.
             trace: Its trace.
             seconds: Its seconds by phase and segment.
             step: The step.
@@ -161,15 +168,17 @@ class Knowledge:
             self.fragments = max(self.fragments, held.reserved_peak - held.peak)
         began = trace.times[0] - 1
         trace = replace(trace, changes=((began, use.gradient_bytes + use.older_bytes()), *trace.changes))
-        # First and later micro-batches were seen at sizes of their own: both are bounds for the smaller one.
+        # First and later micro-batches may have different sizes: both are bounds for the smaller one.
         size = min(use.batch_bytes, step.later_bytes or use.batch_bytes)
-        seen = seen_of(
-            plan,
-            trace,
-            seconds,
+        gradients = self._first.attribution.gradients if self.seen else None
+        seen = LiveTrace(
+            plan=plan,
+            calls=trace.calls,
+            attribution=attribute(trace, recomputed_units(plan), gradients),
             batch_bytes=size,
+            traced_bytes=size,
             static_bytes=use.static_bytes,
-            gradients=self._first.attribution.gradients if self.seen else None,
+            seconds=seconds,
         )
         level = max(itertools.accumulate(change for _, change in trace.changes), default=0)
         self.latest_peak = self._peaks[plan] = use.static_bytes + step.batch_bytes + max(level, 0)
@@ -181,7 +190,7 @@ class Knowledge:
         self.growth.note(plan, use.batch_bytes, seen.attribution)
         former = self.seen.get(plan)
         if former is not None and former.batch_bytes > size:
-            # A smaller batch only tells how memory grows.
+            # A smaller batch only shows how memory grows.
             return former_law != (self.growth.within, self.growth.beyond)
         self.seen[plan] = seen
         return True
@@ -198,16 +207,16 @@ class Knowledge:
             size: Bytes of its batch.
 
         Returns:
-            Whether a new profile should be made.
+            Whether the profile should be made again.
         """
         if calls != self._first.calls:
             return False
         self._times[plan] += 1
-        self.timed.append(Timed(plan=plan, batch_bytes=max(size, 1), seconds=seconds))
+        self.timed.append(TimedStep(plan=plan, batch_bytes=max(size, 1), seconds=seconds))
         return len(self.timed) in RENEWED_AFTER
 
     def profile(self, space: PlanSpace, batch_size: int) -> Profile | None:
-        """Return a profile of all that was seen; ``None`` if no step was traced.
+        """Return the profile of all that was seen; ``None`` if no step was traced.
 
         Args:
             space: The plans that are allowed.
@@ -216,24 +225,23 @@ class Knowledge:
         if not self.seen:
             return None
         logs = [math.log(max(size, 1)) for size in self._batch_bytes]
-        return build_profile(
+        return live_profile(
             self._attached.name,
             str(self._attached.device),
             space,
             list(self.seen.values()),
             self.timed,
             batch_size=max(batch_size, 1),
-            batching="adaptive" if self._attached.adaptive else "fixed",
             length_spread=statistics.pstdev(logs) if len(logs) > 1 else 0.0,
             growth=self.growth.within,
         )
 
     @property
-    def _first(self) -> Seen:
+    def _first(self) -> LiveTrace:
         return next(iter(self.seen.values()))
 
     def _is_densest(self, plan: Plan, density: float, signature: Signature) -> bool:
-        """Note what a step was like; return whether to plan with it, since none needed more for its bytes."""
+        """Note how much memory a step needed for its batch; return whether its trace belongs in the profile."""
         if not self.knows(signature):
             if self.signatures and density > _DENSER * self._densities.get(plan, 0.0):
                 self.forget()
@@ -242,9 +250,9 @@ class Knowledge:
         return self.signatures[0].tells_of(signature)
 
     def _score(self, expected: Expected, plan: Plan, largest: int) -> None:
-        """Score what was predicted of a step; for larger batches nothing was."""
+        """Score the prediction for a step, unless its batch is larger than the predicted one."""
         assert self.latest_peak is not None
         if plan == expected.plan and largest <= expected.largest_bytes:
-            # Memory that the loop itself has come to hold since then is not caused by a plan.
+            # No plan causes the memory that the loop itself has allocated since then.
             measured = self.latest_peak - max(self._static - expected.static_bytes, 0)
             self.scores.append(Score(predicted_bytes=int(expected.peak_bytes), measured_bytes=measured))

@@ -1,75 +1,53 @@
 """Learn what a live run costs from its own steps: one that probes, a few that are traced, a few that are timed.
 
-Storage changes no bit of training, and k and precisions are tried in passes beside the run first, so all of this
-happens on steps that count. Until the run is profiled, a step runs under the leanest plan, or under a fuller one that
-what was traced so far predicts to fit. :meth:`LiveProfiler._lessons` is the order in which things are learnt.
+Storage changes no bit of training, and k and precisions are tried first in passes whose gradients are thrown away, so
+all of this happens on steps that count. :mod:`autotune.live.lessons` chooses what each step is used for.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
 from autotune.cost_model.profile import Profile
-from autotune.live.asked_budget import BudgetFunction
+from autotune.live.allowed_plans import AllowedPlans, K, tried_choice
 from autotune.live.attached import Attached, Step, StepAhead
-from autotune.live.limits import Stage
+from autotune.live.lessons import TIMED_EACH, TRACES, Lessons
 from autotune.live.live_knowledge import RENEWED_AFTER, Knowledge
-from autotune.live.placement import Placements, usable
-from autotune.live.prediction_scores import Expected
+from autotune.live.probe_results import ProbeResults
 from autotune.live.step_uses import Probing, Shadowing, Timing, Tracing, Use
 from autotune.mechanics import devices
 from autotune.mechanics.controls import has_16_bit_parameters
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.step_trace import Phase, rest_of, seconds_by_place
-from autotune.plan import Plan, PlanSpace, Precision
+from autotune.plan import Plan, PlanSpace
 from autotune.profiling.memory_scaling import Growth
-from autotune.profiling.step_signature import Signature
 from autotune.profiling.trial_passes import AUTOCAST_TOLERANCE, FP32_TOLERANCE, Outcome, k_lock, precision_lock
 
 logger = logging.getLogger(__name__)
 
-# Steps that are traced under plans that hold more and more, until the fullest that fits was seen.
-_TRACES = 4
-# Tries at them: a step that shows nothing (an epoch's last and short one) is tried again.
-_TRIES = 8
-# Timed steps of one plan.
-_TIMED_EACH = 3
-# A batch this much larger than any that was traced is traced as well, and so often at most.
+# A batch that is larger than any traced one by this factor is traced as well, at most so many times.
 _LARGER = 1.1
 _RETRACES = 12
-# Steps that are traced because nothing like them was.
-_LOOKS = 48
 # Under a budget a step is traced again after so many steps, and then each time after twice as many, up to a limit: what
 # a schedule of the loop's own adds shows in no shape.
 _TRACED_AGAIN, _TRACED_AGAIN_AT_MOST = 4, 1024
-# Traces that cannot be read before no more are taken.
+# After more unreadable traces than this, no further ones are taken.
 _UNREADABLE = 4
-# Steps that are looked at until each unit was called: chance may leave one out.
-_PROBED_STEPS = 4
-# Steps after the first whose batches are cut beside them as well.
-_MORE_CUTS = 2
-# Steps that pass while one like those that are planned with is awaited.
-_WAITS = 32
 
 
 class LiveProfiler:
-    """Profile a live run.
+    """The profiling of a live run.
 
     Attributes:
-        space: The plans that are allowed; the probe takes away the storage of units that may not be recomputed.
-        locks: Why not, by unit.
-        profile: The profile; ``None`` before the first traced steps.
+        profile: The profile; ``None`` before there are enough traced steps.
         complete: Whether there is a profile to act on.
         failed: Why there will be none; ``None`` if there will.
-        knowledge: What the steps have shown. Where two of its scores, or the last, are short, nobody acts.
-        step_peak: Measured peak of the step that ended last in bytes; ``None`` if it was not traced.
-        hooks: How many hooks a unit's parts had when it was probed, by unit.
-        probe_s: Seconds that probes took of forward passes.
-        autocast: The dtype of the user's own autocast; ``None`` for none.
+        knowledge: What the steps have shown. Where two of its scores, or the last, are short, nothing is switched.
+        probes: What the probes have found of the units.
+        step_peak: Measured peak of the latest step in bytes; ``None`` if it was not traced.
 
     Args:
         attached: The run.
@@ -77,37 +55,42 @@ class LiveProfiler:
 
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
-        self.space: PlanSpace = attached.space
-        self.locks: dict[str, str] = _scripted(attached)
-        self._leave_out(self.locks)
+        self._allowed = AllowedPlans(attached.space)
+        self._allowed.lock_storage(_scripted(attached))
         self.profile: Profile | None = None
         self.complete = False
-        lacking = devices.unusable(attached.device)
-        self.failed: str | None = lacking if attached.space.units else "the model has no units"
+        unusable = devices.unusable(attached.device)
+        self.failed: str | None = unusable if attached.space.units else "the model has no units"
         self.knowledge = Knowledge(attached)
+        self.probes = ProbeResults()
         self.step_peak: int | None = None
-        self.autocast: torch.dtype | None = None
-        self.probe_s = 0.0
-        self.hooks: dict[str, int] = {}
-        self._acts = attached.stage is Stage.ACT
-        self._ahead = StepAhead(batch_bytes=0, largest_bytes=0, samples=0, signature=Signature((), (0, 0)))
-        self._budget: int | None = None
+        self._lessons = Lessons(attached, self._allowed, self.probes, self.knowledge)
+        self._upcoming = self._then_finish(self._lessons.all())
         # What the running step is used for; ``None`` for an ordinary one.
         self._use: Use | None = None
-        self._upcoming = self._lessons()
         self._began = False
-        self._likeliest: Placements | None = None
-        self._looks = 0
         self._unreadable = 0
         # Steps until a step is traced again, and until the one after that.
         self._until_trace = self._trace_every = _TRACED_AGAIN
-        # Units that no step has called yet.
-        self._uncalled: list[str] = []
-        self._probed_steps = 0
+
+    @property
+    def space(self) -> PlanSpace:
+        """The plans that are allowed."""
+        return self._allowed.space
+
+    @property
+    def locks(self) -> dict[str, str]:
+        """The reasons against the choices that are not allowed, by choice."""
+        return self._allowed.locks
+
+    @property
+    def leanest(self) -> Plan:
+        """The baseline with all allowed recomputation: known, without a profile, to need the least memory."""
+        return self._allowed.leanest
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing left to learn before anybody may act."""
+        """Whether nothing has to be learnt any more before plans may be switched."""
         return self.complete or self.failed is not None
 
     @property
@@ -127,24 +110,19 @@ class LiveProfiler:
 
     @property
     def shadows(self) -> tuple[Plan, ...]:
-        """The plans to try beside the step that begins, the reference first; none for most steps."""
+        """The plans of the trial passes before the next step, the reference first; none for most steps."""
         return self._use.plans if isinstance(self._use, Shadowing) else ()
-
-    @property
-    def leanest(self) -> Plan:
-        """The user's baseline with all recomputed that may be: known, without a profile, to need least."""
-        return self._plan_of(self.space.accumulation_choices[0], self.space.precisions[0], lean=True)
 
     # Before, in and after a step.
 
     def plan_for(self, ahead: StepAhead, budget_bytes: int | None) -> Plan | None:
-        """Return the plan for the next step if something is to be learnt from it; ``None`` if not.
+        """Return the plan for the next step if something is to be learnt from it; ``None`` otherwise.
 
         Args:
             ahead: The step.
-            budget_bytes: The budget of the moment; ``None`` for none.
+            budget_bytes: The memory budget of the moment; ``None`` for none.
         """
-        self._ahead, self._budget, self._use = ahead, budget_bytes, None
+        self._lessons.ahead, self._lessons.budget_bytes, self._use = ahead, budget_bytes, None
         if self.done or (self._began and _profiler_runs()):
             return None
         self._began = True
@@ -152,19 +130,18 @@ class LiveProfiler:
         return None if self._use is None else self._use.plan
 
     def look_at(self, plan: Plan, ahead: StepAhead) -> None:
-        """Trace the next step, since nothing like it was traced.
+        """Trace the next step because no step like it was traced.
 
         Args:
-            plan: The plan that it runs under: one that needs least.
+            plan: The plan that it runs under: one that needs the least memory.
             ahead: The step.
         """
-        self._ahead = ahead
-        if self._looks < _LOOKS and not _profiler_runs():
-            self._looks += 1
-            self._use = self._tracing(plan)
+        self._lessons.ahead = ahead
+        if not _profiler_runs():
+            self._use = self._lessons.new_shape(plan)
 
     def try_again(self, plan: Plan) -> None:
-        """Try the next step's batch beside it in pieces half as large.
+        """Try the next step's batch in trial passes with pieces half as large.
 
         Args:
             plan: The plan that the step runs under.
@@ -172,9 +149,9 @@ class LiveProfiler:
         self._use = Shadowing(plan, [plan.changed(accumulation_steps=2 * plan.accumulation_steps)])
 
     def also_watch(self, plan: Plan, ahead: StepAhead) -> None:
-        """Trace the next step if its batch is larger than any that was traced, or if none was traced for long.
+        """Trace the next step if its batch is larger than the traced ones, or if none was traced for a long time.
 
-        It is timed if its plan hardly was.
+        Otherwise it is timed if its plan was timed only a few times.
 
         Args:
             plan: The plan that it runs under anyway.
@@ -183,19 +160,18 @@ class LiveProfiler:
         profile, known = self.profile, self.knowledge
         if self._use is not None or not self.complete or profile is None or _profiler_runs():
             return
-        self._ahead = ahead
+        self._lessons.ahead = ahead
         if not known.plans_with(ahead.signature):
             return
         self._until_trace -= 1
         size, traced = ahead.batch_bytes, known.traced_bytes(plan, profile.tables[0].batch_bytes)
-        if known.traces < _TRACES + _RETRACES and (size > _LARGER * traced or self.growth.told_by(plan, size)):
-            self._use = self._tracing(plan)
-        elif self._lean and self._until_trace <= 0:
-            self._trace_every = min(2 * self._trace_every, _TRACED_AGAIN_AT_MOST)
-            self._until_trace = self._trace_every
-            self._use = self._tracing(plan)
-        elif len(known.timed) < RENEWED_AFTER[-1] and known.times_of(plan) < _TIMED_EACH:
-            self._use = self._timing(plan)
+        if known.traces < TRACES + _RETRACES and (size > _LARGER * traced or self.growth.told_by(plan, size)):
+            self._use = self._lessons.tracing(plan)
+        elif self._lessons.saves_memory and self._until_trace <= 0:
+            self._until_trace = self._trace_every = min(2 * self._trace_every, _TRACED_AGAIN_AT_MOST)
+            self._use = self._lessons.tracing(plan)
+        elif len(known.timed) < RENEWED_AFTER[-1] and known.times_of(plan) < TIMED_EACH:
+            self._use = self._lessons.timing(plan)
 
     def begin(self) -> None:
         """Begin the step, its plan applied."""
@@ -208,22 +184,21 @@ class LiveProfiler:
             self._use.phase(name)
 
     def end(self, step: Step) -> bool:
-        """Take in the step; return whether the profile is another one now."""
+        """Take in the step; return whether the profile has changed."""
         use, self._use, self.step_peak = self._use, None, None
         self.knowledge.note_batch(step.batch_bytes)
         if use is None:
             return False
         try:
             use.close()
-            news = self._read(use, step)
-            if news and self.complete:
+            if self._read(use, step) and self.complete:
                 self.rebuild()
                 return True
-        except any_error() as error:  # without a profile there is nothing to act on, and the run goes on
+        except any_error() as error:  # without a profile nothing is switched, and the run goes on
             self._unreadable += 1
             # A profiler that the user began within the step ends the trace, as torch.func does: another step is traced.
             if isinstance(error, RuntimeError) or self._unreadable > _UNREADABLE:
-                # As text: whoever keeps a log's records would keep an error's frames, and all that the step held.
+                # As text: a handler that keeps log records would keep the error's frames, and all that the step held.
                 logger.warning("the run cannot be profiled: %s", str(error))
                 self.failed = f"{type(error).__name__}: {error}"
         return False
@@ -234,139 +209,74 @@ class LiveProfiler:
         if use is not None:
             use.close()
             if isinstance(use, Probing | Shadowing):
-                # What it was to find out, another step does.
+                # Another step has to find out what this one was to.
                 self._began = self._began and not isinstance(use, Probing)
-                self._upcoming = self._once_more(use, self._upcoming)
+                self._upcoming = self._lessons.again(use, self._upcoming)
 
-    # What was found.
+    # What is allowed.
 
     def take_shadows(self, outcomes: Sequence[Outcome]) -> None:
-        """Lock what the passes beside a step spoke against.
+        """Lock the choices that trial passes spoke against.
 
         Args:
-            outcomes: Of :attr:`shadows`, in their order.
+            outcomes: The outcomes of the passes under :attr:`shadows`, in the same order.
         """
-        found = dict(zip(self.shadows, outcomes, strict=True))
-        (_, reference), *others = found.items()
-        for plan, outcome in others:
+        reference, first = outcomes[0], self._lessons.first_plan
+        rounds = self.probes.autocast is not None or has_16_bit_parameters(self._attached.model)
+        for plan, outcome in zip(self.shadows[1:], outcomes[1:], strict=True):
             if plan.accumulation_steps > 1:
-                rounds = self.autocast is not None or has_16_bit_parameters(self._attached.model)
-                rounds = rounds or plan.precision != self._first.precision
-                reason = k_lock(reference, outcome, AUTOCAST_TOLERANCE if rounds else FP32_TOLERANCE)
-                what = "accumulation_steps"
+                exact = not rounds and plan.precision == first.precision
+                reason = k_lock(reference, outcome, FP32_TOLERANCE if exact else AUTOCAST_TOLERANCE)
             else:
                 reason = precision_lock(reference, outcome)
-                what = str(next(iter(plan.precision.values())))
             if reason is not None:
-                self.lock(what, reason)
+                self.lock(tried_choice(plan), reason)
 
     def lock_shadows(self, reason: str) -> None:
-        """Lock all that the passes beside a step were to be tried for.
+        """Lock the choices that trial passes were to test.
 
         Args:
-            reason: Why they are not run.
+            reason: Why the passes are not run.
         """
         for plan in self.shadows[1:]:
-            cuts = plan.accumulation_steps > 1
-            self.lock("accumulation_steps" if cuts else str(next(iter(plan.precision.values()))), reason)
+            self.lock(tried_choice(plan), reason)
 
     def lock(self, what: str, reason: str) -> None:
         """Take a choice away: ``accumulation_steps``, or a precision by its name."""
-        self.locks[what] = reason
-        if what == "accumulation_steps":
-            self.space = replace(self.space, accumulation_choices=self.space.accumulation_choices[:1])
-            if self.complete:
-                self.rebuild()
-        else:
-            kept = tuple(one for one in self.space.precisions if one != what)
-            self.space = replace(self.space, precisions=kept)
+        self._allowed.lock(what, reason)
+        if what == K and self.complete:
+            self.rebuild()
 
     def raise_k(self, k: int, reason: str) -> None:
         """Take away every k below one, under which memory ran out; what was learnt stays."""
-        self.locks[f"accumulation_steps < {k}"] = reason
-        kept = tuple(one for one in self.space.accumulation_choices if one >= k)
-        self.space = replace(self.space, accumulation_choices=kept)
+        self._allowed.raise_k(k, reason)
         if self.complete:
             self.rebuild()
 
     def bar(self, barred: Mapping[str, str]) -> bool:
-        """Lock the storage of units that turned out not to be recomputable; return whether the profile is another one.
+        """Lock the storage of units that turned out not to be recomputable; return whether the profile has changed.
 
         Args:
-            barred: Why not, by unit.
+            barred: The reasons, by unit.
         """
         new = {name: reason for name, reason in barred.items() if name not in self.locks}
         if not new:
             return False
-        self.locks.update(new)
-        self._leave_out(new)
+        self._allowed.lock_storage(new)
         self.knowledge.leave_out(new)
         return self.complete and self.rebuild() is not None
 
+    # The profile.
+
     def rebuild(self) -> Profile | None:
-        """Make the profile anew from all that was seen."""
-        profile = self.knowledge.profile(self.space, self._ahead.samples)
+        """Make the profile again from all that was seen; return ``None`` if no step was traced."""
+        profile = self.knowledge.profile(self.space, self._lessons.ahead.samples)
         if profile is not None:
             self.profile = profile
         return profile
 
-    # What is learnt, and when.
-
-    def _lessons(self) -> Iterator[Use | None]:
-        """Yield what each step is used for, until all is learnt."""
-        # The first step creates the optimizer's state: it is not traced.
-        yield self._probing(self.space.recomputable) if self._acts else None
-        while self._uncalled:
-            # Chance may leave a unit out of a step.
-            yield self._probing(self._uncalled)
-        if self._attached.bucket_bytes:
-            # DistributedDataParallel makes its buckets anew in the second step, beside those of the first.
-            yield Use(self._first)
-        if self._acts:
-            if self.autocast is not None:
-                for precision in self.space.precisions[1:]:
-                    self.lock(str(precision), f"the run computes in {self.autocast} by an autocast of its own")
-            if self.space.k_splits and self.space.accumulation_choices[1:] and not self._ks[1:]:
-                self.lock("accumulation_steps", "the run's first batches have no samples at which they could be cut")
-            others = self._others(self._first)
-            if others:
-                yield Shadowing(self._first, others)
-            for _ in range(_MORE_CUTS):
-                # A loss between samples may come in some steps only.
-                if self.space.k_splits and self._ks[1:]:
-                    yield Shadowing(self._first, self._others(self._first)[:1])
-        yield from self._costs()
-
-    def _once_more(self, use: Use, upcoming: Iterator[Use | None]) -> Iterator[Use | None]:
-        """Yield a use that did not come to its end as it is due now, and what follows it."""
-        if isinstance(use, Probing):
-            yield self._probing(self._uncalled or self.space.recomputable)
-        elif others := self._others(self._first):
-            yield Shadowing(self._first, others)
-        yield from upcoming
-
-    def _costs(self) -> Iterator[Use]:
-        """Yield what steps are used for to learn their costs, and end the learning."""
-        tries = timings = waits = 0
-        while True:
-            most = 2 * len(self._ks) * len(self.space.precisions)
-            use: Use | None = None
-            if self._lean and self.knowledge.seen and not self.knowledge.knows(self._ahead.signature):
-                self._looks += 1
-                use = self._tracing(self._first) if self._looks < _LOOKS else Use(self._first)
-            elif self._lean and not self.knowledge.plans_with(self._ahead.signature) and waits < _WAITS:
-                # What a batch of another shape showed would be mixed with what is known.
-                waits += 1
-                use = Use(self._first)
-            if use is None and tries < _TRIES + most:
-                use = self._untraced()
-                tries += use is not None
-            if use is None and timings < _TRIES * len(self.space.precisions):
-                use = self._untimed()
-                timings += use is not None
-            if use is None:
-                break
-            yield use
+    def _then_finish(self, lessons: Iterator[Use | None]) -> Iterator[Use | None]:
+        yield from lessons
         self._finish()
 
     def _finish(self) -> None:
@@ -381,151 +291,27 @@ class LiveProfiler:
             return
         there = {unit.name for unit in profile.space.units}
         missing = [unit.name for unit in self.space.units if unit.recomputable and unit.name not in there]
-        # Chance may leave some out, but not all.
+        # A step may leave out some units by chance, but not all of them.
         if not any(unit.recomputable for unit in profile.space.units):
             reason = "it was not called as a module: its forward() was, or a part of it"
             self.locks.update({name: reason for name in missing if name not in self.locks})
 
     def _begin_again(self) -> None:
-        """Learn the costs anew; whoever plans already goes on from the former profile until enough was traced."""
-        self.complete, self._likeliest = False, None
-        self._upcoming = self._costs()
+        """Learn the costs again; plans are still switched by the former profile until enough was traced."""
+        self.complete = False
+        self._upcoming = self._then_finish(self._lessons.costs())
 
     def _distrust(self) -> None:
         self.failed = f"a peak was predicted {self.knowledge.scores[-1].short_frac:.1%} too low"
         logger.warning("nothing is switched: %s", self.failed)
 
-    # The plans to learn from.
-
-    @property
-    def _lean(self) -> bool:
-        """Whether steps are to need as little memory as they can."""
-        return self._acts and (self._budget is not None or isinstance(self._attached.budget, BudgetFunction))
-
-    @property
-    def _first(self) -> Plan:
-        """The plan that is seen first."""
-        return self._plan_of(self.space.accumulation_choices[0], self.space.precisions[0], lean=self._lean)
-
-    @property
-    def _ks(self) -> tuple[int, ...]:
-        """The k that a batch of the present size can be cut into."""
-        choices = self.space.accumulation_choices
-        return tuple(k for k in choices if k <= self._ahead.samples or k == choices[0] or not self.space.k_splits)
-
-    def _plan_of(self, k: int, precision: Precision, *, lean: bool) -> Plan:
-        recomputed = self.space.recomputable if lean else ()
-        return self.space.plan(accumulation_steps=k, precision=precision, recomputed=recomputed)
-
-    def _others(self, plan: Plan) -> list[Plan]:
-        """Return the plans whose gradients are to be compared with a plan's."""
-        # Where memory ran out for a whole batch, it is cut already: then each of its pieces is cut in two.
-        cut = plan.changed(accumulation_steps=2 * self._ks[0])
-        others = [cut] if self.space.k_splits and self._ks[1:] else []
-        names = [unit.name for unit in self.space.units]
-        return others + [plan.changed(precision=dict.fromkeys(names, p)) for p in self.space.precisions[1:]]
-
-    def _untraced(self) -> Use | None:
-        """Return the next step to trace; ``None`` once all were.
-
-        Each k and precision is seen. Under a budget the largest k of each precision comes first, what is expected to
-        need more than there is is left out, and fuller and fuller plans follow.
-        """
-        first, room = self._first, usable(self._budget)
-        if first not in self.knowledge.seen or self.growth.told_by(first, self._ahead.batch_bytes):
-            return self._tracing(first)
-        # Cut, a larger k only saves memory; of a step's batches, each after the first is like the second.
-        ks = (self._ks[::-1] if self._lean else self._ks[:1]) if self.space.k_splits else self._ks[:2]
-        wanted = [self._plan_of(k, precision, lean=self._lean) for precision in self.space.precisions for k in ks]
-        for plan in wanted:
-            seen = plan in self.knowledge.seen
-            if not seen and self.knowledge.expected_peak(plan, self.space, self._ks) <= room:
-                return self._tracing(plan)
-        return self._fuller() if self._lean else None
-
-    def _fuller(self) -> Use | None:
-        """Return a step under the fastest plan that is known to fit, while others were not traced often enough.
-
-        Where the last of them needed more than predicted, what was seen of it has to predict one more.
-        """
-        seen, scores = self.knowledge.seen, self.knowledge.scores
-        short = bool(scores) and scores[-1].is_short
-        if sum(plan.storage != self.leanest.storage for plan in seen) >= _TRACES - 1 and not short:
-            return None
-        profile = self.rebuild()
-        if profile is None:
-            return None
-        length = self._ahead.largest_bytes / profile.tables[0].batch_bytes
-        placements = Placements(profile, self._budget, self.growth.beyond)
-        found = placements.fastest(usable(self._budget), length)
-        if found is None or (found in seen and not short):
-            return None
-        expected = Expected(
-            plan=found,
-            largest_bytes=self._ahead.largest_bytes,
-            peak_bytes=placements.peak_bytes(found, length),
-            static_bytes=profile.static_bytes,
-        )
-        return self._tracing(found, expected)
-
-    def _untimed(self) -> Use | None:
-        """Return a step under a traced plan of the precision that was timed least; mostly none.
-
-        Tracing makes precisions slower by shares of their own, and under adaptive batching k depends on the time of an
-        update, which its batches share and no trace shows; and policies plan from the first profile. Precisions take
-        turns, so that a busy machine meets all alike.
-        """
-        if not self._attached.adaptive and len(self.space.precisions) == 1:
-            return None
-        known = self.knowledge
-        counts = {
-            plan: sum(one.plan.precision == plan.precision for one in known.timed)
-            for plan in map(self._roomy, self.space.precisions)
-            if plan in known.seen
-        }
-        least = min(counts, key=lambda plan: counts[plan], default=None)
-        if least is None or counts[least] >= _TIMED_EACH:
-            return None
-        return self._timing(self._likely(least) if self._lean else least)
-
-    def _roomy(self, precision: Precision) -> Plan:
-        """Return the plan of a precision with the smallest k that was seen to fit; of none, with the smallest k."""
-        ks = self._ks if self.space.k_splits else self._ks[:1]
-        plans = [self._plan_of(k, precision, lean=self._lean) for k in ks]
-        room, peak_of = usable(self._budget), self.knowledge.peak_of
-        return next((plan for plan in plans if (peak := peak_of(plan)) is not None and peak <= room), plans[0])
-
-    def _likely(self, like: Plan) -> Plan:
-        """Return a lean plan with the storage that the next batch would most likely get; as it is, if unknown."""
-        if self._likeliest is None:
-            profile = self.rebuild()
-            self._likeliest = None if profile is None else Placements(profile, self._budget, self.growth.beyond)
-        placements = self._likeliest
-        if placements is None:
-            return like
-        length = self._ahead.largest_bytes / placements.profile.tables[0].batch_bytes
-        room = usable(self._budget)
-        found = placements.fastest(room, length, placements.group(self.leanest))
-        plan = like if found is None else like.changed(storage=found.storage)
-        return plan if placements.peak_bytes(plan, length) <= room else like
-
-    # The steps.
-
-    def _probing(self, names: Sequence[str]) -> Use:
-        return Probing(self._first, self._attached.model, names)
-
-    def _timing(self, plan: Plan) -> Use:
-        return Timing(plan, self._attached, [unit.name for unit in self.space.units])
-
-    def _tracing(self, plan: Plan, expected: Expected | None = None) -> Use:
-        names = [unit.name for unit in self.space.units]
-        return Tracing(plan, self._attached, names, self._ahead.batch_bytes, expected)
+    # What a step has shown.
 
     def _read(self, use: Use, step: Step) -> bool:
-        """Take in what a step's use has found; return whether a new profile should be made."""
+        """Take in what a step has shown; return whether the profile should be made again."""
         match use:
             case Probing():
-                self._read_probes(use)
+                self._allowed.lock_storage(self.probes.read(use))
                 return False
             case Tracing():
                 return self._read_trace(use, step)
@@ -534,32 +320,8 @@ class LiveProfiler:
             case _:
                 return False
 
-    def _read_probes(self, use: Probing) -> None:
-        self._probed_steps += 1
-        self._uncalled = []
-        for name, probe in use.probes.items():
-            self.probe_s += probe.spent_s
-            if probe.calls:
-                self.hooks[name] = probe.hooks
-            self.autocast = self.autocast or probe.autocast
-            if probe.reason is not None:
-                self.locks[name] = probe.reason
-            elif probe.calls == 0:
-                self._uncalled.append(name)
-        none = self._probed_steps == 1 and len(self._uncalled) == len(use.probes)
-        if none or self._probed_steps == _PROBED_STEPS:
-            for name in self._uncalled:
-                self.locks[name] = "it was not called by itself (is the model compiled as a whole?)"
-            self._uncalled = []
-        self._leave_out(self.locks)
-
-    def _leave_out(self, names: Mapping[str, str]) -> None:
-        """Take away the storage of units."""
-        units = (replace(unit, recomputable=unit.recomputable and unit.name not in names) for unit in self.space.units)
-        self.space = replace(self.space, units=tuple(units))
-
     def _read_trace(self, use: Tracing, step: Step) -> bool:
-        known, signature, tracer = self.knowledge, self._ahead.signature, use.tracer
+        known, signature, tracer = self.knowledge, self._lessons.ahead.signature, use.tracer
         if tracer is not None and tracer.watch.spoilt is not None:
             if self.complete:
                 return False
@@ -567,7 +329,7 @@ class LiveProfiler:
         if tracer is None or tracer.trace is None:
             raise RuntimeError("the step was not traced")
         if not tracer.trace.calls:
-            # What is compiled as a whole calls none by itself.
+            # A model that is compiled as a whole calls no unit by itself.
             raise RuntimeError("no unit was called in what tell_phase() named the forward pass")
         before = known.forgotten
         if known.signatures and not any(signature.is_kin_to(one) for one in known.signatures):
@@ -586,9 +348,9 @@ class LiveProfiler:
         assert use.tracer.trace is not None
         seconds = seconds_by_place(use.tracer.watch, self._attached.device)
         scored = len(known.scores)
-        news = known.note_trace(use, use.tracer.trace, seconds, step, self._ahead.signature)
+        news = known.note_trace(use, use.tracer.trace, seconds, step, self._lessons.ahead.signature)
         self.step_peak = known.latest_peak
-        # Once may be chance: what was seen corrects the next prediction.
+        # One short score may be chance: what was seen corrects the next prediction.
         if len(known.scores) > scored and sum(score.is_short for score in known.scores) > 1:
             self._distrust()
         return news
@@ -602,12 +364,12 @@ class LiveProfiler:
 
 
 def _scripted(attached: Attached) -> dict[str, str]:
-    """Return why units that are ScriptModules are locked, by unit."""
+    """Return the reason against the recomputation of units that are ScriptModules, by unit."""
     modules = {unit.name: attached.model.get_submodule(unit.name) for unit in attached.space.units}
     reason = "it is a ScriptModule, which runs outside of Python"
     return {name: reason for name, module in modules.items() if isinstance(module, torch.jit.ScriptModule)}
 
 
 def _profiler_runs() -> bool:
-    """Whether the user's own profiler runs: two at once cannot."""
+    """Whether the user's own profiler runs; two at once are impossible."""
     return bool(torch._C._autograd._profiler_enabled())

@@ -1,4 +1,4 @@
-"""Kinds of the events in a decision log, so that what no live tuner wrote is refused by its line."""
+"""The events in a decision log, and the check that a log holds nothing else."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class _Cost:
 
 @document
 class Profiled(_Event):
-    """The run's own profile came to its end."""
+    """The run has been profiled."""
 
     units: Count
     square_share: Quantity | None = None
@@ -100,7 +100,7 @@ class Decision(_Event):
     """A policy proposed a plan, and the rules answered."""
 
     observation: _Text | None
-    # A policy may propose anything.
+    # A policy may propose any value.
     proposal: Any
     rules: _Texts
     applied: bool
@@ -111,7 +111,7 @@ class Decision(_Event):
     placed: Count = 0
     over_budget_steps: Count = 0
     overhead_frac: Quantity | None = None
-    # What was applied when it was made.
+    # The plan that was applied when the decision was made.
     plan: dict[str, Any] | None = None
     acting: bool | None = None
     predicted_peak_bytes: NotNegative | None = None
@@ -119,14 +119,14 @@ class Decision(_Event):
 
 @document
 class Switched(_Event):
-    """Another plan was put to work."""
+    """Another plan was applied."""
 
     plan: dict[str, Any]
 
 
 @document
 class Tripped(_Event):
-    """A trip wire took the run back to its baseline."""
+    """A tripwire returned the run to its baseline."""
 
     reason: _Text
     trips: Count = 0
@@ -151,7 +151,7 @@ class Late(_Event):
 
 @document
 class BudgetRefused(_Event):
-    """The run named a budget that is none."""
+    """The run's memory budget had a value that is not a size."""
 
     value: Any
 
@@ -197,11 +197,11 @@ _KINDS: Mapping[str, type[_Event]] = {
 
 
 def check(event: Mapping[str, Any], *, where: str) -> None:
-    """Refuse an event that no live tuner wrote.
+    """Refuse an event that no live tuner writes.
 
     Args:
         event: a line of the log.
-        where: the file, and the line in it.
+        where: the file and the line, for error messages.
 
     Raises:
         InputError: naming the first key or value that is not allowed.
@@ -216,17 +216,22 @@ def check(event: Mapping[str, Any], *, where: str) -> None:
 
 
 def check_log(events: Sequence[Mapping[str, Any]], *, version: int, where: str) -> None:
-    """Refuse a log that no live tuner wrote: an unknown event, one that comes before the first or after the last.
+    """Refuse a log that no live tuner writes: with an unknown event, or events in a wrong order.
+
+    Args:
+        events: the lines of the log.
+        version: the version that it must have.
+        where: the file, for error messages.
 
     Raises:
         InputError: naming the line.
     """
     if not events or events[0].get("event") != "attached" or events[0].get("version") != version:
-        raise InputError("is no decision log of this version", where=where, allowed=f"version {version}")
+        raise InputError("is not a decision log of this version", where=where, allowed=f"version {version}")
     for number, event in enumerate(events, 1):
         place = f"{where} line {number}"
         check(event, where=place)
         if (event["event"] == "attached") != (number == 1):
             raise InputError("a run is attached twice", where=place, allowed="one event 'attached', the first")
         if number > 1 and event["step"] < events[number - 2]["step"]:
-            raise InputError(f"step is {event['step']}", where=place, allowed="steps that never go back")
+            raise InputError(f"step is {event['step']}", where=place, allowed="steps that never decrease")

@@ -1,4 +1,4 @@
-"""Read a decision log while it is being written: what it has got since the last look, each line once."""
+"""Reading of a decision log while it is being written, each line once."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from autotune.errors import InputError
 from autotune.io.files import require_regular, special
 
 _PIECE_BYTES = 2**20
-# A decision has some kilobytes; one of ten thousand units has a megabyte or two.
+# A decision takes a few kilobytes; with ten thousand units, one or two megabytes.
 _LONGEST_BYTES = 2**26
 
 
 class LogTail:
-    """Read the complete lines that a file has got since the last look.
+    """A reader of the complete lines that were added to a file since it was last read.
 
     Attributes:
-        grown: time (``time.time``) at which the file was last written to, as of the last look; ``None`` before there is
-            a file.
+        grown: time (``time.time``) of the last write to the file, as of the last read; ``None`` before it exists.
 
     Args:
-        path: the file, there or not yet.
+        path: the file; it may not exist yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,11 +30,11 @@ class LogTail:
         self._offset = 0
 
     def read(self) -> Iterator[tuple[bytes, int]]:
-        """Yield each new line without its end, and how many bytes of the file follow it; a torn last line has to wait.
+        """Yield each new complete line without its end, and the number of bytes in the file that follow it.
 
         Raises:
-            InputError: if something else than a regular file stands there, it cannot be read, it has become shorter,
-                or a line is longer than any of a log's.
+            InputError: if the path is not a regular file, it cannot be read, it has become shorter, or a line is too
+                long for a log.
         """
         try:
             require_regular(self.path)
@@ -43,7 +42,7 @@ class LogTail:
             with os.fdopen(os.open(self.path, flags), "rb") as file:
                 found = os.fstat(file.fileno())
                 if special(found.st_mode) is not None or found.st_size < self._offset:
-                    raise InputError("is another file than before", where=str(self.path), allowed="a log that grows")
+                    raise InputError("is not the same file as before", where=str(self.path), allowed="a log that grows")
                 self.grown = found.st_mtime
                 file.seek(self._offset)
                 left = found.st_size - self._offset
@@ -58,7 +57,7 @@ class LogTail:
                         yield row, follow
                     if len(torn) > _LONGEST_BYTES:
                         allowed = f"lines of at most {_LONGEST_BYTES} bytes"
-                        raise InputError("holds a line without an end", where=str(self.path), allowed=allowed)
+                        raise InputError("has a line that does not end", where=str(self.path), allowed=allowed)
         except FileNotFoundError:
             return
         except OSError as error:

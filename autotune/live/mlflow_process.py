@@ -1,7 +1,7 @@
-"""Start the process that sends a run's decision log to MLflow.
+"""The start of the process that sends a run's decision log to MLflow.
 
-It is a process, not a thread: what MLflow imports, draws at random, sets in the environment or waits for must not reach
-the run. It reads the log's file and nothing else, and ends with the run.
+It is a process and not a thread, because MLflow's imports, random draws, environment variables and waits must not
+affect the run. It reads only the log's file, and ends with the run.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-# A module by its name: processes are started by it, and this floor knows nothing of the one it lies on.
+# The module is started by its name: this folder must not import the one that contains it.
 MODULE = "autotune.records.mlflow_following"
 OUTPUT = "tracking.log"
 
 
 def follow(folder: Path) -> bool:
-    """Have a run's decision log sent on; without it, nothing is sent and the run goes on.
+    """Start the process that sends a run's decision log to MLflow; the run goes on if that fails.
 
     Args:
         folder: the run directory.
@@ -29,13 +29,13 @@ def follow(folder: Path) -> bool:
     Returns:
         Whether the process was started.
     """
-    # Found where this package was, wherever the run looks for its modules; and the working directory is not looked at.
+    # This package is found where it was imported from, and never in the working directory.
     paths = [str(Path(__file__).resolve().parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     command = [sys.executable, "-P", "-m", MODULE, str(folder.absolute()), str(os.getpid())]
     try:
         with (folder / OUTPUT).open("ab") as output:
-            # In a session of its own, an interrupt of the run lets it send what is left.
+            # In a session of its own it survives an interrupt of the run, and can send the rest.
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -47,6 +47,6 @@ def follow(folder: Path) -> bool:
     except (OSError, ValueError) as error:
         logger.warning("MLflow is not followed: %s: %s", type(error).__name__, error)
         return False
-    # Somebody must take its exit code, and nobody of the run has time to.
+    # Without a thread that waits for it, the process would stay as a zombie until the run ends.
     threading.Thread(target=process.wait, name="autotune-follower", daemon=True).start()
     return True

@@ -1,6 +1,6 @@
-"""Let several ranks agree: one decision for all, verified by its hash, and never a wait without end.
+"""Communication by which ranks agree: one decision for all, checked by its hash, and no wait without a limit.
 
-The tuner has a process group of its own, so that what goes wrong in it cannot reach the run's own collectives.
+The tuner has a process group of its own, so that its failures cannot disturb the run's own collectives.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import nn
 
 from autotune.live.deepspeed_engines import is_engine
 
-# Every agreement is of as many numbers, so that one rank's farewell is what the others read at their next one. The
-# first number tells whether a rank leaves.
+# Every agreement has the same number of values, so that the message of a leaving rank matches the others' next one. The
+# first value tells whether a rank leaves.
 _WIDTH = 16
 
 
 def is_spread(model: nn.Module) -> bool:
-    """Tell whether a model's parameters are spread over ranks: after ``fully_shard()``, or in tensor parallelism."""
+    """Tell whether a model's parameters are spread over ranks, as by ``fully_shard()`` or tensor parallelism."""
     return is_flattened(model) or any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
 
 
@@ -34,15 +34,15 @@ def is_flattened(model: nn.Module) -> bool:
 
 
 class RanksError(Exception):
-    """Raised when the ranks could not agree; the run goes on without the tuner."""
+    """The ranks could not agree; the run goes on without the tuner."""
 
 
 class Ranks:
     """One rank of several, or the only one.
 
     Attributes:
-        rank: this one.
-        world: how many there are.
+        rank: number of this rank.
+        world: number of ranks.
 
     Args:
         model: the model as the user calls it.
@@ -51,7 +51,7 @@ class Ranks:
 
     def __init__(self, model: nn.Module, timeout_s: float) -> None:
         self._group: Any = None
-        # Held on to, as it is sent while the run goes on.
+        # Kept, because it is sent while the run goes on.
         self._farewell: Any = None
         self.rank, self.world = 0, 1
         theirs: Any = None
@@ -69,11 +69,14 @@ class Ranks:
 
     @property
     def many(self) -> bool:
-        """Tell whether there are others."""
+        """Tell whether there are other ranks."""
         return self.world > 1
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """Return each value's maximum over the ranks.
+
+        Args:
+            values: this rank's values.
 
         Raises:
             RanksError: if the others cannot be reached in time, or one of them has left.
@@ -93,13 +96,13 @@ class Ranks:
         return [float(value) for value in table[1 : len(values) + 1]]
 
     def from_first(self, document: dict[str, Any] | None) -> dict[str, Any]:
-        """Return what the first rank hands over, checked by its hash.
+        """Return the first rank's document, checked by its hash.
 
         Args:
-            document: what it hands over; on other ranks it is not looked at.
+            document: the document; ignored on other ranks.
 
         Raises:
-            RanksError: if it does not arrive, or not as it was sent, or a rank has left.
+            RanksError: if it does not arrive, it arrives damaged, or a rank has left.
         """
         if not self.many:
             return document or {}
@@ -121,9 +124,9 @@ class Ranks:
         return found
 
     def close(self) -> None:
-        """Agree on nothing any more, and let the others know where they next ask, without waiting for them.
+        """Leave, and let the others know at their next agreement, without waiting for them.
 
-        The group itself goes with the run's own: taken down at once, it could tear off what another rank awaits.
+        The group itself ends with the run's own: destroyed now, it could abort a collective that another rank awaits.
         """
         if self.many and self._group is not None:
             with contextlib.suppress(RuntimeError):

@@ -1,4 +1,4 @@
-"""Lead a run along a decision log, without its policy, and say where predictions and measurements differ."""
+"""Replay of a decision log without its policy, and the differences between predictions and measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autotune.live.limits import Limits
 from autotune.mechanics import randomness
 from autotune.plan import Plan
 
-# A recorded run is followed step by step: its own limits were kept when it was made.
+# The recorded run kept its own limits; its replay follows it step by step.
 _FOLLOWING = Limits(
     decide_every=1, min_steps_between_switches=0, canary_steps=0, gain_frac=-1e9, overhead_frac=1e9, slowdown_frac=1e9
 )
@@ -27,17 +27,17 @@ _FOLLOWING = Limits(
 def replay(
     log: Path, job: Job | None, *, steps: int | None = None, seed: int = 0, reporter: Reporter | None = None
 ) -> dict[str, Any]:
-    """Return what a recorded run predicted and measured and, if its job is given, what a run along it measures now.
+    """Return what a recorded run predicted and measured and, if its job is given, what a replay measures now.
 
     Args:
         log: a decision log, or the run directory that holds it.
-        job: the job to run along it; ``None`` runs nothing.
+        job: the job to run; ``None`` runs nothing.
         steps: optimizer steps to run; ``None`` for as many as were recorded.
-        seed: of the weights and batches of the run.
+        seed: random seed for the weights and batches of the run.
         reporter: shows progress.
 
     Raises:
-        InputError: if the log is damaged, or was made with other units than the job's.
+        InputError: if the log is damaged, or has other units than the job.
     """
     events = read_log(log)
     recorded = {"log": str(log), "switches": len(schedule_of(events, str(log))), "windows": windows_of(events)}
@@ -67,7 +67,7 @@ def replay(
         if found:
             tuner.detach()
             raise InputError(
-                f"unit {found[0]!r} is no module of {job.name}", where=str(file), allowed="the job's own log"
+                f"unit {found[0]!r} is not a module of {job.name}", where=str(file), allowed="a log of the same job"
             )
         batches = itertools.chain.from_iterable(job.batches(seed + number) for number in itertools.count())
         for number, batch in enumerate(itertools.islice(batches, length)):
@@ -87,11 +87,14 @@ def replay(
 
 
 def windows_of(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return, per decision that a window followed, what was predicted of its plan and what the window measured.
+    """Return, for each decision that was followed by a window, the prediction for its plan and the measurement.
+
+    Args:
+        events: the events of a decision log.
 
     Returns:
-        ``step``, ``plan`` (for people), ``predicted_s``, ``measured_s``, ``time_error_frac``, ``predicted_bytes`` and
-        ``measured_bytes``; what is not known is ``None``.
+        ``step``, ``plan`` (as text), ``predicted_s``, ``measured_s``, ``time_error_frac``, ``predicted_bytes`` and
+        ``measured_bytes``; unknown values are ``None``.
     """
     decisions = [event for event in events if event["event"] == "decision"]
     rows = []
@@ -113,13 +116,18 @@ def windows_of(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def time_error(measured_s: float | None, predicted_s: float | None) -> float | None:
-    """Return how far a time is off a prediction, as a share of it; ``None`` where that is no number."""
+    """Return the error of a predicted time as a share of it; ``None`` if that is not a number.
+
+    Args:
+        measured_s: the measured seconds.
+        predicted_s: the predicted seconds.
+    """
     error = measured_s / predicted_s - 1 if measured_s and predicted_s else None
     return None if error is None or not math.isfinite(error) else error
 
 
 def in_words(proposal: object) -> str | None:
-    """Return a logged proposal in a few words; ``None`` if it is not a plan: policies may propose anything."""
+    """Return a logged proposal as text; ``None`` if it is not a plan, as policies may propose any value."""
     try:
         return str(Plan.from_json(proposal)) if isinstance(proposal, dict) else None
     except InputError:

@@ -1,4 +1,4 @@
-"""What few users of ``attach`` change, in one object."""
+"""Settings of ``attach`` that few users change."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Settings:
 
     Attributes:
         units: names of the modules to tune; ``None`` finds them.
-        accumulation_choices: the k that plans may choose from, where the mode leaves them the choice; ``(1,)`` for a
-            loss that you know to be coupled, as contrastive ones are.
+        accumulation_choices: the k that plans may choose from, where the mode allows it; use ``(1,)`` for a loss that
+            couples the samples of a batch, such as a contrastive one.
         batching: ``fixed``: k cuts each batch. ``adaptive``, in mode ``tolerant``: a step consumes k batches, as the
             gradient's noise warrants, and ``step()`` returns ``False`` until it has them.
         lr_rule: under adaptive batching, ``linear`` or ``sqrt`` multiply the learning rate of a step by its samples
             over a batch's; ``none`` leaves it.
-        name: what the run is called; ``None`` for the model's class.
-        mlflow: whether a process of its own sends the decision log to MLflow while the run goes on.
+        name: name of the run; ``None`` for the model's class.
+        mlflow: whether a separate process sends the decision log to MLflow during the run.
 
     Raises:
         AttachError: naming the setting whose value is not allowed, and what is.
@@ -61,10 +61,13 @@ class Settings:
 
 
 def settings_of(settings: object) -> Settings:
-    """Return the settings that were given; the defaults for ``None``.
+    """Return settings that were given to ``attach``; the defaults for ``None``.
+
+    Args:
+        settings: the settings.
 
     Raises:
-        AttachError: if they are something else.
+        AttachError: if they are of another type.
     """
     if settings is not None and not isinstance(settings, Settings):
         raise AttachError(f"settings is {settings!r}", where="attach", allowed="autotune.Settings(...)")
@@ -72,7 +75,11 @@ def settings_of(settings: object) -> Settings:
 
 
 def without_settings(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return a function that refuses a setting among its keywords, naming the place where it belongs."""
+    """Return a function that refuses settings among its keywords, and names the object that takes them.
+
+    Args:
+        function: the function.
+    """
     names = {item.name for item in fields(Settings)}
 
     @functools.wraps(function)

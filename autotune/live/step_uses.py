@@ -1,6 +1,7 @@
-"""The types of steps of a live run, by what a step is used for besides training: each watches in its own way.
+"""The uses of a live run's steps in addition to training; each watches the step in its own way.
 
-Only watching is done here. What a use has found is read by :mod:`autotune.live.live_profiler`, which also chooses it.
+This module only watches. :mod:`autotune.live.lessons` chooses the use of a step, and
+:mod:`autotune.live.live_profiler` reads what it has found.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from autotune.profiling.probe import UnitProbe
 
 
 class Use:
-    """A step that only lets time pass: it runs under a plan, and nothing watches it.
+    """A step that runs under a certain plan and is not watched.
 
     Attributes:
         plan: The plan that the step runs under.
@@ -44,7 +45,7 @@ class Use:
 
 
 class Shadowing(Use):
-    """A step before which its batch is run under other plans, to compare their gradients.
+    """A step with trial passes: before it, its batch is run under other plans to compare their gradients.
 
     Attributes:
         plans: The plans to run the batch under, the reference first.
@@ -130,7 +131,7 @@ class Tracing(Timing):
         batch_bytes: Bytes of the step's batch, or of the first that the caller accumulates.
         expected: The peak that was predicted for the step; ``None`` if none was.
         gradient_bytes: Bytes of the gradients that were alive when the step began.
-        static_bytes: Bytes of the model, the optimizer's state and whatever else stays.
+        static_bytes: Bytes of the model, the optimizer's state and everything else that stays.
 
     Args:
         plan: The plan.
@@ -155,10 +156,10 @@ class Tracing(Timing):
         """Note what is alive, and begin to trace."""
         run = self._attached
         if self.expected is not None:
-            # Garbage that is collected in the step would count as the step's. Automatic collection is not switched off:
-            # a step that never ends would leave it so.
+            # Garbage that is collected in the step would count as the step's. Automatic collection stays on: a step
+            # that never ends would leave it off.
             gc.collect()
-        # Gradients that are alive when a step begins (some frameworks clear them in it) are no static bytes.
+        # Gradients that are alive when a step begins are not static: some frameworks clear them within the step.
         gradients = (parameter.grad for parameter in run.model.parameters())
         self.gradient_bytes = tensor_bytes(gradient for gradient in gradients if gradient is not None)
         resident = [
@@ -168,7 +169,7 @@ class Tracing(Timing):
         self.static_bytes = tensor_bytes(resident) - self.gradient_bytes + run.bucket_bytes
         seen = devices.allocated(run.device)
         if seen is not None:
-            # A teacher, an average of the weights, a library's workspace or a data set takes room as well.
+            # A teacher, averaged weights, a library's workspace or a data set may be allocated as well.
             self.static_bytes = max(self.static_bytes, seen.current - self.gradient_bytes - self.batch_bytes)
         self.tracer = StepTracer(run.model, self._names, run.device)
         self.watch = self.tracer.watch
@@ -177,7 +178,7 @@ class Tracing(Timing):
     def older_bytes(self) -> int:
         """Return bytes that were alive before the step and freed in it, other than the model's and the optimizer's.
 
-        A loop may hold the outputs of the former step until it has new ones.
+        A loop may keep the outputs of the previous step until it has new ones.
         """
         assert self.tracer is not None
         assert self.tracer.trace is not None

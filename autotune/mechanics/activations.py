@@ -9,19 +9,23 @@ the graphs. Whether a recomputation repeats the forward pass is found out on a s
 
 from __future__ import annotations
 
+import dis
 import functools
+import inspect
+import itertools
 import logging
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
+from types import CodeType, FunctionType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from autotune.mechanics import ambient
 from autotune.mechanics.buffers import (
@@ -33,8 +37,8 @@ from autotune.mechanics.buffers import (
     replaced_buffers,
     version_of,
 )
-from autotune.mechanics.copies import CopyError, TensorCopy, copied, is_unchanged
-from autotune.mechanics.kept import Kept, Objects, Reads, is_carrier, objects_of, without_graph
+from autotune.mechanics.copies import CopyError, TensorCopy, copied, has_scalar_attributes, is_unchanged
+from autotune.mechanics.kept import Kept, Objects, Reads, flattened, is_carrier, objects_of, without_graph
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.repeats import Repeats, is_due
 
@@ -48,7 +52,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 def uncopyable_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     """Return the type of an object, handed to a unit, that no copy can be made of; ``None`` for none."""
     try:
-        copied([leaf for leaf in tree_flatten((args, dict(kwargs)))[0] if not isinstance(leaf, torch.Tensor)])
+        copied([leaf for leaf in flattened(args, kwargs)[0] if not isinstance(leaf, torch.Tensor)])
     except CopyError as error:
         return str(error)
     return None
@@ -95,8 +99,10 @@ class _Again(AbstractContextManager[None]):
                 # Copies stand for what it held: to keep that would keep other passes' graphs alive.
                 then = {**part.__dict__, **self.objects.attributes.get(place, {})}
                 self._own.append((place, part.__dict__, then))
-                if part._modules:
-                    self._then.append((part._modules, part._modules.copy()))
+                # Of buffers it says which there were; their values are put back as well.
+                self._then += [
+                    (held, held.copy()) for held in (part._modules, part._buffers) if type(held) is dict and held
+                ]
                 # torch.func.functional_call runs a module with other weights than it has. A dictionary of another
                 # class (DeepSpeed's ZeRO-3) gathers a weight when it is read.
                 if part._parameters and type(part._parameters) is dict:
@@ -107,7 +113,9 @@ class _Again(AbstractContextManager[None]):
             values = held.items()
             then = {name: without_graph(one) if isinstance(one, torch.Tensor) else one for name, one in values}
             self._then.append((held, then))
-        self._versions = [(one, version_of(one)) for one in _tensors_of(parts)]
+        tensors = _tensors_of(parts)
+        self._versions = [(one, version_of(one)) for one in tensors]
+        self._then += [(vars(one), vars(one).copy()) for one in tensors if has_scalar_attributes(one)]
         self.buffers, self.constants = {}, {}
         if any(part._buffers for part in parts):
             self.buffers, self.constants = copy_buffers(module), constants_of(module)
@@ -213,6 +221,25 @@ class _Again(AbstractContextManager[None]):
         return replaced_buffers(module, fresh_buffers(module, self.buffers, self.constants))
 
 
+def _catches_errors(parts: Sequence[nn.Module]) -> bool:
+    """Tell whether a method of the parts' classes may catch the exception by which checkpoint ends a recomputation."""
+    kinds = dict.fromkeys(
+        base
+        for part in parts
+        for base in type(part).__mro__
+        if base.__module__.partition(".")[0] not in ("torch", "builtins")
+    )
+    methods = (one for kind in kinds for one in vars(kind).values() if isinstance(one, FunctionType))
+    return any(_catches(inspect.unwrap(method).__code__) or _catches(method.__code__) for method in methods)
+
+
+@functools.cache
+def _catches(code: CodeType) -> bool:
+    steps = [step.opname for step in dis.get_instructions(code)]
+    bare = any(pair == ("PUSH_EXC_INFO", "POP_TOP") for pair in itertools.pairwise(steps))
+    return bare or "CHECK_EXC_MATCH" in steps or "suppress" in code.co_names
+
+
 def _tensors_of(parts: Sequence[nn.Module]) -> list[torch.Tensor]:
     """Return the weights and other tensors that parts have, but for buffers."""
     held: Iterator[Any] = (
@@ -272,6 +299,7 @@ class _Call:
         forward: the unit's forward.
         shape: of its arguments.
         tensors: those it was handed that nothing has computed, by place: code may ask for the very one.
+        attributes: those that its other tensors have, by place.
         kept: what it was handed, where that is kept besides.
         held: the tensors that objects hold, otherwise.
         again: puts the unit back to what it was.
@@ -281,6 +309,7 @@ class _Call:
     forward: Callable[..., Any]
     shape: TreeSpec
     tensors: Mapping[int, torch.Tensor]
+    attributes: Mapping[int, Mapping[str, Any]]
     kept: Kept | None
     held: Kept | None
     again: _Again
@@ -293,6 +322,8 @@ class _Call:
         found = list(leaves[: self.shape.num_leaves]) if self.kept is None else self.kept.leaves()
         for place, value in (*self.tensors.items(), *self.again.handed.items()):
             found[place] = value
+        for place, attributes in self.attributes.items():
+            vars(found[place]).update(attributes)
         if self.held is not None and self.held.written:
             self.again.recomputation.bar_late(WRITTEN)
         args, kwargs = tree_unflatten(found, self.shape)
@@ -355,6 +386,8 @@ class Recomputation:
     around: Reachable | None = None
     hooks: int | None = None
     carriers: dict[int, set[str]] = field(default_factory=dict)
+    # Whether its code may catch the exception by which checkpoint ends a recomputation early; ``None`` if not known.
+    _catches: bool | None = None
     _calls: int = 0
     _last: _Call | None = None
     # The identities of what each part's attributes held at the call before.
@@ -372,9 +405,12 @@ class Recomputation:
             self.barred, call = f"{type(error).__name__}: {error}", None
         if call is None or call.first is None:
             return forward(*args, **kwargs)
-        result = checkpoint(
-            call.run, *call.first.inputs, use_reentrant=False, preserve_rng_state=True, context_fn=call.contexts
-        )
+        if self._catches is None:
+            self._catches = _catches_errors(list(self.module.modules()))
+        with set_checkpoint_early_stop(False) if self._catches else nullcontext():
+            result = checkpoint(
+                call.run, *call.first.inputs, use_reentrant=False, preserve_rng_state=True, context_fn=call.contexts
+            )
         try:
             call.has_run()
         except any_error() as error:  # whatever it is, the unit is left alone from now on
@@ -390,13 +426,16 @@ class Recomputation:
         Tensors anywhere in the arguments are handed over one by one: checkpoint finds the device whose generator it
         must keep by looking at its positional arguments.
         """
-        leaves, shape = tree_flatten((args, dict(kwargs)))
+        leaves, shape = flattened(args, kwargs)
         parts, reads = list(self.module.modules()), Reads()
         if self._is_barred(parts):
             return None
         self._look_for_carriers(parts)
         objects = self._copied(leaves, parts, reads)
-        if objects is None:
+        computed = [one for one in leaves if type(one) is torch.Tensor and one.grad_fn is not None and vars(one)]
+        if not all(map(has_scalar_attributes, computed)):
+            self.barred = "it is handed a tensor with attributes that a recomputation may change"
+        if objects is None or self.barred is not None:
             return None
         if shape != self._shape:
             # A tuple's own class may not let itself be made again: that is better known now than in backward.
@@ -414,7 +453,9 @@ class Recomputation:
         inputs = [without_graph(given[place]) if place in given else None for place in range(len(leaves))]
         first = _First(args, kwargs, leaves, [*inputs, *_elsewhere(inputs, leaves, parts)], reads)
         tensors = {place: leaf for place, leaf in given.items() if leaf.grad_fn is None}
-        call = _Call(forward, shape, tensors, kept, held, again, first)
+        others = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        attributes = {place: vars(leaf).copy() for place, leaf in others.items() if has_scalar_attributes(leaf)}
+        call = _Call(forward, shape, tensors, attributes, kept, held, again, first)
         self._last = call if self.keeps else None
         return call
 

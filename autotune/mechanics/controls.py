@@ -7,7 +7,6 @@ gets its plain forward back. This file knows nothing of steps, batches or measur
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,11 +20,12 @@ from autotune.mechanics.activations import Recomputation
 from autotune.mechanics.ambient import interception, transformed
 from autotune.mechanics.buffers import forget_constants, forget_copies
 from autotune.mechanics.precision import canonical, computing_in
+from autotune.mechanics.stand_ins import StandIn
 from autotune.mechanics.trees import tensors
 from autotune.plan import Plan, Precision, Storage
 
 
-class ControlledForward:
+class ControlledForward(StandIn):
     """A unit's forward under a plan.
 
     Attributes:
@@ -33,14 +33,13 @@ class ControlledForward:
         precision: the precision that the next call runs in.
         storage: the storage that the next call uses.
         passes_16_bit: whether 16-bit outputs are handed on as they are.
-        original: the forward that is run: the module's own, or one that somebody else put on it.
         calls: how often it was called in training under the plan, as far as nobody has set it back.
         failures: takes in what a call under the plan raises, the unit then being run as the user has it; ``None`` lets
             exceptions through.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        super().__init__(module)
         self.precision = Precision.INHERIT
         self.storage = Storage.SAVE
         self.passes_16_bit = False
@@ -48,15 +47,12 @@ class ControlledForward:
         self.calls = 0
         self.failures: list[Exception] | None = None
         self.recomputation = Recomputation(module)
-        # A forward that somebody else put on the instance is called, and put back at the end.
-        self._shadowed: Callable[..., Any] | None = module.__dict__.get("forward")
-        self.original: Callable[..., Any] = module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unit's own forward in the plan's precision, keeping or recomputing its activations."""
-        if self.suspended or torch.compiler.is_compiling():
-            return self.original(*args, **kwargs)
-        if transformed():
+        if torch.compiler.is_compiling():
+            return self._own(*args, **kwargs)
+        if self.suspended or transformed():
             return self.original(*args, **kwargs)
         trains = torch.is_grad_enabled()
         self.calls += trains
@@ -92,26 +88,7 @@ class ControlledForward:
         """Give the module its former forward back, if it still has this one; whoever holds this one runs the former."""
         forget_copies(self.module)
         self.precision, self.storage, self.failures = Precision.INHERIT, Storage.SAVE, None
-        if self.module.__dict__.get("forward") is not self:
-            # Somebody put another one on the instance, which may call this one.
-            return
-        if self._shadowed is None:
-            del self.module.__dict__["forward"]
-        else:
-            self.module.__dict__["forward"] = self._shadowed
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """Return the copied module's plain forward: a copy of a model is not under control."""
-        if self._shadowed is not None:
-            return copy.deepcopy(self._shadowed, memo)
-        copied = memo.get(id(self.module))
-        return self.original if copied is None else type(copied).forward.__get__(copied)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as the module's plain bound forward, so that no package of ours is needed to load it."""
-        if self._shadowed is not None:
-            return operator.getitem, ([self._shadowed], 0)
-        return getattr, (self.module, "forward")
+        self._restore()
 
 
 def apply(model: nn.Module, plan: Plan, *, fp32_borders: bool = False) -> None:

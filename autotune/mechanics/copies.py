@@ -18,7 +18,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,7 @@ _SHARED = (
 )
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _PLAIN_CONTAINERS = (list, tuple, dict, set, frozenset, deque, OrderedDict, defaultdict)
+_SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 # The packages whose objects are groups of ranks, streams, context variables and loggers.
 _OF_THE_PROCESS = ("torch._C", "torch.distributed", "contextvars", "_contextvars", "logging")
 # Whose copies would be copies of a whole program.
@@ -104,8 +105,8 @@ class Copier:
             raise CopyError(f"{type(value).__name__} that leads to {_MOST_OBJECTS} others")
         if isinstance(value, torch.Tensor):
             made = self.know(value, self._tensor(value))
-            if isinstance(value, nn.Parameter) and made is not value:
-                vars(made).update({name: self._copied(item) for name, item in vars(value).items()})
+            if made is not value and (isinstance(value, nn.Parameter) or has_scalar_attributes(value)):
+                self._copy_attributes(value, made)
             return made
         if isinstance(value, torch.Generator):
             return self.know(value, value.clone_state())
@@ -140,10 +141,14 @@ class Copier:
     def _container(self, value: Any) -> Any:
         if isinstance(value, tuple | frozenset):
             items = [self._copied(item) for item in value]
-            return self.know(value, _constant(type(value), items))
+            made = self.know(value, _constant(type(value), items))
+            self._copy_attributes(value, made)
+            return made
         # A shallow copy keeps what a subclass has besides its items.
         made = self.know(value, copy.copy(value))
-        if isinstance(value, dict):
+        if has_scalars_only(value):
+            pass
+        elif isinstance(value, dict):
             for key, item in value.items():
                 dict.__setitem__(made, key, self._copied(item))
         elif isinstance(value, set):
@@ -152,15 +157,20 @@ class Copier:
         else:
             for place, item in enumerate(value):
                 made[place] = self._copied(item)
-        if type(value) not in _PLAIN_CONTAINERS and hasattr(value, "__dict__"):
-            vars(made).update({name: self._copied(item) for name, item in vars(value).items()})
+        self._copy_attributes(value, made)
         return made
 
     def _plain_object(self, value: Any) -> Any:
-        made = self.know(value, object.__new__(type(value)))
-        for name, item in vars(value).items():
-            vars(made)[name] = self._copied(item)
+        # An object of the user's own class is made without the code of its constructor.
+        kind = type(value)
+        made = self.know(value, SimpleNamespace() if kind is SimpleNamespace else object.__new__(kind))
+        self._copy_attributes(value, made)
         return made
+
+    def _copy_attributes(self, value: Any, made: Any) -> None:
+        if type(value) not in _PLAIN_CONTAINERS and hasattr(value, "__dict__"):
+            for name, item in vars(value).items():
+                vars(made)[name] = self._copied(item)
 
     def _otherwise(self, value: Any) -> Any:
         try:
@@ -181,6 +191,16 @@ def _constant(kind: Any, items: list[Any]) -> Any:
     except TypeError:
         # What a function of torch's returns (``torch.return_types.max``) is made by its constructor alone.
         return kind(items)
+
+
+def has_scalars_only(value: Any) -> bool:
+    """Tell whether a list, deque, set or dictionary holds numbers, strings and the like and nothing else."""
+    return _SCALARS.issuperset(map(type, value.values() if isinstance(value, dict) else value))
+
+
+def has_scalar_attributes(tensor: torch.Tensor) -> bool:
+    """Tell whether somebody has given a plain tensor attributes, all of them numbers, strings and the like."""
+    return type(tensor) is torch.Tensor and bool(vars(tensor)) and has_scalars_only(vars(tensor))
 
 
 def copied(value: Any, tensor: TensorCopy = lambda tensor: tensor) -> Any:
@@ -370,7 +390,7 @@ def _state_of_tensor(path: str, value: torch.Tensor, met: set[int]) -> Iterator[
         yield path, value.detach().cpu().clone()
     if value.is_leaf and value.grad is not None:
         yield f"{path}.grad", value.grad.detach().cpu().clone()
-    for name, item in vars(value).items() if own else ():
+    for name, item in vars(value).items() if own or has_scalar_attributes(value) else ():
         yield from _state(f"{path}.{name}", item, met)
 
 
@@ -450,6 +470,8 @@ def _is_plain(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, nn.Module):
         return not isinstance(value, torch.jit.ScriptModule)
+    if kind is SimpleNamespace:
+        return True
     return (
         hasattr(value, "__dict__")
         and not hasattr(kind, "__deepcopy__")

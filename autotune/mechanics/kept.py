@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from autotune.mechanics.buffers import version_of
-from autotune.mechanics.copies import Copier, CopyError, TensorCopy, copied, own_dict
+from autotune.mechanics.copies import Copier, CopyError, TensorCopy, copied, has_scalars_only, own_dict
 
 _HARMLESS = {"__get__", "size", "numel", "nelement", "element_size", "untyped_storage", "data_ptr"}
 # What a call may put something into, and how many items of it are copied at each call.
 _MUTABLE = (list, dict, set, deque)
-_MOST_ITEMS = 256
+_MOST_ITEMS, _MOST_SCALARS = 256, 4096
 _COMMON = frozenset({type(None), bool, int, float, str, list, tuple, dict, set, OrderedDict, torch.Tensor})
 _LIBRARIES = ("builtins", "torch", "numpy", "autotune", "collections", "functools", "weakref", "_thread", "threading")
 
@@ -71,6 +71,11 @@ class Kept:
         """Return a tensor as it was."""
         made = self._copies.get(id(tensor))
         return tensor if made is None or not self.written else _back(made, tensor)
+
+
+def flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], TreeSpec]:
+    """Return the leaves of a call's arguments, and how they are nested; a tuple with attributes is a leaf."""
+    return tree_flatten((tuple(args), dict(kwargs)), is_leaf=lambda one: isinstance(one, tuple) and bool(own_dict(one)))
 
 
 def _tensors_within(leaves: Sequence[Any]) -> list[torch.Tensor]:
@@ -184,7 +189,9 @@ class Objects:
 def _few(value: Any) -> Any:
     """Return an attribute, or raise if it is too large for a copy at each call."""
     if isinstance(value, _MUTABLE) and len(value) > _MOST_ITEMS:
-        raise CopyError(f"{type(value).__name__} of over {_MOST_ITEMS} items")
+        most = _MOST_SCALARS if has_scalars_only(value) else _MOST_ITEMS
+        if len(value) > most:
+            raise CopyError(f"{type(value).__name__} of over {most} items")
     return value
 
 

@@ -1,15 +1,24 @@
-"""Repeat table III: each component of the paper's method added in turn to those before it."""
+"""Table III repeated: each component of the paper's method added in turn to those before it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from autotune.agents.rules import PAPER_ACCUMULATION, nearest_accumulation, paper_precision, sqrt_recomputed
 from autotune.campaign.arms import static_arm
 from autotune.paper.experiments import CONVOLUTION, Experiment
-from autotune.paper.paper_numbers import TABLE_3, Component
-from autotune.paper.rows import Row, over
-from autotune.paper.table_comparisons import Campaign, Summary, fp32_notes, summarised, tf32_arms
+from autotune.paper.paper_numbers import MEMORY, QUALITY, TABLE_3, TIME, AblationRow
+from autotune.paper.rows import Table, TableRow
+from autotune.paper.table_comparisons import (
+    Campaign,
+    fp32_notes,
+    number_of,
+    summarised,
+    tf32_arms,
+    verdict_notes,
+)
 from autotune.plan import Plan, PlanSpace
 from autotune.records.protocol import Arm
 
@@ -24,7 +33,7 @@ COMPONENTS = (BASELINE, ACCUMULATION, PRECISION, SCHEDULE, CHECKPOINTS)
 
 
 def component_plans(space: PlanSpace) -> dict[str, Plan]:
-    """Return the plan of each configuration; a learning-rate schedule is no part of a plan."""
+    """Return the plan of each configuration; plans do not include the learning-rate schedule."""
     k = nearest_accumulation(space, PAPER_ACCUMULATION)
     fp32, low = space.precisions[0], paper_precision(space)
     return {
@@ -38,61 +47,52 @@ def component_plans(space: PlanSpace) -> dict[str, Plan]:
 
 def component_arms(experiment: Experiment, space: PlanSpace) -> list[Arm]:
     """Return an arm per configuration, the first three at a constant learning rate."""
-    arms = []
-    for number, (name, plan) in enumerate(component_plans(space).items()):
-        scheduled = number >= COMPONENTS.index(SCHEDULE)
-        job = experiment.job if scheduled else experiment.constant
-        arm = static_arm(name, plan)
-        arms.append(Arm(name=name, policy=arm.policy, job=job))
-    return arms
-
-
-def ablation(experiment: Experiment, campaign: Campaign) -> tuple[list[Row], list[str], dict[str, Any]]:
-    """Return rows, notes and facts of the ablation of one task."""
-    first, *others = component_arms(experiment, campaign.space(experiment.job))
-    beside = tf32_arms(experiment)
-    document = campaign.race(experiment, [first, *beside, *others], None)
-    # The paper's is of its convolution network alone.
-    numbers = TABLE_3 if experiment.architecture == CONVOLUTION else [None] * len(COMPONENTS)
-    baseline = summarised(document, BASELINE)
-    rows: list[Row] = []
-    for name, number in [*zip(COMPONENTS, numbers, strict=True), *((arm.name, None) for arm in beside)]:
-        rows += _rows(name, number, summarised(document, name), baseline, experiment)
-    return rows, _notes(experiment, document), {"comparison": document}
-
-
-def _rows(name: str, number: Component | None, found: Summary, first: Summary, experiment: Experiment) -> list[Row]:
-    paper = None if number is None else (number.minutes, number.memory_gb, number.accuracy_percent)
-    base = (TABLE_3[0].minutes, TABLE_3[0].memory_gb, TABLE_3[0].accuracy_percent)
-    metrics = (("time to target", "min"), ("peak memory", "GB"), ("final quality", experiment.quality_unit))
-    ours, our_base = _numbers(found, experiment), _numbers(first, experiment)
     return [
-        Row(
-            metric=metric,
-            configuration=name,
-            unit=unit,
-            paper=None if paper is None else paper[index],
-            ours=ours[index],
-            paper_change=None if paper is None or name == BASELINE else over(paper[index], base[index]),
-            our_change=None if name == BASELINE else over(ours[index], our_base[index]),
-            source="" if number is None else f"{number.source}, {number.name}",
-            note=found.problem if ours[index] is None else "",
-        )
-        for index, (metric, unit) in enumerate(metrics)
+        replace(static_arm(name, plan), job=experiment.job if name in (SCHEDULE, CHECKPOINTS) else experiment.constant)
+        for name, plan in component_plans(space).items()
     ]
 
 
-def _numbers(found: Summary, experiment: Experiment) -> tuple[float | None, float | None, float | None]:
-    return (
-        None if found.time_s is None else found.time_s / 60,
-        None if found.peak_bytes is None else found.peak_bytes / 1e9,
-        None if found.metric is None else experiment.quality(found.metric),
-    )
+def ablation(experiment: Experiment, campaign: Campaign) -> Table:
+    """Measure the ablation of one task.
+
+    Args:
+        experiment: the task.
+        campaign: what it is measured with.
+    """
+    first, *others = component_arms(experiment, campaign.space(experiment.job))
+    extra = tf32_arms(experiment)
+    document = campaign.race(experiment, [first, *extra, *others], None)
+    # The paper's ablation is of its convolution network alone.
+    printed = TABLE_3 if experiment.architecture == CONVOLUTION else [None] * len(COMPONENTS)
+    lines = [*zip(COMPONENTS, printed, strict=True), *((arm.name, None) for arm in extra)]
+    rows = [row for name, line in lines for row in _rows(name, line, document, experiment)]
+    return Table(rows=rows, notes=_notes(experiment, document), facts={"comparison": document})
+
+
+def _rows(name: str, line: AblationRow | None, document: dict[str, Any], experiment: Experiment) -> Iterator[TableRow]:
+    found, first = summarised(document, name), summarised(document, BASELINE)
+    metrics = ((TIME, "min"), (MEMORY, "GB"), (QUALITY, experiment.quality_unit))
+    for (metric, unit), paper, paper_base in zip(metrics, _printed(line), _printed(TABLE_3[0]), strict=True):
+        yield TableRow(
+            metric,
+            name,
+            unit,
+            number_of(found, metric, unit, experiment),
+            base=None if name == BASELINE else number_of(first, metric, unit, experiment),
+            paper=paper,
+            paper_base=None if name == BASELINE else paper_base,
+            source="" if line is None else f"{line.source}, {line.name}",
+            problem=found.problem,
+        )
+
+
+def _printed(line: AblationRow | None) -> tuple[float | None, float | None, float | None]:
+    return (None, None, None) if line is None else (line.minutes, line.memory_gb, line.accuracy_percent)
 
 
 def _notes(experiment: Experiment, document: dict[str, Any]) -> list[str]:
-    judged = (f"{entry['arm']}: {entry['verdict']}, {entry['reason']}" for entry in document["against_baseline"])
-    notes = [*fp32_notes(document), *judged]
+    notes = [*fp32_notes(document), *verdict_notes(document)]
     if experiment.job.batching == "adaptive":
         notes.append(
             "k = 4 takes four batches a step here (a network with BatchNorm has another gradient if one batch is cut), "

@@ -1,9 +1,9 @@
-"""Repeat tables I and II: the FP32 baseline at a constant learning rate, the paper's recipe, and a tuned run."""
+"""Tables I and II repeated: the FP32 baseline at a constant learning rate, the paper's recipe, and a tuned run."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +19,15 @@ from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.stepping import num_samples
 from autotune.mechanics.trees import map_tensors
 from autotune.paper.experiments import Experiment
-from autotune.paper.paper_numbers import MEMORY, QUALITY, THROUGHPUT, TIME, UTILISATION, Pair
-from autotune.paper.rows import Row, over
+from autotune.paper.paper_numbers import QUALITY, THROUGHPUT, UTILISATION, PaperRow
+from autotune.paper.rows import Table, TableRow
 from autotune.paper.table_comparisons import (
     TF32,
+    ArmSummary,
     Campaign,
-    Summary,
     baseline_arm,
     fp32_notes,
+    number_of,
     paper_arm,
     samples_needed,
     summarised,
@@ -37,20 +38,17 @@ from autotune.profiling.flops import matmul_peak, step_flops
 from autotune.records.protocol import Arm
 from autotune.records.run_documents import Rates
 
-# Share of the FP32 baseline's peak that tuned runs are held to: the paper saves a quarter.
+# Memory budget of tuned runs as a share of the FP32 baseline's peak, since the paper saves a quarter.
 MEMORY_SHARE = 0.75
 TUNED = "ppo"
-_SECONDS = {"min": 60.0, "hr": 3600.0}
 
 
-def efficiency(
-    experiment: Experiment, numbers: Sequence[Pair], campaign: Campaign
-) -> tuple[list[Row], list[str], dict[str, Any]]:
-    """Return rows, notes and facts of one efficiency table.
+def efficiency(experiment: Experiment, printed: Sequence[PaperRow], campaign: Campaign) -> Table:
+    """Measure one efficiency table.
 
     Args:
         experiment: the task.
-        numbers: the paper's table.
+        printed: the paper's table.
         campaign: what it is measured with.
     """
     job = experiment.job
@@ -60,7 +58,9 @@ def efficiency(
     arms = [baseline_arm(experiment), *tf32_arms(experiment), paper_arm(experiment), tuned]
     rates = campaign.journal.once({"flops": job.name}, lambda: _rates(job, profile.precisions, device_kind()), Rates)
     document = campaign.race(experiment, arms, budget)
-    rows = [row for pair in _with_utilisation(numbers) for row in _rows(pair, experiment, document, rates)]
+    # Utilisation has a row in every table, also where the paper's table has none.
+    lines = [*printed, *([] if any(line.metric == UTILISATION for line in printed) else [None])]
+    rows = [row for line in lines for row in _rows(line, experiment, document, rates)]
     held = _held(experiment, document, rates)
     notes = [
         f"{TUNED}: the shipped policy, deciding while the job trains, within {MEMORY_SHARE:.0%} of the baseline's peak "
@@ -69,21 +69,16 @@ def efficiency(
         *(entry["sentence"] for entry in held),
         _peak_note(rates),
     ]
-    return rows, notes, {"comparison": document, "flops": rates, "held": held}
+    return Table(rows=rows, notes=notes, facts={"comparison": document, "flops": rates, "held": held})
 
 
 def tuned_arm(experiment: Experiment, profile: Profile, budget_bytes: int) -> Arm:
-    """Return the shipped policy, deciding while the job trains at the baseline's rate: it tunes plans, no schedules."""
+    """Return the arm of the shipped policy, at the baseline's constant learning rate."""
     return replace(live_arm(TUNED, profile, budget_bytes), job=experiment.constant)
 
 
-def _with_utilisation(numbers: Sequence[Pair]) -> list[Pair | None]:
-    """Return the table's lines; ``None`` for the utilisation where the paper's table has none."""
-    return [*numbers, *([] if any(pair.metric == UTILISATION for pair in numbers) else [None])]
-
-
 def _rates(job: Job, precisions: Sequence[Precision], place: str) -> dict[str, Any]:
-    """Count a real step's operations, and measure the device's highest rate of matrix products beside it."""
+    """Return the operations of a real step per sample, and the device's measured peak rate of matrix products."""
     with isolated():
         seed_all(0)
         model = build_model(job).to(place).train()
@@ -98,49 +93,38 @@ def _rates(job: Job, precisions: Sequence[Precision], place: str) -> dict[str, A
 
 
 def _rows(
-    pair: Pair | None, experiment: Experiment, document: Mapping[str, Any], rates: Mapping[str, Any]
-) -> list[Row]:
-    metric, unit = (UTILISATION, "%") if pair is None else (pair.metric, pair.unit)
-    values, problems = {}, {}
-    for arm in document["arms"]:
-        summary = summarised(document, arm["name"])
-        values[arm["name"]] = _value(metric, unit, summary, experiment, rates)
-        problems[arm["name"]] = summary.problem
+    line: PaperRow | None, experiment: Experiment, document: Mapping[str, Any], rates: Mapping[str, Any]
+) -> Iterator[TableRow]:
+    metric, unit = (UTILISATION, "%") if line is None else (line.metric, line.unit)
     shown = {THROUGHPUT: experiment.item_unit, QUALITY: experiment.quality_unit}.get(metric, unit)
-    rows = []
-    for name, value in values.items():
-        first, theirs = name == "baseline", None if name == TF32 else pair
-        paper = None if theirs is None else theirs.baseline if first else theirs.optimized
-        rows.append(
-            Row(
-                metric=metric,
-                configuration=name,
-                unit=shown,
-                paper=paper,
-                ours=value,
-                paper_change=None if first or theirs is None else over(theirs.optimized, theirs.baseline),
-                our_change=None if first else over(value, values["baseline"]),
-                source="" if theirs is None else theirs.source,
-                note=problems[name] if value is None else "",
-            )
+    base: float | None = None
+    for number, arm in enumerate(document["arms"]):
+        summary = summarised(document, arm["name"])
+        value = _value(metric, unit, summary, experiment, rates)
+        printed = None if arm["name"] == TF32 else line
+        yield TableRow(
+            metric,
+            arm["name"],
+            shown,
+            value,
+            base=base,
+            paper=None if printed is None else printed.optimized if number else printed.baseline,
+            paper_base=printed.baseline if number and printed is not None else None,
+            source="" if printed is None else printed.source,
+            problem=summary.problem,
         )
-    return rows
+        if number == 0:
+            base = value
 
 
-def _value(metric: str, unit: str, summary: Summary, experiment: Experiment, rates: Mapping[str, Any]) -> float | None:
-    """Return an arm's number in the paper's unit."""
-    if metric == TIME:
-        return None if summary.time_s is None else summary.time_s / _SECONDS[unit]
-    if metric == MEMORY:
-        return None if summary.peak_bytes is None else summary.peak_bytes / 1e9
-    if metric == QUALITY:
-        return None if summary.metric is None else experiment.quality(summary.metric)
-    if summary.throughput is None:
-        return None
-    if metric == THROUGHPUT:
-        return summary.throughput * experiment.items
+def _value(
+    metric: str, unit: str, summary: ArmSummary, experiment: Experiment, rates: Mapping[str, Any]
+) -> float | None:
+    """Return an arm's number in the unit of the paper."""
+    if metric != UTILISATION:
+        return number_of(summary, metric, unit, experiment)
     peak: float = max(rates["peak_per_s"].values())
-    return 100 * summary.throughput * float(rates["per_sample"]) / peak
+    return None if summary.throughput is None else 100 * summary.throughput * float(rates["per_sample"]) / peak
 
 
 def _peak_note(rates: Mapping[str, Any]) -> str:
@@ -155,36 +139,42 @@ def _peak_note(rates: Mapping[str, Any]) -> str:
 
 
 def _held(experiment: Experiment, document: Mapping[str, Any], rates: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return per arm whether it held what was promised, and what its time is made of."""
+    """Return, for each arm, whether it kept what was promised, and what its time is composed of."""
     baseline = document["arms"][0]["runs"]
-    found = []
-    for entry, arm in zip(document["against_baseline"], document["arms"][1:], strict=True):
-        if entry["arm"] == TF32:
-            continue
-        ratio = entry["time_ratio"]
-        if ratio is None:
-            sentence = f"{entry['arm']}: {entry['verdict']}, since {entry['reason']}"
-            found.append({"arm": entry["arm"], "time_ratio": None, "holds": False, "sentence": sentence})
-            continue
-        samples = statistics.geometric_mean(
-            [samples_needed(run) / samples_needed(other) for run, other in zip(arm["runs"], baseline, strict=True)]
-        )
-        holds = ratio <= experiment.at_most and entry["non_inferior"]
-        found.append(
-            {
-                "arm": entry["arm"],
-                "time_ratio": ratio,
-                "at_most": experiment.at_most,
-                "samples_ratio": samples,
-                "seconds_per_sample_ratio": ratio / samples,
-                "memory_ratio": entry["memory_ratio"],
-                "metric_difference": entry["metric_difference"],
-                "non_inferior": entry["non_inferior"],
-                "holds": holds,
-                "sentence": _sentence(experiment, entry, samples, rates, holds=holds),
-            }
-        )
-    return found
+    return [
+        _held_by(experiment, entry, arm["runs"], baseline, rates)
+        for entry, arm in zip(document["against_baseline"], document["arms"][1:], strict=True)
+        if entry["arm"] != TF32
+    ]
+
+
+def _held_by(
+    experiment: Experiment,
+    entry: Mapping[str, Any],
+    runs: Sequence[Mapping[str, Any]],
+    baseline: Sequence[Mapping[str, Any]],
+    rates: Mapping[str, Any],
+) -> dict[str, Any]:
+    ratio = entry["time_ratio"]
+    if ratio is None:
+        sentence = f"{entry['arm']}: {entry['verdict']}, since {entry['reason']}"
+        return {"arm": entry["arm"], "time_ratio": None, "holds": False, "sentence": sentence}
+    samples = statistics.geometric_mean(
+        samples_needed(run) / samples_needed(other) for run, other in zip(runs, baseline, strict=True)
+    )
+    holds = ratio <= experiment.at_most and entry["non_inferior"]
+    return {
+        "arm": entry["arm"],
+        "time_ratio": ratio,
+        "at_most": experiment.at_most,
+        "samples_ratio": samples,
+        "seconds_per_sample_ratio": ratio / samples,
+        "memory_ratio": entry["memory_ratio"],
+        "metric_difference": entry["metric_difference"],
+        "non_inferior": entry["non_inferior"],
+        "holds": holds,
+        "sentence": _sentence(experiment, entry, samples, rates, holds=holds),
+    }
 
 
 def _sentence(

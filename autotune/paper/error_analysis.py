@@ -1,4 +1,4 @@
-"""Repeat the error analysis: where gains come from, by phase, operation and architecture, and what follows."""
+"""Error analysis repeated: where gains come from, by phase, operation and architecture, and what follows."""
 
 from __future__ import annotations
 
@@ -20,42 +20,40 @@ from autotune.paper.ablation import (
     component_plans,
 )
 from autotune.paper.experiments import TRANSFORMER, Experiment
-from autotune.paper.rows import Row
+from autotune.paper.rows import Table, TableRow, over
 from autotune.paper.scaling import measure
 from autotune.paper.speedup_equations import NOTES, outlook
-from autotune.paper.table_comparisons import Campaign, Summary, summarised
+from autotune.paper.table_comparisons import Campaign, summarised
 
-# Ranks whose communication is set beside the operations of one process.
+# Ranks whose communication is added to the operations of one process.
 _RANKS = 2
 
 
-def error_analysis(
-    experiments: Sequence[Experiment], campaign: Campaign
-) -> tuple[list[Row], list[str], dict[str, Any]]:
-    """Return rows, notes and facts of the analysis of both tasks.
+def error_analysis(experiments: Sequence[Experiment], campaign: Campaign) -> Table:
+    """Measure the error analysis of both tasks.
 
     Args:
         experiments: the tasks.
         campaign: what they are measured with.
     """
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     facts: dict[str, Any] = {}
     for experiment in experiments:
         profile = campaign.profile(experiment.job)
-        document = ablation(experiment, campaign)[2]["comparison"]
+        document = ablation(experiment, campaign).facts["comparison"]
         ranks = measure(experiment, campaign, (_RANKS,))
         found = _found(document, profile, ranks)
         rows += [*_impact(experiment, found), *_architecture(experiment, document)]
         rows += outlook(experiment, document, found["recomputation_overhead"])
         facts[experiment.architecture] = {"job": experiment.reference, "comparison": document, **found}
     runs = sum(len(arm["runs"]) for fact in facts.values() for arm in fact["comparison"]["arms"])
-    return rows, [*_notes(runs), *NOTES], facts
+    return Table(rows=rows, notes=[*_notes(runs), *NOTES], facts=facts)
 
 
 def _found(document: Mapping[str, Any], profile: Profile, ranks: Mapping[str, Any]) -> dict[str, Any]:
     plans = component_plans(profile.space)
     before, after = (seconds_by_operation(profile, plans[name]) for name in (BASELINE, CHECKPOINTS))
-    # Per sample: under adaptive batching a step of a larger k is a larger step.
+    # Seconds are compared per sample, since under adaptive batching a step with a larger k has more samples.
     scale = 1 if profile.space.k_splits else plans[CHECKPOINTS].accumulation_steps
     before["communication"] = ranks[f"baseline-{_RANKS}"]["communication_s"]
     after["communication"] = ranks[f"paper-{_RANKS}"]["communication_s"]
@@ -76,7 +74,7 @@ def gain_shares(before: Mapping[str, float], after: Mapping[str, float]) -> dict
 
     Args:
         before: seconds by operation.
-        after: the same under another plan.
+        after: seconds by operation under another plan.
     """
     saved = {name: before[name] - after[name] for name in before}
     total = sum(saved.values())
@@ -86,11 +84,15 @@ def gain_shares(before: Mapping[str, float], after: Mapping[str, float]) -> dict
 def early_share(document: Mapping[str, Any], arm: str) -> float | None:
     """Return the share of the time saved that is saved in the early half of training, over all pairs of runs.
 
-    The early half ends at the metric that the baseline has at half of its own time to target; both runs' times to that
-    metric are read off their curves, straight between evaluations.
+    The early half ends at the metric that the baseline has at half of its own time to target. The times of both runs to
+    that metric are interpolated linearly between evaluations.
+
+    Args:
+        document: the comparison, as ``comparison.json``.
+        arm: name of the arm that saves time.
 
     Returns:
-        The share; ``None`` if a run did not arrive, or no time is saved.
+        The share; ``None`` if a run did not reach the target, or no time is saved.
     """
     goal = document["metric"]["goal"]
     runs = {entry["name"]: entry["runs"] for entry in document["arms"]}
@@ -114,7 +116,7 @@ def _metric_at(curve: Sequence[Sequence[float]], seconds: float) -> float:
 
 
 def _time_of(curve: Sequence[Sequence[float]], metric: float, goal: str) -> float:
-    """Return the seconds at which a curve first comes to a metric."""
+    """Return the seconds at which a curve first reaches a metric."""
     sign = 1 if goal == "min" else -1
     for (before, _, first), (after, _, second) in itertools.pairwise(curve):
         if sign * first <= sign * metric:
@@ -124,84 +126,70 @@ def _time_of(curve: Sequence[Sequence[float]], metric: float, goal: str) -> floa
     return curve[-1][0]
 
 
-def _impact(experiment: Experiment, found: Mapping[str, Any]) -> list[Row]:
-    gains = found["gain_by_operation"] or {}
+def _impact(experiment: Experiment, found: Mapping[str, Any]) -> list[TableRow]:
+    """Return the rows of where the gains come from, and of the share of communication."""
+    name, gains, early = experiment.architecture, found["gain_by_operation"] or {}, found["early_share"]
+    none_saved = "no time is saved to divide"
 
-    def row(metric: str, figure: paper.Figure | None, ours: float | None, note: str = "") -> Row:
-        return Row(
-            metric=metric,
-            configuration=experiment.architecture,
-            unit="% of gains",
-            paper=None if figure is None else figure.value,
-            ours=None if ours is None else 100 * ours,
-            source="" if figure is None else figure.source,
-            note=note if ours is None else "",
-        )
+    def row(metric: str, figure: paper.PaperFigure | None, ours: float | None, problem: str = none_saved) -> TableRow:
+        percent = None if ours is None else 100 * ours
+        return TableRow(metric, name, "% of gains", percent, **_printed(figure), problem=problem)
 
     communication = [
-        Row(
-            metric=f"communication share, {name.partition('-')[0]}, {_RANKS} ranks",
-            configuration=experiment.architecture,
-            unit="% of the step",
+        TableRow(
+            f"communication share, {arm.partition('-')[0]}, {_RANKS} ranks",
+            name,
+            "% of the step",
+            percent,
             paper=statistics.fmean(figure.value for figure in paper.COMMUNICATION_SHARE),
-            ours=percent,
             source="section I: 30-40 %, whose middle is set here, after its reference 3",
         )
-        for name, percent in found["communication_percent"].items()
+        for arm, percent in found["communication_percent"].items()
     ]
-    early = found["early_share"]
-    none_saved = "no time is saved to divide"
     return [
-        row("early half of training", paper.EARLY, early, none_saved),
-        row("late half of training", None, None if early is None else 1 - early, none_saved),
-        row("forward", None, gains.get("forward"), none_saved),
-        row("backward", paper.BACKWARD, gains.get("backward"), none_saved),
-        row("optimizer", None, gains.get("optimizer"), none_saved),
-        row("communication", paper.COMMUNICATION, gains.get("communication"), none_saved),
+        row("early half of training", paper.EARLY, early),
+        row("late half of training", None, None if early is None else 1 - early),
+        row("forward", None, gains.get("forward")),
+        row("backward", paper.BACKWARD, gains.get("backward")),
+        row("optimizer", None, gains.get("optimizer")),
+        row("communication", paper.COMMUNICATION, gains.get("communication")),
         row("memory-bound phases", paper.MEMORY_BOUND, None, "units are whole blocks: their layers are not told apart"),
         *communication,
     ]
 
 
-def _architecture(experiment: Experiment, document: Mapping[str, Any]) -> list[Row]:
-    """Return what single components do for one architecture: each against the configuration before it."""
-    arms = {name: summarised(document, name) for name in (ACCUMULATION, PRECISION, SCHEDULE, CHECKPOINTS)}
-    transformer = experiment.architecture == TRANSFORMER
+def _architecture(experiment: Experiment, document: Mapping[str, Any]) -> list[TableRow]:
+    """Return the rows of what single components do for one architecture: each against the configuration before it."""
+    name, transformer = experiment.architecture, experiment.architecture == TRANSFORMER
+    before, precision, schedule, checkpoints = (
+        summarised(document, arm) for arm in (ACCUMULATION, PRECISION, SCHEDULE, CHECKPOINTS)
+    )
     speed = paper.TRANSFORMER_PRECISION if transformer else paper.CONVOLUTION_PRECISION
     memory = paper.TRANSFORMER_CHECKPOINTING if transformer else None
-    faster, leaner = _gain(arms[PRECISION], arms[ACCUMULATION]), _saving(arms[CHECKPOINTS], arms[SCHEDULE])
+    faster = over(precision.throughput, before.throughput)
+    leaner = over(checkpoints.peak_bytes, schedule.peak_bytes)
     return [
-        Row(
-            metric="mixed precision",
-            configuration=experiment.architecture,
-            unit=speed.unit,
-            paper=speed.value,
-            ours=faster,
-            source=speed.source,
-            note="" if faster is not None else arms[PRECISION].problem,
+        TableRow(
+            "mixed precision",
+            name,
+            speed.unit,
+            None if faster is None else 100 * (faster - 1),
+            **_printed(speed),
+            problem=precision.problem,
         ),
-        Row(
-            metric="activation checkpoints",
-            configuration=experiment.architecture,
-            unit="% less memory",
-            paper=None if memory is None else memory.value,
-            ours=leaner,
-            source="" if memory is None else memory.source,
-            note="" if leaner is not None else arms[CHECKPOINTS].problem,
+        TableRow(
+            "activation checkpoints",
+            name,
+            "% less memory",
+            None if leaner is None else 100 * (1 - leaner),
+            **_printed(memory),
+            problem=checkpoints.problem,
         ),
     ]
 
 
-def _gain(own: Summary, other: Summary) -> float | None:
-    if own.throughput is None or other.throughput is None:
-        return None
-    return 100 * (own.throughput / other.throughput - 1)
-
-
-def _saving(own: Summary, other: Summary) -> float | None:
-    if own.peak_bytes is None or other.peak_bytes is None:
-        return None
-    return 100 * (1 - own.peak_bytes / other.peak_bytes)
+def _printed(figure: paper.PaperFigure | None) -> dict[str, Any]:
+    return {} if figure is None else {"paper": figure.value, "source": figure.source}
 
 
 def _notes(runs: int) -> list[str]:

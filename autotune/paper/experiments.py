@@ -1,4 +1,4 @@
-"""The jobs that stand for the paper's two tasks: its own, or ones that a CPU can train in minutes."""
+"""Jobs that represent the paper's two tasks: its own, or small ones that a CPU can train in minutes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Experiment:
     Attributes:
         architecture: ``convolution network`` or ``transformer``.
         reference: the job's name.
-        items: what the paper counts in a sample: 1 image, or its tokens.
-        item_unit: what they are counted in.
-        quality_unit: what the final quality is shown in.
-        quality: turns the job's metric into that.
-        at_most: time to target over the baseline's that the tuned arm is to reach.
+        items: number of items that the paper counts in a sample: 1 image, or the number of tokens.
+        item_unit: unit of the throughput.
+        quality_unit: unit in which the final quality is shown.
+        quality: converts the job's metric to that unit.
+        at_most: time to target, over that of the baseline, that the tuned arm should reach.
     """
 
     architecture: str
@@ -47,14 +47,6 @@ class Experiment:
         return replace(self.job, schedule=None)
 
 
-def _percent(accuracy: float) -> float:
-    return 100 * accuracy
-
-
-def _same(metric: float) -> float:
-    return metric
-
-
 SCALES: Mapping[str, Mapping[str, Experiment]] = MappingProxyType(
     {
         "cpu": {
@@ -64,7 +56,7 @@ SCALES: Mapping[str, Mapping[str, Experiment]] = MappingProxyType(
                 items=1,
                 item_unit="img/s",
                 quality_unit="% accuracy",
-                quality=_percent,
+                quality=lambda accuracy: 100 * accuracy,
                 at_most=1 / 1.25,
             ),
             TRANSFORMER: Experiment(
@@ -84,7 +76,7 @@ SCALES: Mapping[str, Mapping[str, Experiment]] = MappingProxyType(
                 items=1,
                 item_unit="img/s",
                 quality_unit="% accuracy",
-                quality=_percent,
+                quality=lambda accuracy: 100 * accuracy,
                 at_most=1 / 1.36,
             ),
             TRANSFORMER: Experiment(
@@ -93,7 +85,7 @@ SCALES: Mapping[str, Mapping[str, Experiment]] = MappingProxyType(
                 items=256,
                 item_unit="tok/s",
                 quality_unit="perplexity",
-                quality=_same,
+                quality=lambda perplexity: perplexity,
                 at_most=1 / 1.31,
             ),
         },
@@ -102,7 +94,7 @@ SCALES: Mapping[str, Mapping[str, Experiment]] = MappingProxyType(
 
 
 def experiments_of(scale: str) -> Mapping[str, Experiment]:
-    """Return both tasks at one scale.
+    """Return both tasks at one scale, by architecture.
 
     Raises:
         InputError: if there is no such scale.

@@ -1,4 +1,4 @@
-"""Know which of the paper's tables there are, and what each is measured with."""
+"""Tables of the paper by name, and what each is measured with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autotune.paper.efficiency import efficiency
 from autotune.paper.error_analysis import error_analysis
 from autotune.paper.experiments import CONVOLUTION, TRANSFORMER, Experiment, experiments_of
 from autotune.paper.paper_numbers import TABLE_1, TABLE_2
-from autotune.paper.rows import Row, document_of
+from autotune.paper.rows import Table
 from autotune.paper.scaling import scaling
 from autotune.paper.table_comparisons import Campaign
 from autotune.records.protocol import FEWEST_FOR_A_CLAIM
@@ -34,6 +34,10 @@ RANKS = (1, 2, 4)
 def experiments_for(table: str, scale: str) -> list[Experiment]:
     """Return the tasks of one table.
 
+    Args:
+        table: name of the table.
+        scale: scale of the tasks.
+
     Raises:
         InputError: if there is no such table or scale, or a table needs DeepSpeed and it is missing.
     """
@@ -46,7 +50,7 @@ def experiments_for(table: str, scale: str) -> list[Experiment]:
 
 
 def sources_of(experiments: Sequence[Experiment]) -> list[DataSource]:
-    """Return the data that tasks read.
+    """Return the data sources of tasks.
 
     Raises:
         JobError: if a folder lacks it, naming what was expected and what was found.
@@ -59,30 +63,33 @@ def sources_of(experiments: Sequence[Experiment]) -> list[DataSource]:
 
 
 def reproduced(table: str, scale: str, experiments: Sequence[Experiment], campaign: Campaign) -> dict[str, Any]:
-    """Measure one table and return its document."""
-    rows, notes, facts = _measured(table, experiments, campaign)
+    """Measure one table and return its document.
+
+    Args:
+        table: name of the table.
+        scale: scale of its tasks.
+        experiments: its tasks, as :func:`experiments_for` returns them.
+        campaign: what it is measured with.
+    """
+    measured = _measured(table, experiments, campaign)
     if len(campaign.seeds) < FEWEST_FOR_A_CLAIM:
-        notes = [*notes, f"{len(campaign.seeds)} seeds are an indication, not a claim"]
+        measured += Table(notes=[f"{len(campaign.seeds)} seeds are an indication, not a claim"])
     about = {
         "device": device_name(),
         "jobs": [experiment.reference for experiment in experiments],
         "seeds": list(campaign.seeds),
     }
-    return document_of(table, scale, rows, notes, {**about, **facts})
+    return measured.document(table, scale, about)
 
 
-def _measured(
-    table: str, experiments: Sequence[Experiment], campaign: Campaign
-) -> tuple[list[Row], list[str], dict[str, Any]]:
+def _measured(table: str, experiments: Sequence[Experiment], campaign: Campaign) -> Table:
     first = experiments[0]
     if table == "table1":
         return efficiency(first, TABLE_1, campaign)
     if table == "table2":
         return efficiency(first, TABLE_2, campaign)
     if table == "table3":
-        rows, notes, facts = ablation(first, campaign)
-        more, told, found = cross_layer(first, campaign)
-        return [*rows, *more], [*notes, *told], {**facts, **found}
+        return ablation(first, campaign) + cross_layer(first, campaign)
     if table == "table4":
         return scaling(first, campaign, RANKS)
     return error_analysis(experiments, campaign)

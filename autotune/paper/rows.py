@@ -1,73 +1,94 @@
-"""Set the paper's numbers beside ours: one row per number, the same for every table."""
+"""Shape of every table: one row for each number of the paper, with ours beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 REPRODUCTION_VERSION = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+@dataclass(frozen=True, slots=True)
+class TableRow:
     """One number of the paper and what was measured for it here.
 
     Attributes:
-        metric: what it is.
-        configuration: of which configuration.
-        unit: of both numbers.
-        paper: the paper's; ``None`` where it states none.
-        ours: measured here; ``None`` where it could not be, and the note says why.
-        paper_change: the paper's over its own baseline's; ``None`` for a baseline, or where there is none.
-        our_change: ours over our own baseline's.
-        source: where the paper's stands.
-        note: what a reader must know of ours.
+        metric: what the number measures.
+        configuration: what it was measured on.
+        unit: unit of all numbers.
+        ours: the number measured here; ``None`` where it could not be measured.
+        base: our baseline's number; ``None`` in the row of the baseline itself, or where there is no baseline.
+        paper: the paper's number; ``None`` where it states none.
+        paper_base: the number of the paper's baseline; ``None`` as for ``base``.
+        source: where the paper states its number.
+        problem: why our number is missing, if it is.
     """
 
     metric: str
     configuration: str
     unit: str
+    ours: float | None
+    _: KW_ONLY
+    base: float | None = None
     paper: float | None = None
-    ours: float | None = None
-    paper_change: float | None = None
-    our_change: float | None = None
+    paper_base: float | None = None
     source: str = ""
-    note: str = ""
-
-    @property
-    def ratio(self) -> float | None:
-        """Return ours over the paper's."""
-        return None if self.paper is None or self.ours is None or not self.paper else self.ours / self.paper
+    problem: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row as a JSON object, the ratio included."""
-        return {**asdict(self), "ratio": self.ratio}
+        """Return the row as a JSON object, with both changes against a baseline and our number over the paper's."""
+        return {
+            "metric": self.metric,
+            "configuration": self.configuration,
+            "unit": self.unit,
+            "paper": self.paper,
+            "ours": self.ours,
+            "paper_change": over(self.paper, self.paper_base),
+            "our_change": over(self.ours, self.base),
+            "source": self.source,
+            "note": self.problem if self.ours is None else "",
+            "ratio": over(self.ours, self.paper),
+        }
 
 
-def over(value: float | None, baseline: float | None) -> float | None:
-    """Return a number over its baseline's, where both are there."""
-    return None if value is None or not baseline else value / baseline
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A measured table.
 
-
-def document_of(
-    table: str, scale: str, rows: Sequence[Row], notes: Sequence[str], facts: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return what ``reproduce --json`` prints.
-
-    Args:
-        table: which of the paper's.
-        scale: at which scale it was repeated.
-        rows: the paper's numbers and ours; those of one metric are put together.
+    Attributes:
+        rows: its rows; those of one metric are put together when it is written.
         notes: what a reader must know, in sentences.
         facts: what else was measured, by name.
     """
-    metrics = list(dict.fromkeys(row.metric for row in rows))
-    return {
-        "version": REPRODUCTION_VERSION,
-        "table": table,
-        "scale": scale,
-        **facts,
-        "rows": [row.to_json() for row in sorted(rows, key=lambda row: metrics.index(row.metric))],
-        "notes": list(notes),
-    }
+
+    rows: list[TableRow] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def __add__(self, other: Table) -> Table:
+        return Table(rows=self.rows + other.rows, notes=self.notes + other.notes, facts={**self.facts, **other.facts})
+
+    def document(self, name: str, scale: str, about: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what ``reproduce --json`` prints.
+
+        Args:
+            name: name of the paper's table.
+            scale: scale at which it was repeated.
+            about: where and with what it was measured.
+        """
+        metrics = list(dict.fromkeys(row.metric for row in self.rows))
+        return {
+            "version": REPRODUCTION_VERSION,
+            "table": name,
+            "scale": scale,
+            **about,
+            **self.facts,
+            "rows": [row.to_json() for row in sorted(self.rows, key=lambda row: metrics.index(row.metric))],
+            "notes": self.notes,
+        }
+
+
+def over(value: float | None, baseline: float | None) -> float | None:
+    """Return a number over that of a baseline; ``None`` where one of them is missing."""
+    return None if value is None or not baseline else value / baseline

@@ -1,4 +1,4 @@
-"""Repeat table IV: one, two and four ranks through DeepSpeed, and what their step spends on communication.
+"""Table IV repeated: one, two and four ranks through DeepSpeed, and what their steps spend on communication.
 
 Run as a module, this file is one rank of it.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import distributed
 
-from autotune.agents.rules import RULES
+from autotune.agents.rules import rule_plan
 from autotune.catalog import load_job
 from autotune.engines.deepspeed_engine import DeepSpeedEngine
 from autotune.engines.rank_processes import Report, be_rank, run_on_ranks
@@ -22,8 +22,8 @@ from autotune.errors import EngineError
 from autotune.mechanics.collectives import CollectiveClock
 from autotune.mechanics.devices import device_kind
 from autotune.paper.experiments import Experiment
-from autotune.paper.paper_numbers import TABLE_4, Scaling
-from autotune.paper.rows import Row, over
+from autotune.paper.paper_numbers import TABLE_4, THROUGHPUT, ScalingRow
+from autotune.paper.rows import Table, TableRow
 from autotune.paper.table_comparisons import Campaign
 
 # The rule and the ZeRO stage of each configuration.
@@ -37,7 +37,7 @@ def measure(
     ranks: Sequence[int],
     configurations: Mapping[str, tuple[str, int]] = CONFIGURATIONS,
 ) -> dict[str, dict[str, Any]]:
-    """Return what rank 0 saw, by configuration and number of ranks (as in ``paper-2``).
+    """Return what rank 0 measured, by configuration and number of ranks (as in ``paper-2``).
 
     Configurations alternate within the same ranks, as many rounds as there are seeds; medians are kept.
 
@@ -71,10 +71,8 @@ def _median(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
 
 
-def scaling(
-    experiment: Experiment, campaign: Campaign, ranks: Sequence[int]
-) -> tuple[list[Row], list[str], dict[str, Any]]:
-    """Return rows, notes and facts of the scaling table.
+def scaling(experiment: Experiment, campaign: Campaign, ranks: Sequence[int]) -> Table:
+    """Measure the scaling table.
 
     Args:
         experiment: the task.
@@ -82,58 +80,47 @@ def scaling(
         ranks: numbers of ranks, 1 first.
     """
     found = measure(experiment, campaign, ranks)
-    rows: list[Row] = []
-    for name in CONFIGURATIONS:
-        alone = found[f"{name}-{ranks[0]}"]["throughput"] / ranks[0]
-        for count in ranks:
-            rows += _rows(name, count, found[f"{name}-{count}"], alone, experiment)
-    return rows, _notes(ranks), {"ranks": found}
+    rows = [
+        row
+        for name in CONFIGURATIONS
+        for count in ranks
+        for row in _rows(name, count, found[f"{name}-{count}"], found[f"{name}-{ranks[0]}"], experiment)
+    ]
+    return Table(rows=rows, notes=_notes(ranks), facts={"ranks": found})
 
 
-def _rows(name: str, count: int, seen: Mapping[str, Any], alone: float, experiment: Experiment) -> list[Row]:
-    number = next((line for line in TABLE_4 if line.ranks == count), None)
+def _rows(
+    name: str, count: int, seen: Mapping[str, Any], alone: Mapping[str, Any], experiment: Experiment
+) -> list[TableRow]:
+    line = next((line for line in TABLE_4 if line.ranks == count), None)
     configuration = f"{name}, {count} rank{'s' if count > 1 else ''}"
-    paper, percent = _paper(number, name)
-    source = "" if number is None else f"Table IV, {count} GPU"
-    efficiency = 100 * seen["throughput"] / (count * alone)
+    paper, percent = _printed(line, name)
+    source = "" if line is None else f"Table IV, {count} GPU"
+    single, rate = alone["throughput"], seen["throughput"]
     return [
-        Row(
-            metric="throughput",
-            configuration=configuration,
-            unit=experiment.item_unit,
+        TableRow(
+            THROUGHPUT,
+            configuration,
+            experiment.item_unit,
+            rate * experiment.items,
+            base=None if count == 1 else single * experiment.items,
             paper=paper,
-            ours=seen["throughput"] * experiment.items,
-            paper_change=None if count == 1 else over(paper, _paper(TABLE_4[0], name)[0]),
-            our_change=None if count == 1 else seen["throughput"] / alone,
+            paper_base=None if count == 1 else _printed(TABLE_4[0], name)[0],
             source=source,
         ),
-        Row(
-            metric="scaling efficiency",
-            configuration=configuration,
-            unit="%",
-            paper=percent,
-            ours=efficiency,
-            source=source,
-        ),
-        Row(
-            metric="communication",
-            configuration=configuration,
-            unit="% of the step",
-            ours=100 * seen["communication_s"] / seen["step_s"],
-        ),
+        TableRow("scaling efficiency", configuration, "%", 100 * rate / (count * single), paper=percent, source=source),
+        TableRow("communication", configuration, "% of the step", 100 * seen["communication_s"] / seen["step_s"]),
     ]
 
 
-def _paper(number: Scaling | None, name: str) -> tuple[float | None, float | None]:
-    if number is None:
+def _printed(line: ScalingRow | None, name: str) -> tuple[float | None, float | None]:
+    if line is None:
         return None, None
-    if name == "baseline":
-        return number.baseline, number.baseline_percent
-    return number.optimized, number.optimized_percent
+    return (line.baseline, line.baseline_percent) if name == "baseline" else (line.optimized, line.optimized_percent)
 
 
 def _notes(ranks: Sequence[int]) -> list[str]:
-    # The cores that this process may use, of however many there are.
+    # Cores that this process may use, which can be fewer than the machine has.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     notes = [
         "strong scaling: the global batch stays, and each rank takes its share of it (the paper does not say which); "
@@ -149,7 +136,7 @@ def _notes(ranks: Sequence[int]) -> list[str]:
 
 
 def _measured(asked: dict[str, Any], _: Report) -> dict[str, Any]:
-    """Measure, on one rank, every configuration in turn."""
+    """Measure every configuration in turn on one rank."""
     engines = {name: _engine(asked, *chosen) for name, chosen in asked["configurations"].items()}
     seen: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
     for number in range(asked["rounds"]):
@@ -162,13 +149,13 @@ def _measured(asked: dict[str, Any], _: Report) -> dict[str, Any]:
 def _engine(asked: Mapping[str, Any], rule: str, zero_stage: int) -> DeepSpeedEngine:
     options = EngineOptions(discard_steps=0, statistics_every=None)
     engine = DeepSpeedEngine(load_job(asked["job"]), zero_stage=zero_stage, device=asked["place"], options=options)
-    engine.apply(RULES[rule].plan(engine.space))
+    engine.apply(rule_plan(rule, engine.space))
     engine.run(_WARM_UP)
     return engine
 
 
 def _block(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """Run a block of steps and return what this rank saw."""
+    """Run a block of steps and return what this rank measured."""
     clock = CollectiveClock()
     with clock.running():
         window = engine.run(_STEPS)

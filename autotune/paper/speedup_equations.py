@@ -1,4 +1,4 @@
-"""Fill the paper's closing equations with measured figures: net speed-up (21), and efficiency's doubling (22, 23)."""
+"""The paper's closing equations with measured figures: net speed-up (21), and doubling of efficiency (22, 23)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autotune.cost_model.paper_equations import cycles_to_double, net_speedup
 from autotune.paper import paper_numbers as paper
 from autotune.paper.ablation import BASELINE, CHECKPOINTS, SCHEDULE
 from autotune.paper.experiments import Experiment
-from autotune.paper.rows import Row
+from autotune.paper.rows import TableRow, over
 from autotune.paper.table_comparisons import summarised
 
 NOTES = (
@@ -22,34 +22,26 @@ NOTES = (
 )
 
 
-def outlook(experiment: Experiment, document: Mapping[str, Any], overhead: float) -> list[Row]:
+def outlook(experiment: Experiment, document: Mapping[str, Any], overhead: float) -> list[TableRow]:
     """Return the rows of eqs. 21 to 23 for one task.
 
     Args:
         experiment: the task.
-        document: its ablation, as ``comparison.json``.
-        overhead: what recomputation adds to a step, as a share of it.
+        document: the comparison of its ablation, as ``comparison.json``.
+        overhead: time that recomputation adds to a step, as a share of the step.
     """
     rates = {name: summarised(document, name).throughput for name in (BASELINE, SCHEDULE, CHECKPOINTS)}
-    base, gained, whole = (rates[name] for name in (BASELINE, SCHEDULE, CHECKPOINTS))
-    gain = None if not base or gained is None else gained / base
+    gain = over(rates[SCHEDULE], rates[BASELINE])
     net = None if gain is None else net_speedup(gain, overhead)
-    measured = None if not base or whole is None else whole / base
+    measured = over(rates[CHECKPOINTS], rates[BASELINE])
     ratio = next(entry["time_ratio"] for entry in document["against_baseline"] if entry["arm"] == CHECKPOINTS)
     cycle = None if ratio is None else 1 / ratio
     cycles = None if cycle is None else cycles_to_double(cycle)
     missing = "not every run reached the target" if cycle is None else "a cycle that gains nothing never doubles"
 
-    def row(metric: str, figure: paper.Figure, ours: float | None, note: str = "") -> Row:
-        return Row(
-            metric=metric,
-            configuration=experiment.architecture,
-            unit=figure.unit,
-            paper=figure.value,
-            ours=ours,
-            source=figure.source,
-            note=note if ours is None else "",
-        )
+    def row(metric: str, figure: paper.PaperFigure, ours: float | None, problem: str = "") -> TableRow:
+        name, source = experiment.architecture, figure.source
+        return TableRow(metric, name, figure.unit, ours, paper=figure.value, source=source, problem=problem)
 
     return [
         row("throughput gain (21)", paper.THROUGHPUT_GAIN, gain),
@@ -57,19 +49,14 @@ def outlook(experiment: Experiment, document: Mapping[str, Any], overhead: float
         row("net speed-up (21)", paper.NET_SPEEDUP, net),
         row("net speed-up, measured", paper.NET_SPEEDUP, measured),
         row("gain of a cycle (22)", paper.CYCLE_GAIN, cycle, missing),
-        Row(
-            metric="cycles to double (22)",
-            configuration=experiment.architecture,
-            unit="cycles",
+        TableRow(
+            "cycles to double (22)",
+            experiment.architecture,
+            "cycles",
+            cycles,
             paper=cycles_to_double(paper.CYCLE_GAIN.value),
-            ours=cycles,
             source="eq. 22, solved for 2",
-            note="" if cycles is not None else missing,
+            problem=missing,
         ),
-        row(
-            "time to double (23)",
-            paper.DOUBLING,
-            None if cycles is None else cycles * paper.CYCLE_MONTHS,
-            missing,
-        ),
+        row("time to double (23)", paper.DOUBLING, None if cycles is None else cycles * paper.CYCLE_MONTHS, missing),
     ]

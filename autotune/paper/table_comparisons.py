@@ -1,4 +1,4 @@
-"""Race arms for a table: paired seeds through the comparison that everybody uses, remembered in one run's journal."""
+"""Comparisons for a table: arms on paired seeds as ``autotune compare`` runs them, kept in one run's journal."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from autotune.job import Job
 from autotune.launching import launched
 from autotune.mechanics.devices import arithmetic_shown, device_kind, device_name, fp32_arithmetic, has_tf32
 from autotune.paper.experiments import Experiment
+from autotune.paper.paper_numbers import MEMORY, QUALITY, SAMPLES, THROUGHPUT, TIME
 from autotune.plan import Launch, PlanSpace
 from autotune.profiling.profile_cache import cached_profile
 from autotune.profiling.profiler import ProfilerOptions
@@ -32,10 +33,11 @@ from autotune.records.run_directory import RunDirectory
 from autotune.records.run_documents import Run
 from autotune.records.verdicts import samples_to_target
 
-# Of pilots: none of them is a seed of a compared run.
+# Random seeds for pilots, none of which a compared run uses.
 _PILOT_SEEDS = (0, 1, 2)
-# The baseline, launched so that it computes fp32 in TF32.
+# Name of the baseline that computes fp32 in TF32.
 TF32 = "baseline+tf32"
+_SECONDS = {"min": 60.0, "hr": 3600.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +46,8 @@ class Campaign:
 
     Attributes:
         run: the run directory.
-        journal: what was measured so far.
-        seeds: the paired seeds.
+        journal: everything measured so far.
+        seeds: random seeds of the paired runs.
         reporter: shows progress.
     """
 
@@ -60,7 +62,7 @@ class Campaign:
         return self.run.path.parent
 
     def profile(self, job: Job) -> Profile:
-        """Return a job's profile, from the cache if it is there."""
+        """Return the profile of a job, from the cache where possible."""
         self.reporter.stage(f"{job.name}: profile the units, once", 1)
         options = ProfilerOptions.lean()
         return cached_profile(job, self.runs, options=options, on_progress=self.reporter.advance)[0]
@@ -80,13 +82,13 @@ class Campaign:
     def race(
         self, experiment: Experiment, arms: Sequence[Arm], budget_bytes: int | None, *, kept: str = "comparison"
     ) -> dict[str, Any]:
-        """Run arms on every seed, the baseline first, and return ``comparison.json`` as an object.
+        """Run arms on every seed, the baseline first, and return the content of ``comparison.json``.
 
         Args:
-            experiment: the task; all runs are as long as the FP32 baseline needs with and without a schedule, and more.
+            experiment: the task; runs are longer than the FP32 baseline needs with and without a schedule.
             arms: the arms.
-            budget_bytes: what the memory of runs is judged by; ``None`` for no budget.
-            kept: what the file is called that the comparison is kept in.
+            budget_bytes: memory budget that runs are judged by; ``None`` for no budget.
+            kept: first part of the name of the file that keeps the comparison.
         """
         job, reporter = experiment.constant, self.reporter
         protocol = Protocol(
@@ -116,10 +118,10 @@ class Campaign:
         return document
 
     def _horizon(self, experiment: Experiment) -> int:
-        """Return the samples of every run: enough for the baseline at a constant rate and for the one with a schedule.
+        """Return the samples of every run, enough for the baseline with and without a learning-rate schedule.
 
-        At a constant rate the length of a run does not change when it arrives, so that the slowest of a few pilots
-        tells; a schedule is bound to the length, which is searched for.
+        At a constant rate the length of a run does not change when it reaches the target, so that the slowest of a few
+        pilots decides; a schedule depends on the length, which is searched for.
         """
         job, pilots = experiment.constant, _PILOT_SEEDS[: len(self.seeds)]
         self.reporter.stage(f"{job.name}: pilot runs of the baseline, to fix the length of all runs", len(pilots) + 1)
@@ -142,19 +144,19 @@ class Campaign:
 
 
 def baseline_arm(experiment: Experiment) -> Arm:
-    """Return the paper's baseline: fp32, k = 1, nothing recomputed, a constant learning rate."""
+    """Return the arm of the paper's baseline: fp32, k = 1, nothing recomputed, a constant learning rate."""
     job = experiment.constant
     return Arm(name="baseline", policy=lambda space: rule_policy("baseline", space, job), job=job)
 
 
 def paper_arm(experiment: Experiment) -> Arm:
-    """Return the paper's recipe, with its learning-rate schedule."""
+    """Return the arm of the paper's recipe, with its learning-rate schedule."""
     job = experiment.job
     return Arm(name="paper", policy=lambda space: rule_policy("paper", space, job), job=job)
 
 
 def tf32_arms(experiment: Experiment) -> list[Arm]:
-    """Return the baseline in TF32, where the device has it and the baseline does without."""
+    """Return the arm of the baseline in TF32, where the device has TF32 and the baseline does not use it."""
     kind = device_kind()
     if not has_tf32(kind) or fp32_arithmetic(kind)["matrix products"] != "fp32":
         return []
@@ -163,21 +165,26 @@ def tf32_arms(experiment: Experiment) -> list[Arm]:
 
 
 def fp32_notes(document: Mapping[str, Any]) -> list[str]:
-    """Return how the baseline of ``comparison.json`` computes fp32, where it says so."""
+    """Return a note on how the baseline of ``comparison.json`` computes fp32, where the document says so."""
     return [f"baseline: products in {arithmetic_shown(document['fp32'])}"] if "fp32" in document else []
 
 
+def verdict_notes(document: Mapping[str, Any]) -> list[str]:
+    """Return the verdict on each arm of ``comparison.json``, with its reason."""
+    return [f"{entry['arm']}: {entry['verdict']}, {entry['reason']}" for entry in document["against_baseline"]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class ArmSummary:
     """Result of an arm's runs.
 
     Attributes:
         time_s: mean seconds to the target; ``None`` if a run did not reach it.
-        samples: mean samples to the target; likewise.
-        peak_bytes: the largest peak.
+        samples: mean samples to the target, under the same condition.
+        peak_bytes: largest peak of all runs.
         throughput: mean samples per second.
         metric: mean of the job's final metric.
-        problem: why something is missing.
+        problem: why a number is missing.
     """
 
     time_s: float | None
@@ -188,13 +195,13 @@ class Summary:
     problem: str = ""
 
 
-def summarised(document: Mapping[str, Any], name: str) -> Summary:
-    """Return what an arm's runs in a comparison came to."""
+def summarised(document: Mapping[str, Any], name: str) -> ArmSummary:
+    """Return the summary of an arm's runs in a comparison."""
     runs = next(arm["runs"] for arm in document["arms"] if arm["name"] == name)
     missed = [run for run in runs if not run["reached"]]
     failed = [run["failure"] for run in runs if run["failure"] is not None]
     problem = f"{len(missed)} of {len(runs)} runs did not reach the target" if missed else ""
-    return Summary(
+    return ArmSummary(
         time_s=None if missed else statistics.fmean(run["time_to_target_s"] for run in runs),
         samples=None if missed else statistics.fmean(samples_needed(run) for run in runs),
         peak_bytes=max((run["peak_bytes"] for run in runs if run["peak_bytes"]), default=None),
@@ -204,8 +211,28 @@ def summarised(document: Mapping[str, Any], name: str) -> Summary:
     )
 
 
+def number_of(summary: ArmSummary, metric: str, unit: str, experiment: Experiment) -> float | None:
+    """Return a number of an arm in the unit of a table; ``None`` where it is missing.
+
+    Args:
+        summary: summary of the arm's runs.
+        metric: ``TIME``, ``SAMPLES``, ``MEMORY``, ``THROUGHPUT`` or ``QUALITY``.
+        unit: unit of the time; ``min`` or ``hr``.
+        experiment: the task, which counts items and shows quality.
+    """
+    if metric == QUALITY:
+        return None if summary.metric is None else experiment.quality(summary.metric)
+    value, divisor = {
+        TIME: (summary.time_s, _SECONDS.get(unit, 1.0)),
+        SAMPLES: (summary.samples, 1.0),
+        MEMORY: (summary.peak_bytes, 1e9),
+        THROUGHPUT: (summary.throughput, 1 / experiment.items),
+    }[metric]
+    return None if value is None else value / divisor
+
+
 def samples_needed(run: Mapping[str, Any]) -> int:
-    """Return the samples after which a run of ``comparison.json`` had arrived."""
+    """Return the samples after which a run of ``comparison.json`` reached its target."""
     return samples_to_target(run["curve"], run["time_to_target_s"])
 
 

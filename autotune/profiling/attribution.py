@@ -1,4 +1,4 @@
-"""Attribute the memory of a traced step to its segments: who keeps what, and how high each one reaches."""
+"""The memory of a traced step by segment: what each one keeps, and how high its peaks are."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from autotune.cost_model.profile import Boundary
 from autotune.errors import EngineError
 from autotune.mechanics.step_trace import Block, Place, StepTrace
 
-# A boundary is the same in every trace of one k: the segment that allocates it, and which of its boundaries it is.
+# The identity of a boundary in all traces of one k: the segment that allocates it, and its number there.
 BoundaryKey = tuple[int, int]
 
 
 @dataclass(slots=True)
 class Passing:
-    """A boundary as one trace shows it.
+    """A boundary in one trace.
 
     Attributes:
-        size: bytes.
-        last_use: last segment whose forward pass needs it; ``None`` where it stays until backward.
+        size: its bytes.
+        last_use: last segment whose forward pass needs it; ``None`` if it stays until backward.
         users: segments that receive it.
         keepers: segments that keep it until backward.
         stays: whether it stays until backward.
@@ -36,15 +36,16 @@ class Passing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """What each segment did with memory in one trace.
+    """The memory of each segment in one trace.
 
     Attributes:
-        saved: bytes kept until backward, without boundaries.
-        gradients: bytes of parameter gradients that its backward pass left.
-        forward_peaks: above what earlier segments keep, in the first and in later micro-batches.
-        backward_peaks: the same for the backward pass.
-        boundaries: by key.
-        update_peak: highest level outside forward and backward.
+        saved: bytes that it keeps until backward, without boundaries.
+        gradients: bytes of parameter gradients that its backward pass leaves.
+        forward_peaks: peak bytes of its forward pass beyond what earlier segments keep, in the first and in later
+            micro-batches.
+        backward_peaks: the same for its backward pass.
+        boundaries: the boundaries by key.
+        update_peak: highest number of bytes outside forward and backward.
     """
 
     saved: tuple[int, ...]
@@ -56,13 +57,13 @@ class Attribution:
 
 
 def attribute(trace: StepTrace, recomputed: Collection[str], gradients: Sequence[int] | None = None) -> Attribution:
-    """Attribute a traced step.
+    """Attribute the memory of a traced step to its segments.
 
     Args:
         trace: the trace.
         recomputed: names of the units whose activations were recomputed.
-        gradients: what each segment's backward pass leaves, as another trace of the same k shows it; ``None`` for this
-            one's. A shared parameter's gradient is left by one or another of its users and must not count twice.
+        gradients: gradient bytes of each segment from another trace of the same k; ``None`` takes this trace's. A
+            shared parameter's gradient is left by a different user from trace to trace, and must not count twice.
 
     Raises:
         EngineError: if the trace has no backward pass or no update.
@@ -84,7 +85,7 @@ def attribute(trace: StepTrace, recomputed: Collection[str], gradients: Sequence
     for boundary in boundaries.values():
         last = boundary.last_use
         if last is not None and last % 2 == 0 and not allocates["forward"][last]:
-            # Released on the way to the next segment: its last use was in the one before.
+            # It was released on the way to the next segment, so its last use was in the one before.
             boundary.last_use = last - 1
     left = left if gradients is None else list(gradients)
     keys = sorted(boundaries)
@@ -115,7 +116,12 @@ def attribute(trace: StepTrace, recomputed: Collection[str], gradients: Sequence
 
 
 def as_boundary(key: BoundaryKey, seen: Sequence[Passing]) -> Boundary:
-    """Return a boundary as all traces together show it, without its keepers."""
+    """Return a boundary as several traces together show it, without its keepers.
+
+    Args:
+        key: its key.
+        seen: what each trace shows of it.
+    """
     uses = [passing.last_use for passing in seen if passing.last_use is not None]
     return Boundary(
         born=key[0],
@@ -127,15 +133,15 @@ def as_boundary(key: BoundaryKey, seen: Sequence[Passing]) -> Boundary:
 
 
 def _begin_of(trace: StepTrace, phase: str) -> float:
-    """Return when a phase of a step begins.
+    """Return the time at which a phase of a step begins.
 
     Raises:
-        EngineError: if the trace has none.
+        EngineError: if the trace has no such phase.
     """
     began = (time for time, place in zip(trace.times, trace.places, strict=True) if place.phase == phase)
     found = next(began, None)
     if found is None:
-        raise EngineError(f"the traced step has no phase {phase!r}; a loop of one's own names it by tell_phase()")
+        raise EngineError(f"the traced step has no phase {phase!r}; a custom loop names its phases by tell_phase()")
     return found
 
 
@@ -174,7 +180,7 @@ def _passing(trace: StepTrace, block: Block, turn: float) -> Passing:
 
 
 def _peaks(trace: StepTrace) -> dict[tuple[int, str, int], int]:
-    """Return the highest level by micro-batch (0, or 1 for all later ones), phase and segment."""
+    """Return the peak bytes by micro-batch (0, or 1 for all later ones), phase and segment."""
     peaks: dict[tuple[int, str, int], int] = {}
     events: list[tuple[float, int, Place | int]] = [
         *((time, 1, size) for time, size in trace.changes),

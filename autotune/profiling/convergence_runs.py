@@ -1,7 +1,8 @@
-"""Fit how a job converges to a few short real runs of it."""
+"""The convergence of a job, fitted to a few short real runs of it."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +13,14 @@ from autotune.io.files import read_json, write_json
 from autotune.job import Job
 from autotune.mechanics.devices import device_name
 from autotune.profiling.gradient_error import squared_errors
+from autotune.profiling.job_shape import profile_key
 from autotune.profiling.profile_cache import cache_path
-from autotune.profiling.profiler import profile_key
 from autotune.simulator.convergence import Convergence, RunRecord, fit
 
-# Share of the job's length that each run takes, and its windows.
+# Share of the job's length that each run has, and its number of windows.
 _SHARE = 0.6
 _WINDOWS = 15
-# Windows after which a run is still young.
+# Windows after which the gradient's early error is measured.
 _EARLY = 2
 
 Errors = dict[str, dict[str, float]]
@@ -33,44 +34,39 @@ def cached_convergence(
     seed: int = 0,
     on_progress: Callable[[float], None] | None = None,
 ) -> tuple[Convergence, Path, bool]:
-    """Return how a job converges: from the cache, or fitted to real runs.
+    """Return the convergence model of a job: from the cache, or fitted to real runs.
 
     Args:
         job: the job.
-        runs: the folder of runs; the model is kept beside the job's profile.
-        fresh: measure even if the cache holds a model.
-        seed: of the first run.
-        on_progress: is told of the share that is done.
+        runs: the folder of runs; the model is kept next to the job's profile.
+        fresh: whether to measure even if the cache holds a model.
+        seed: random seed for the first run.
+        on_progress: called with the share that is done.
 
     Returns:
         The model, its file, and whether it came from the cache.
     """
     path = cache_path(job, runs, profile_key(job, device_name()), "-convergence")
-    found = None if fresh else find_convergence(job, runs)
-    if found is not None:
-        return found, path, True
+    if path.is_file() and not fresh:
+        # A damaged file, or one of an older version, is measured again.
+        with contextlib.suppress(ProfileError):
+            return Convergence.from_json(read_json(path), where=str(path)), path, True
     measured = measure_convergence(job, seed=seed, on_progress=on_progress)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, measured.to_json())
     return measured, path, False
 
 
-def find_convergence(job: Job, runs: Path) -> Convergence | None:
-    """Return a job's cached convergence model, or ``None`` if there is none: nothing is measured."""
-    path = cache_path(job, runs, profile_key(job, device_name()), "-convergence")
-    if not path.is_file():
-        return None
-    try:
-        return Convergence.from_json(read_json(path), where=str(path))
-    except ProfileError:
-        return None
-
-
 def measure_convergence(job: Job, *, seed: int = 0, on_progress: Callable[[float], None] | None = None) -> Convergence:
     """Run a job a few times, each for three fifths of its length, and fit the convergence model.
 
-    Under adaptive batching the runs differ in k, which tells how much the noise scale matters; under fixed batching
-    they differ in seed.
+    Under adaptive batching the runs differ in k, which shows the effect of the noise scale; under fixed batching they
+    differ in seed.
+
+    Args:
+        job: the job.
+        seed: random seed for the first run.
+        on_progress: called with the share that is done.
 
     Raises:
         JobError: if a run fails.
@@ -94,7 +90,7 @@ def measure_convergence(job: Job, *, seed: int = 0, on_progress: Callable[[float
 def _run(
     job: Job, k: int, seed: int, report: Callable[[float], None], *, with_errors: bool
 ) -> tuple[RunRecord, Errors, Errors]:
-    """Return a run's record, and what low precision did to the gradient after its second window and at its end."""
+    """Return a run's record, and the gradient's errors in low precision after its second window and at its end."""
     options = EngineOptions(discard_steps=0, statistics_every=2, split_to_learn_noise=True, meter_memory=False)
     engine = TorchEngine(job, seed=seed, options=options)
     plan = engine.space.baseline().changed(accumulation_steps=k)

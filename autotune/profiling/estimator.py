@@ -1,18 +1,17 @@
-"""Estimate a profile for a device that is not there: the job's own step, on fake tensors.
+"""Estimate a profile for a device that this machine does not have, from the job's own step on fake tensors.
 
-Nothing is allocated and nothing computed: memory follows from the lifetimes of what the step's operators would
-allocate, as the device's allocator counts it, and time from a table of its published rates. The profile says that it is
-estimated.
+Nothing is allocated or computed. Memory follows from the lifetimes of what the step's operators would allocate, as the
+device's allocator counts it, and time from a table of its published rates. The profile is marked as estimated.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -21,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 
 from autotune.choices import REDUCED_PRECISIONS
 from autotune.cost_model.device_table import DeviceSpec
-from autotune.cost_model.profile import Calibration, Profile
+from autotune.cost_model.profile import Profile
 from autotune.engines.job_checks import accumulation_choices, ask, build_model, build_optimizer
 from autotune.errors import InputError, JobError
 from autotune.job import Job
@@ -34,8 +33,20 @@ from autotune.mechanics.trees import map_tensors, tensors
 from autotune.plan import Plan, PlanSpace, Precision
 from autotune.profiling.attribution import attribute
 from autotune.profiling.fake_trace import FakeTracer, fake_conversions, fused_attention
-from autotune.profiling.profile_assembly import Choice, Probe, all_tables, homogeneous_plans, known, without_copies
-from autotune.profiling.profiler import fixed_shape, length_spread, spread_choices
+from autotune.profiling.homogeneous_plans import (
+    UPDATE,
+    PlanName,
+    PlanSteps,
+    Visit,
+    WatchedStep,
+    homogeneous_plans,
+    spread_choices,
+    steps_by_k,
+    without_copies,
+)
+from autotune.profiling.job_shape import fixed_shape, length_spread
+from autotune.profiling.profile_assembly import assemble
+from autotune.profiling.step_record import StepRecord, TracedStep, recomputed_units
 from autotune.units import Unit, units_of
 
 _MAX_TABLES = 4
@@ -46,104 +57,97 @@ def estimate(job: Job, device: DeviceSpec, *, on_progress: Callable[[float], Non
     """Return an estimated profile of a job on a device.
 
     Args:
-        job: the job; one of its batches is really drawn, its model is never really built.
+        job: the job; its batches are drawn, its model is built only with fake tensors.
         device: the device's published figures.
-        on_progress: is told of the share that is done.
+        on_progress: called with the share that is done.
 
     Raises:
-        InputError: if the job asks for TF32, and the device has none.
-        JobError: if the step depends on values of tensors, which fake tensors do not have.
+        InputError: if the job asks for TF32 and the device does not have it.
+        JobError: if the step depends on the values of tensors, which fake tensors do not have.
     """
     if job.launch.fp32 is not None and device.tf32 is None:
         raise InputError(
             f"+{job.launch.fp32} chooses whether fp32 is computed in TF32, which {device.name} cannot do",
             where=f"job {job.name!r}",
-            allowed="a device with TF32; elsewhere without it",
+            allowed="a device with TF32, or a job without this setting",
         )
-    return _Estimator(job, device, on_progress).profile()
+    began = time.perf_counter()
+    with isolated():
+        seed_all(0)
+        batch = next(iter(ask(job, "batches", lambda: fixed_shape(job).batches(0))))
+        spread = length_spread(job)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with devices.fp32_computed_in(job.launch.fp32), isolated(), mode, fake_conversions():
+            run = _FakeRun(job, device, map_tensors(mode.from_tensor, batch))
+            record = StepRecord(
+                job=job.name,
+                device=device.name,
+                batch_size=job.batch_size,
+                static_bytes=run.static_bytes(),
+                steps=steps_by_k(without_copies(_traced(run, on_progress or (lambda _share: None)))),
+                length_spread=spread,
+            )
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise JobError(
+            f"the step depends on values ({error}), which an estimate does not have",
+            where=f"job {job.name!r}",
+            allowed="autotune profile on the device itself",
+        ) from error
+    return replace(
+        assemble(record, run.space),
+        seconds=time.perf_counter() - began,
+        steps=0,
+        warnings=(f"estimated from published figures ({device.source}); nothing was measured",),
+        estimated=True,
+    )
 
 
-class _Estimator:
-    """Estimate one job on one device."""
+def _traced(run: _FakeRun, report: Callable[[float], None]) -> dict[PlanName, PlanSteps]:
+    """Return the steps of all homogeneous plans."""
+    plans = homogeneous_plans(run.space, spread_choices(run.space.accumulation_choices, _MAX_TABLES))
+    found: dict[PlanName, PlanSteps] = {}
+    gradients: dict[int, Sequence[int]] = {}
+    for number, (name, plan) in enumerate(plans.items(), 1):
+        found[name] = run.trace(plan, gradients.get(name.accumulation_steps), fp32_borders=not name.passes_16_bit)
+        gradients.setdefault(name.accumulation_steps, found[name].traced.attribution.gradients)
+        report(number / len(plans))
+    return found
 
-    def __init__(self, job: Job, device: DeviceSpec, on_progress: Callable[[float], None] | None) -> None:
-        self._began = time.perf_counter()
-        self._job = job
-        self._device = device
-        self._on_progress = on_progress
-        with isolated():
-            seed_all(0)
-            self._batch = next(iter(ask(job, "batches", lambda: fixed_shape(job).batches(0))))
-            self._length_spread = length_spread(job)
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def profile(self) -> Profile:
-        try:
-            with devices.fp32_computed_in(self._job.launch.fp32), isolated(), self._mode, fake_conversions():
-                return self._estimate()
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise JobError(
-                f"the step depends on values ({error}), which an estimate does not have",
-                where=f"job {self._job.name!r}",
-                allowed="autotune profile on the device itself",
-            ) from error
+class _FakeRun:
+    """A job's training on fake tensors, made and used in their mode.
 
-    def _estimate(self) -> Profile:
-        job = self._job
-        model = build_model(job)
-        model.train()
-        optimizer = build_optimizer(job, model)
-        for group in optimizer.param_groups:
+    Attributes:
+        space: the plans that the job allows on the device.
+
+    Args:
+        job: the job.
+        device: the device.
+        batch: its batch, of fake tensors.
+    """
+
+    def __init__(self, job: Job, device: DeviceSpec, batch: Any) -> None:
+        self._job, self._device, self._batch = job, device, batch
+        self._model = build_model(job)
+        self._model.train()
+        self._optimizer = build_optimizer(job, self._model)
+        for group in self._optimizer.param_groups:
             if group.get("fused") is None and group.get("foreach", False) is None:
-                # What torch chooses on a GPU, with its temporaries.
+                # Torch's choice on a GPU, which needs temporary memory.
                 group["foreach"] = True
-        space = self._space(model)
-        fake = map_tensors(self._mode.from_tensor, self._batch)
-        self._run(model, optimizer, fake, space.baseline(), None)
-        steps = _host_steps(optimizer)
-        resident = [tensor for tensor in resident_tensors(model, optimizer, []) if id(tensor) not in steps]
-        static = self._bytes(resident) + self._device.workspace_bytes
-        ks = spread_choices(space.accumulation_choices, _MAX_TABLES)
-        plans = homogeneous_plans(space, ks)
-        choices: dict[Probe, Choice] = {}
-        for number, (probe, plan) in enumerate(plans.items()):
-            k = probe.accumulation_steps
-            first = next((choice for other, choice in choices.items() if other.accumulation_steps == k), None)
-            controls.apply(model, plan, fp32_borders=not probe.passes_16_bit)
-            choices[probe] = self._trace(model, optimizer, fake, space, plan, first)
-            if self._on_progress is not None:
-                self._on_progress((number + 1) / len(plans))
-        tables, uniform_tables = all_tables(without_copies(choices), job.batch_size, space)
-        return Profile(
-            job=job.name,
-            device=self._device.name,
-            fingerprint="",
-            batching=job.batching,
-            batch_size=job.batch_size,
-            units=space.units,
-            accumulation_choices=ks,
-            precisions=space.precisions,
-            static_bytes=static,
-            tables=tables,
-            uniform_tables=uniform_tables,
-            calibration=Calibration(),
-            noise_frac=0.0,
-            switch_s=0.0,
-            seconds=time.perf_counter() - self._began,
-            steps=0,
-            length_spread=self._length_spread,
-            warnings=(f"estimated from published figures ({self._device.source}); nothing was measured",),
-            estimated=True,
-        )
+        self.space = self._find_space()
+        # The first step creates the optimizer's state.
+        with fused_attention():
+            self._step(self.space.baseline(), lambda _phase: None)
 
-    def _space(self, model: nn.Module) -> PlanSpace:
-        job = self._job
+    def _find_space(self) -> PlanSpace:
+        job, model = self._job, self._model
         units = units_of(model, job.units)
-        fake = map_tensors(self._mode.from_tensor, self._batch)
 
         def run() -> None:
             with fused_attention(), torch.no_grad():
-                job.loss(model, fake)
+                job.loss(model, self._batch)
 
         calls = controls.forward_order(model, [unit.name for unit in units], run)
         by_name: dict[str, Unit] = {unit.name: unit for unit in units}
@@ -155,77 +159,69 @@ class _Estimator:
             k_splits=job.batching == "fixed",
         )
 
-    def _trace(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        batch: Any,
-        space: PlanSpace,
-        plan: Plan,
-        first: Choice | None,
-    ) -> Choice:
-        tracer = FakeTracer(model, [unit.name for unit in space.units], self._operator_time, self._device.allocated)
-        tracer.know(resident_tensors(model, optimizer, [batch]))
-        self._run(model, optimizer, batch, plan, tracer)
-        controls.remove(model)
+    def static_bytes(self) -> int:
+        """Return the bytes of model, optimizer state and the device's workspace."""
+        on_host = _host_steps(self._optimizer)
+        resident = resident_tensors(self._model, self._optimizer, [])
+        return self._bytes([one for one in resident if id(one) not in on_host]) + self._device.workspace_bytes
+
+    def trace(self, plan: Plan, gradients: Sequence[int] | None, *, fp32_borders: bool) -> PlanSteps:
+        """Return the memory and the estimated seconds of a step.
+
+        Args:
+            plan: the plan to run it under.
+            gradients: gradient bytes of each segment from another trace of the same k; ``None`` for the first.
+            fp32_borders: whether tensors pass between units in fp32.
+        """
+        controls.apply(self._model, plan, fp32_borders=fp32_borders)
+        names = [unit.name for unit in self.space.units]
+        tracer = FakeTracer(self._model, names, self._operator_time, self._device.allocated)
+        tracer.know(resident_tensors(self._model, self._optimizer, [self._batch]))
+        with tracer.tracing():
+            self._step(plan, tracer.watch.begin)
+        controls.remove(self._model)
         assert tracer.trace is not None
-        recomputed = list(plan.recomputed)
-        seen = attribute(tracer.trace, recomputed, None if first is None else known(first).gradients)
-        # At most two micro-batches are traced; the rest repeat the second.
-        traced = min(plan.accumulation_steps, 2)
-        seconds: dict[tuple[Phase, int], float] = {}
+        # At most two micro-batches are traced; further ones are like the second.
+        micro_batches = min(plan.accumulation_steps, 2)
+        seconds: dict[tuple[Phase, int], float] = {UPDATE: 0.0}
         for place, value in tracer.seconds.items():
             key = (place.phase, place.segment)
-            # What happens between micro-batches belongs to the update, which is made once.
-            factor = 1.0 if place.phase == "update" else plan.accumulation_steps / traced
+            # The code between micro-batches belongs to the update, which happens once.
+            factor = 1.0 if place.phase == "update" else plan.accumulation_steps / micro_batches
             seconds[key] = seconds.get(key, 0.0) + value * factor
-        seconds.setdefault(("update", -1), 0.0)
-        held = self._bytes(tensors(batch)) * (1 if space.k_splits else plan.accumulation_steps)
-        return Choice(plan, seen, tracer.trace.calls, held, seconds=[seconds])
+        held = self._bytes(tensors(self._batch)) * (1 if self.space.k_splits else plan.accumulation_steps)
+        traced = TracedStep(
+            plan=plan,
+            calls=tracer.trace.calls,
+            attribution=attribute(tracer.trace, recomputed_units(plan), gradients),
+            batch_bytes=held,
+            traced_bytes=held,
+        )
+        return PlanSteps(traced, [Visit(steps=[WatchedStep(sum(seconds.values()), seconds)])])
 
-    def _run(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        batch: Any,
-        plan: Plan,
-        tracer: FakeTracer | None,
-    ) -> None:
-        """Run a step, its third micro-batch and further ones left out."""
+    def _step(self, plan: Plan, begin: Callable[[Phase], None]) -> None:
+        """Run a step with at most two of its micro-batches."""
         k = plan.accumulation_steps
-        pieces = [batch] * k if self._job.batching == "adaptive" else stepping.split(batch, k)
-        if tracer is None:
-            with fused_attention():
-                self._step(model, optimizer, pieces[:2], lambda _phase: None)
-            return
-        with tracer.tracing():
-            self._step(model, optimizer, pieces[:2], tracer.watch.begin)
-
-    def _step(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        pieces: list[Any],
-        begin: Callable[[Phase], None],
-    ) -> None:
+        pieces = [self._batch] * k if self._job.batching == "adaptive" else stepping.split(self._batch, k)
+        pieces = pieces[:2]
         for piece in pieces:
             begin("forward")
-            loss = ask(self._job, "loss", lambda piece=piece: self._job.loss(model, piece))  # type: ignore[misc]
+            loss = ask(self._job, "loss", lambda piece=piece: self._job.loss(self._model, piece))  # type: ignore[misc]
             begin("backward")
             (loss * (1.0 / len(pieces))).backward()
             begin("update")
             del loss
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
 
     def _operator_time(self, operations: float, moved: float, dtype: torch.dtype, convolution: bool) -> float:
-        # As torch is set here: by default convolutions may round to TF32, matrix products may not.
+        # This process's settings count: by default convolutions may round to TF32, matrix products may not.
         rounds = devices.gpu_arithmetic()["convolutions" if convolution else "matrix products"] == "tf32"
         tf32 = rounds and (self._device.tf32_convolutions or not convolution)
         return self._device.seconds(operations, moved, _PRECISION_OF.get(dtype, Precision.FP32), tf32=tf32)
 
     def _bytes(self, values: list[torch.Tensor]) -> int:
-        """Return what the device's allocator counts for fake tensors' storages, each once."""
+        """Return the bytes that the device's allocator counts for the storages of fake tensors, each once."""
         storages = {value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in values}
         return sum(self._device.allocated(size) for size in storages.values())
 

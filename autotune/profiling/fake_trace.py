@@ -1,7 +1,7 @@
 """Trace a step that is never computed: fake tensors have shapes and lifetimes, but no values and no memory.
 
-Every operator that would run is seen on its way; what it would allocate, compute and move is noted. What a kernel needs
-for itself while it runs stays unseen, so that peaks read a little low.
+Every operator is intercepted, and what it would allocate, compute and move is noted. Temporary memory inside a kernel
+is not seen, so estimated peaks are slightly low.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch.utils.flop_counter import flop_registry
 from autotune.mechanics.step_trace import Place, StepTracer
 from autotune.mechanics.watching_hooks import yielding_saved_hooks
 
-# Seconds of an operator: from its floating-point operations, the bytes that it moves, the format it computes in, and
+# Returns the seconds of an operator from its floating-point operations, the bytes that it moves, its data type, and
 # whether it is a convolution.
 OperatorTime = Callable[[float, float, torch.dtype, bool], float]
 
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """Run the body with attention counted as the fused kernel of a GPU: with dropout, a CPU falls back to another.
+    """Run the body with attention counted as the fused kernel of a GPU: with dropout, a CPU would use another one.
 
-    A mode would not reach recomputation, which runs inside backward; so the function itself is replaced.
+    The function itself is replaced, because a mode would not reach recomputation, which runs inside backward.
     """
     original = F.scaled_dot_product_attention
 
@@ -53,7 +53,7 @@ def fake_conversions() -> Iterator[None]:
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def converted(tensor: torch.Tensor, convert: Any) -> torch.Tensor:
-        # A parameter that several modules share stays one; the former is kept, so that its identity is not used again.
+        # A shared parameter stays shared. The former one is kept alive, so that its id is not used again.
         if id(tensor) not in made:
             with torch.no_grad():
                 other = convert(tensor)
@@ -62,7 +62,7 @@ def fake_conversions() -> Iterator[None]:
         return made[id(tensor)][1]
 
     def apply(self: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:
-        # Of one conversion; another one may convert the same tensors once more.
+        # Another conversion may convert the same tensors again.
         made.clear()
         for module in self.modules() if recurse else [self]:
             for owned in (module._parameters, module._buffers):
@@ -79,7 +79,7 @@ def fake_conversions() -> Iterator[None]:
 
 
 class _Operators(TorchDispatchMode):
-    """Note what every operator allocates, and how long it would take."""
+    """A mode that notes what every operator would allocate, and how long it would take."""
 
     def __init__(self, tracer: FakeTracer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -93,7 +93,7 @@ class _Operators(TorchDispatchMode):
 
 
 class FakeTracer(StepTracer):
-    """Trace a step under fake tensors.
+    """A tracer of steps on fake tensors.
 
     Attributes:
         seconds: estimated seconds by place, all micro-batches.
@@ -101,8 +101,8 @@ class FakeTracer(StepTracer):
     Args:
         model: a model of fake tensors.
         units: names of the units.
-        operator_time: estimates the seconds of one operator.
-        allocated: what the allocator counts for a block of so many bytes.
+        operator_time: returns the estimated seconds of an operator.
+        allocated: returns the bytes that the allocator counts for a block of so many bytes.
     """
 
     def __init__(
@@ -130,13 +130,24 @@ class FakeTracer(StepTracer):
         self.trace = self._assemble(self._marks, self._changes)
 
     def know(self, resident: Iterable[torch.Tensor]) -> None:
-        """Count these tensors as older than the step."""
+        """Count tensors as older than the step.
+
+        Args:
+            resident: the tensors.
+        """
         for tensor in resident:
             storage = tensor.untyped_storage()
             self._alive[storage._cdata] = storage
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Take in one operator."""
+        """Take in one operator.
+
+        Args:
+            func: the operator.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            result: its result.
+        """
         given = {self._address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         for tensor in made:
@@ -182,14 +193,14 @@ class FakeTracer(StepTracer):
 
 
 def _operations(func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """Return an operator's floating-point operations, as torch's own counter has them; 0 for what only moves bytes."""
+    """Return an operator's floating-point operations, by torch's own counter; 0 for one that only moves bytes."""
     count = flop_registry.get(func._overloadpacket)
     if count is not None:
         return float(count(*args, **kwargs, out_val=result))
     name = str(func._overloadpacket)
     if "scaled_dot_product" not in name:
         return 0.0
-    # The CPU's fused kernel, which the counter does not know; its backward is given the output's gradient first.
+    # The counter does not know the CPU's fused kernel. The first argument of its backward is the output's gradient.
     backward = "backward" in name
     query, key, value = [leaf for leaf in args if isinstance(leaf, torch.Tensor)][backward : backward + 3]
     pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]

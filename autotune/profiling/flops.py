@@ -1,4 +1,4 @@
-"""Count what a step computes, and measure how fast the device multiplies matrices."""
+"""The floating-point operations of a step, and the device's rate of matrix products."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autotune.mechanics import devices
 
-# Sides of the square matrices that are multiplied, and how often.
+# Sides of the square matrices that are multiplied, and the number of products of each.
 _SIDES, _ACCELERATORS_SIDES = (512, 1024, 1536), (4096, 8192)
 _REPETITIONS = 6
 
@@ -21,8 +21,8 @@ _REPETITIONS = 6
 def step_flops(model: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor], batch: Any) -> int:
     """Return the floating-point operations of a forward and a backward pass, in fp32 and without recomputation.
 
-    Matrix products, convolutions and attention are counted, two operations per multiplication and addition; what works
-    entry by entry (normalisation, activation, the optimizer) is not. Gradients are left as they were.
+    Matrix products, convolutions and attention are counted, two operations per multiplication and addition; elementwise
+    operations (normalisation, activations, the optimizer) are not. Gradients are left as they were.
 
     Args:
         model: the model, in training mode.
@@ -31,7 +31,7 @@ def step_flops(model: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor],
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     counter = FlopCounterMode(display=False)
-    # Fused attention of a CPU is unknown to the counter; written out, it is the same products.
+    # The counter does not know a CPU's fused attention; written out, it makes the same products.
     with sdpa_kernel(SDPBackend.MATH), counter:
         torch.autograd.grad(loss(model, batch), parameters, allow_unused=True)
     return int(counter.get_total_flops())
@@ -42,7 +42,7 @@ def matmul_peak(dtype: torch.dtype, device: str = "cpu") -> float:
 
     Args:
         dtype: of both matrices.
-        device: where they live.
+        device: device that holds them.
     """
     sides = _ACCELERATORS_SIDES if devices.is_accelerator(device) else _SIDES
     return max(_rate(side, dtype, device) for side in sides)

@@ -1,4 +1,4 @@
-"""Measure what low precision does to a gradient: the same batch and generators, one unit at a time."""
+"""The error of a gradient in low precision, measured unit by unit with the same batch and random numbers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import torch
 
 from autotune.engines.torch_engine import TorchEngine
 from autotune.plan import Plan, Precision
+from autotune.profiling.homogeneous_plans import spread_choices
 
-# Units that are measured one by one; of more, so many at even distances stand for the rest.
+# The largest number of units that are measured; of more units, evenly spaced ones stand for the others.
 _MAX_UNITS = 24
 
 
 def squared_errors(engine: TorchEngine) -> dict[str, dict[str, float]]:
     """Return the squared relative error of the whole gradient that each unit causes in each 16-bit precision.
 
-    Errors of units add up in squares, so that single units tell those of any plan.
+    The squared errors of units add up, so those of single units give the error of any plan.
 
     Args:
         engine: an engine with fp32 among its precisions; its training state stays as it is.
@@ -36,7 +37,7 @@ def squared_errors(engine: TorchEngine) -> dict[str, dict[str, float]]:
             str(precision): _error(exact, engine.gradient(_alone(space.baseline(), name, precision)))
             for precision in lower
         }
-        for name in _spread(names)
+        for name in spread_choices(names, _MAX_UNITS)
     }
     return {name: measured[_nearest(names, name, measured)] for name in names}
 
@@ -49,12 +50,6 @@ def _error(exact: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | 
     pairs = [(one, two) for one, two in zip(exact, other, strict=True) if one is not None and two is not None]
     size = sum(float(one.double().square().sum()) for one, _ in pairs)
     return sum(float((two.double() - one.double()).square().sum()) for one, two in pairs) / max(size, 1e-300)
-
-
-def _spread(names: Sequence[str]) -> list[str]:
-    if len(names) <= _MAX_UNITS:
-        return list(names)
-    return [names[round(index * (len(names) - 1) / (_MAX_UNITS - 1))] for index in range(_MAX_UNITS)]
 
 
 def _nearest(names: Sequence[str], name: str, measured: dict[str, dict[str, float]]) -> str:

@@ -1,13 +1,13 @@
-"""Tell from traced steps of several batch sizes how memory grows with a batch's size.
+"""The growth of memory with a batch's size, from traced steps of several sizes.
 
-Each part of a step's memory (what a unit saves, what its passes need beside that, what is passed on) is taken to grow
-like a polynomial of degree two at most with no negative coefficient: activations grow in proportion to a batch, and
-attention's weights with the square of its length. Two sizes bound such a law from above:
+Each part of a step's memory (what a unit saves, what its passes need in addition, what is passed on) is assumed to grow
+like a polynomial of degree two at most without negative coefficients: activations grow in proportion to a batch, and
+attention weights with the square of its length. Two sizes bound such a law from above:
 
 * between them, a part grows at most by about the exponent that leads from one to the other;
-* beyond the larger one, at most as if all that was added there were its square.
+* beyond the larger one, it grows at most as if everything that was added between them grew with the square.
 
-The steepest part counts: under another plan it may be kept by every unit.
+The steepest part counts, because under another plan every unit may keep it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from collections.abc import Mapping
 from autotune.plan import Plan
 from autotune.profiling.attribution import Attribution
 
-# With the square, and all of it.
+# All memory grows with the square.
 _STEEPEST = (2.0, 1.0)
-# Sizes must differ by this factor for a law to be told from them.
+# Sizes must differ by this factor to show a law.
 _APART = 1.5
-# What is added to a law between sizes that was measured.
+# Added to a measured exponent.
 _MARGIN = 0.1
-# A part below this share of all of them tells no law: rounded allocations, generators' states.
+# Smaller parts than this share of the largest are ignored: rounded allocations, states of generators.
 _WORTH = 0.02
 
 
 class Growth:
-    """What is known of the law.
+    """The law of growth, as far as it is known.
 
     Attributes:
         within: exponent that bounds the growth from one traced size to a larger one.
-        beyond: share of what the largest traced size needs that may grow with its square, as :func:`grown` takes it.
+        beyond: share of the memory at the largest traced size that may grow with the square of the size; see
+            :func:`grown`.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ class Growth:
         Args:
             plan: its plan.
             size: its batch's bytes.
-            seen: who kept what.
+            seen: the memory of its segments.
         """
         points = self._points.setdefault(plan, [])
         points.append((size, _parts(seen)))
@@ -55,7 +56,12 @@ class Growth:
             self.within, self.beyond = _law(large / small, low, high)
 
     def told_by(self, plan: Plan, size: int) -> bool:
-        """Tell whether a step under a plan would show the law, which is not known yet."""
+        """Tell whether the law is not known yet, and a step would show it.
+
+        Args:
+            plan: the plan that the step runs under.
+            size: its batch's bytes.
+        """
         points = self._points.get(plan, [])
         if (self.within, self.beyond) != _STEEPEST or len(points) != 1 or not size:
             return False
@@ -64,19 +70,25 @@ class Growth:
 
 
 def grown(length: float, square_share: float) -> float:
-    """Return the length that a step's memory is predicted at.
+    """Return the relative batch size at which a step's memory is predicted: larger if part of it grows with the square.
 
     Args:
-        length: a batch's size over the largest traced one's.
-        square_share: share of what that one needs that may grow with the square.
+        length: a batch's size over the largest traced size.
+        square_share: share of the memory at that size that may grow with the square.
     """
     return length if length <= 1 else 1 + square_share * (length**2 - 1)
 
 
 def _law(ratio: float, low: Mapping[str, int], high: Mapping[str, int]) -> tuple[float, float]:
-    """Return the exponent within two sizes whose ratio is given and the share beyond, of the steepest part."""
+    """Return the exponent between two sizes and the share beyond them, of the steepest part.
+
+    Args:
+        ratio: the larger size over the smaller one.
+        low: bytes of the parts at the smaller size, by name.
+        high: bytes of the parts at the larger size, by name.
+    """
     least = _WORTH * max(high.values(), default=0)
-    # Half of it growing with the square is more than all of it growing in proportion.
+    # If half of the memory grows with the square, that is more than if all of it grows in proportion.
     within, beyond = 1.0, 0.5
     for name, value in high.items():
         former = low.get(name, 0)
@@ -91,7 +103,7 @@ def _law(ratio: float, low: Mapping[str, int], high: Mapping[str, int]) -> tuple
 
 
 def _parts(seen: Attribution) -> dict[str, int]:
-    """Return the bytes of a step's parts that hang on the batch, and their sum, by name."""
+    """Return the bytes of the parts of a step that depend on its batch, and their sum, by name."""
     parts: dict[str, int] = {f"boundary {key}": boundary.size for key, boundary in seen.boundaries.items()}
     for number, saved in enumerate(seen.saved):
         parts[f"saved {number}"] = saved

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from autotune.mechanics import randomness
 from autotune.mechanics.activations import WRITTEN, Recomputation, undone
 from autotune.mechanics.copies import CopyError, Loans, TensorCopy, Weights, copied, dissolve, state_of, twin_of
+from autotune.mechanics.kept import flattened
 from autotune.mechanics.memory_meter import strided
 from autotune.profiling.surroundings import Surroundings, own_attributes
 
@@ -99,7 +99,7 @@ def _compared(unit: Unit) -> str | None:
     if saved.writes:
         return WRITTEN
     # What is only made once, such as a table that is kept, is there by now.
-    handed = tree_leaves((unit.args, dict(unit.kwargs)))
+    handed = flattened(unit.args, unit.kwargs)[0]
     around = Surroundings(unit.module, own=() if unit.forward is None else own_attributes(unit.module), handed=handed)
     recomputed = unit.passes(recomputes=True)
     if recomputed.barred is not None:

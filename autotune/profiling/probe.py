@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves
 
 from autotune.mechanics import randomness
 from autotune.mechanics.activations import WRITTEN, hooks_within
@@ -27,14 +26,15 @@ from autotune.mechanics.ambient import interception, saving_hook
 from autotune.mechanics.controls import ControlledForward
 from autotune.mechanics.copies import CopyError
 from autotune.mechanics.devices import is_out_of_memory
-from autotune.mechanics.kept import Kept, is_carrier
+from autotune.mechanics.kept import Kept, flattened, is_carrier
 from autotune.mechanics.loop_signals import any_error
+from autotune.mechanics.stand_ins import StandIn
 from autotune.profiling.passes import DRAWS, Unit, compared, distance, tensors_in
 from autotune.profiling.reachable import source_of
 from autotune.profiling.surroundings import Surroundings, own_attributes
 
 
-class UnitProbe:
+class UnitProbe(StandIn):
     """Stands in for a unit's forward for one step, and finds out whether its activations may be recomputed.
 
     Attributes:
@@ -49,14 +49,13 @@ class UnitProbe:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        super().__init__(module)
         self.reason: str | None = structural_lock(module)
         self.calls = 0
         self.autocast: torch.dtype | None = None
         self.spent_s = 0.0
         self.hooks = 0
-        self._inner: Callable[..., Any] = module.forward
-        self._shadowed: Callable[..., Any] | None = module.__dict__.get("forward")
+        self._controlled = self._own if isinstance(self._own, ControlledForward) else None
         self._kept: list[Kept] = []
         # Why calls were not probed, and what the unit's code could reach after the one that was.
         self._intercepted: str | None = None
@@ -66,38 +65,29 @@ class UnitProbe:
         self._copied: list[torch.Tensor] | None = None
         module.__dict__["forward"] = self
 
-    @property
-    def original(self) -> Callable[..., Any]:
-        """Return the unit's own forward."""
-        inner = self._inner
-        return inner.original if isinstance(inner, ControlledForward) else inner
-
     def remove(self) -> None:
         """Give the unit its forward back."""
         if self.calls == 0:
             self.reason = self.reason or self._intercepted
-        if isinstance(self._inner, ControlledForward):
-            self._inner.recomputation.around = None
-        if self._shadowed is None:
-            self.module.__dict__.pop("forward", None)
-        else:
-            self.module.__dict__["forward"] = self._shadowed
+        if self._controlled is not None:
+            self._controlled.recomputation.around = None
+        self._restore()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Probe the first call that may be trained on, then run it as if nothing had been."""
         if torch.compiler.is_compiling():
-            return self._inner(*args, **kwargs)
+            return self._own(*args, **kwargs)
         trains = torch.is_grad_enabled()
         if not self._is_free(args, kwargs, trains=trains):
             # The plan of the step was made before anybody knew.
             with self._uncontrolled():
-                return self._inner(*args, **kwargs)
-        found = self._inner(*args, **kwargs)
+                return self.original(*args, **kwargs)
+        found = self.original(*args, **kwargs)
         try:
             if self._copied is not None:
-                self._compare(found, tree_leaves((args, kwargs)))
+                self._compare(found, flattened(args, kwargs)[0])
             if trains and self._around is None:
-                self._look_round(tree_leaves((args, kwargs)))
+                self._look_round(flattened(args, kwargs)[0])
         except any_error() as error:  # whatever it is, the unit is left alone
             self.reason = _told(error)
         return found
@@ -133,7 +123,7 @@ class UnitProbe:
             with self._uncontrolled():
                 # The probe is one of the unit's own attributes, which passes compare: it does not change meanwhile.
                 outputs: list[torch.Tensor] = []
-                self.reason = storage_lock(self.module, self._inner, args, kwargs, outputs)
+                self.reason = storage_lock(self.module, self.original, args, kwargs, outputs)
                 self._copied = outputs
             self.spent_s = time.perf_counter() - began
 
@@ -144,15 +134,15 @@ class UnitProbe:
         if len(own) == len(copies) and all(distance(*pair) <= 1 for pair in zip(own, copies, strict=True)):
             return
         self.reason = self.reason or "it returns something else for copies of what it is handed"
-        if isinstance(self._inner, ControlledForward):
-            self._inner.recomputation.hand_originals(handed)
+        if self._controlled is not None:
+            self._controlled.recomputation.hand_originals(handed)
 
     def _watch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Look out for writes to what a call is handed."""
-        if isinstance(self._inner, ControlledForward):
-            self._inner.recomputation.keeps = True
+        if self._controlled is not None:
+            self._controlled.recomputation.keeps = True
         else:
-            self._kept.append(Kept(tree_flatten((args, kwargs))[0], copies=False))
+            self._kept.append(Kept(flattened(args, kwargs)[0], copies=False))
 
     def _look_round(self, handed: Sequence[Any]) -> None:
         """Note what the unit's code can reach, and what it reads there.
@@ -166,16 +156,16 @@ class UnitProbe:
             own += [(name, one) for one in tensors_in(value)] if is_carrier(value) else [(name, value)]
         self._around = Surroundings(self.module, own=own, handed=handed, named=True)
         self._weights = _norms(self.module)
-        if isinstance(self._inner, ControlledForward):
-            self._inner.recomputation.around = self._around
+        if self._controlled is not None:
+            self._controlled.recomputation.around = self._around
 
     def settle(self) -> None:
         """Note that backward begins: an input that was written to since its unit was called speaks against recomputing.
 
         So does what its code can reach and somebody has set back since: a context manager round the forward pass, say.
         """
-        if isinstance(self._inner, ControlledForward):
-            recomputation = self._inner.recomputation
+        if self._controlled is not None:
+            recomputation = self._controlled.recomputation
             recomputation.settle()
             recomputation.keeps = False
             self.reason = self.reason or recomputation.barred
@@ -203,23 +193,13 @@ class UnitProbe:
     @contextmanager
     def _uncontrolled(self) -> Iterator[None]:
         """Run the body with the unit's own forward, whatever plan it is under."""
-        controlled = self._inner if isinstance(self._inner, ControlledForward) else None
-        if controlled is not None:
-            controlled.suspended = True
+        if self._controlled is not None:
+            self._controlled.suspended = True
         try:
             yield
         finally:
-            if controlled is not None:
-                controlled.suspended = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """Return the copied module's plain forward."""
-        copied = memo.get(id(self.module))
-        return self._inner if copied is None else type(copied).forward.__get__(copied)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as the module's plain bound forward."""
-        return getattr, (self.module, "forward")
+            if self._controlled is not None:
+                self._controlled.suspended = False
 
 
 def _norms(module: nn.Module) -> dict[int, str]:
@@ -256,7 +236,7 @@ def storage_lock(
     own = forward.original if isinstance(forward, ControlledForward) else forward
     itself = getattr(own, "__self__", None) is not module
     try:
-        handed = tree_leaves((args, dict(kwargs)))
+        handed = flattened(args, kwargs)[0]
         around = Surroundings(module, own=own_attributes(module) if itself else (), handed=handed)
         if around.refusal is not None:
             return around.refusal
@@ -314,5 +294,5 @@ def _casts_left_alone(device_type: str) -> Iterator[None]:
 
 def _device_type(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """Return where a unit computes."""
-    leaves = [*module.parameters(), *tree_flatten((args, dict(kwargs)))[0]]
+    leaves = [*module.parameters(), *flattened(args, kwargs)[0]]
     return next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")

@@ -1,4 +1,4 @@
-"""Keep profiles: measure one, or take it from the cache; and check it against plans that it has not seen."""
+"""The cache of profiles, and their validation on plans that they were not made from."""
 
 from __future__ import annotations
 
@@ -28,27 +28,28 @@ from autotune.io.files import read_json, write_json
 from autotune.job import Job
 from autotune.mechanics.devices import device_kind, device_name
 from autotune.plan import Plan
-from autotune.profiling.profiler import ProfilerOptions, calibration_plan, fixed_shape, profile, profile_key
+from autotune.profiling.job_shape import fixed_shape, profile_key
+from autotune.profiling.profiler import ProfilerOptions, calibration_plan, profile
 from autotune.profiling.rank_profiler import profile_on_ranks
 
-# What ends the file names of lean profiles in the cache.
+# Suffix of the file names of lean profiles in the cache.
 _LEAN = "-lean"
-# Timed steps of one visit to a plan, after one that warms up; every plan is visited twice.
+# Timed steps of one visit to a plan, after one that warms up. Every plan is visited twice.
 _TIMED_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """How far predictions were off on random plans, as relative errors.
+    """The relative errors of predictions on random plans.
 
     Attributes:
-        plans: how many plans.
-        time_error_median: of seconds per step.
-        time_error_p95: the same, 95th percentile.
-        memory_error_median: of peak bytes.
-        memory_error_p95: the same, 95th percentile.
-        memory_underprediction_max: by how much the worst prediction was too low; 0 if none was.
-        time_noise_median: the machine's own: between two medians of the same plan.
+        plans: number of plans.
+        time_error_median: median error of seconds per step.
+        time_error_p95: 95th percentile of the same.
+        memory_error_median: median error of peak bytes.
+        memory_error_p95: 95th percentile of the same.
+        memory_underprediction_max: error of the peak that was predicted too low by the most; 0 if none was.
+        time_noise_median: the machine's noise: median difference between two visits to the same plan.
     """
 
     plans: int
@@ -66,18 +67,23 @@ class Validation:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """Options for a job that several ranks train.
+    """The ranks that train a job together.
 
     Attributes:
-        reference: the job's, with which each of them loads it.
-        options: how many, and how.
+        reference: the job's reference, with which each rank loads it.
+        options: their number and configuration.
     """
 
     reference: str
     options: RankOptions
 
     def key(self, job: Job, device_name: str) -> str:
-        """Return a SHA-256 of everything that their profile depends on."""
+        """Return a SHA-256 of everything that their profile depends on.
+
+        Args:
+            job: the job.
+            device_name: name of the device.
+        """
         try:
             library = importlib.metadata.version("deepspeed")
         except importlib.metadata.PackageNotFoundError:
@@ -88,7 +94,7 @@ class Ranked:
 
     @property
     def kind(self) -> str:
-        """Return what their profile's file name ends in."""
+        """Return the suffix of their profile's file name."""
         return f"-{self.options.count}-ranks-zero-{self.options.zero_stage}"
 
 
@@ -103,14 +109,14 @@ def cached_profile(
 ) -> tuple[Profile, Path, bool]:
     """Return a job's profile on this device: from the cache if nothing that it depends on has changed.
 
-    Where a lean profile is asked for, a full one in the cache does as well.
+    Where a lean profile is asked for, a full one from the cache is as good.
 
     Args:
         job: the job.
         runs: the folder of runs; profiles are kept in ``profiles`` in it.
-        options: how much profiling may cost.
-        fresh: measure even if the cache holds a profile.
-        on_progress: is told of the share that is done.
+        options: limits on the cost of profiling.
+        fresh: whether to measure even if the cache holds a profile.
+        on_progress: called with the share that is done.
         ranked: the ranks that train it together; ``None`` for this process alone.
 
     Returns:
@@ -139,27 +145,27 @@ def cached_profile(
 
 
 def profile_elsewhere(reference: str, runs: Path, *, lean: bool) -> None:
-    """Profile a job in a process of its own, into the cache: what kills that process is the job's error.
+    """Profile a job in a separate process, into the cache; if that process dies, it is an error of the job.
 
     Args:
         reference: the job's reference.
         runs: the folder of runs.
-        lean: whether to take half the steps.
+        lean: whether to make a lean profile.
 
     Raises:
         InputError: if the job cannot be used.
-        JobError: if the process does not bring a profile.
+        JobError: if the process ends without a profile.
     """
     asked = {"job": reference, "runs": str(runs.absolute()), "lean": lean}
     try:
-        # A profile is one of so many threads.
+        # A profile holds for one number of threads.
         run_elsewhere("autotune.profiling.profiling_main", asked, threads=torch.get_num_threads())
     except WorkersError as error:
-        raise JobError(f"profiling it ends with {error.failure}: {error}", where=reference) from error
+        raise JobError(f"profiling ends with {error.failure}: {error}", where=reference) from error
 
 
 def find_profile(job: Job, runs: Path, ranked: Ranked | None = None) -> Profile | None:
-    """Return a job's cached profile on this device, or ``None`` if there is none: nothing is measured.
+    """Return a job's cached profile on this device, or ``None`` if there is none; measure nothing.
 
     Args:
         job: the job.
@@ -183,19 +189,19 @@ def _read_cached(path: Path, key: str) -> Profile | None:
     try:
         found = read_profile(path)
     except ProfileError:
-        # Damaged, or of an older version.
+        # It is damaged, or of an older version.
         return None
     return found if found.fingerprint == key else None
 
 
 def cache_path(job: Job, runs: Path, key: str, kind: str = "") -> Path:
-    """Return the file that keeps what was measured of a job.
+    """Return the file in the cache that keeps a profile, or another measurement of a job.
 
     Args:
         job: the job.
         runs: the folder of runs.
-        key: what :func:`autotune.profiling.profiler.profile_key` returned.
-        kind: what else than the profile is kept; ends the file's name.
+        key: what :func:`autotune.profiling.job_shape.profile_key` returned.
+        kind: suffix of the file name, for anything but a full profile.
     """
     return runs / "profiles" / f"{_file_name(job.name)}-{key[:12]}{kind}.json"
 
@@ -205,7 +211,7 @@ def read_profile(path: Path, job: Job | None = None) -> Profile:
 
     Args:
         path: the file.
-        job: the job that it must have been made for; ``None`` does not check.
+        job: the job that it must have been made for; ``None`` skips the check.
 
     Raises:
         ProfileError: if it is damaged, outdated, or was made for another job or device.
@@ -227,14 +233,14 @@ def read_profile(path: Path, job: Job | None = None) -> Profile:
 def validate(
     job: Job, found: Profile, plans: int, *, seed: int = 1, on_plan: Callable[[int], None] | None = None
 ) -> Validation:
-    """Compare predictions with measurements of random plans, at the profile's batch.
+    """Compare predictions with measurements of random plans, with the batch of the profile.
 
     Args:
         job: the job.
         found: its profile.
-        plans: how many plans are measured, each in two visits, interleaved.
-        seed: of plans and weights; not the profiler's.
-        on_plan: is told of visits done.
+        plans: number of plans to measure, each in two interleaved visits.
+        seed: random seed for plans and weights; other than the profiler's.
+        on_plan: called with the number of visits that are done.
     """
     space, generator = found.space, np.random.default_rng(seed)
     drawn = list(dict.fromkeys(calibration_plan(space, generator, number) for number in range(plans)))

@@ -1,7 +1,8 @@
-"""Find a cached profile without loading the job: nothing that it was made from has changed on disk.
+"""An index of cached profiles, by which one is found without loading its job.
 
-What a job was made of is the Python files that its loading brought in, the versions of the libraries and the machine.
-Data that a job reads is not looked at; ``--fresh`` is for that.
+A profile is found if nothing that its job was made from has changed: the Python files that were imported when it was
+loaded, the versions of the libraries, and the machine. Data that a job reads is not checked; use ``--fresh`` if it
+changed.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from autotune.io.files import inside, read_bytes, read_json, write_json
 
 _INDEX = "index.json"
 _LARGEST_SOURCE_BYTES = 16 * 2**20
-# What else decides how a job runs.
+# Environment variables that change how a job runs.
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 
 
 @document
 class _Entry:
-    """What is known of a reference.
+    """The profile of a reference, and what it was made from.
 
     Attributes:
-        file: name of its profile.
-        sources: SHA-256 of each file that the job was made of, by path.
-        environment: what else it depends on.
+        file: file name of the profile.
+        sources: SHA-256 of each file that the job was made from, by path.
+        environment: versions, machine and environment variables.
     """
 
     file: str
@@ -45,7 +46,7 @@ class _Entry:
 
 
 def indexed_profile(reference: str, runs: Path) -> tuple[Profile, Path] | None:
-    """Return the profile that was last made or found for a reference, or ``None`` if anything may have changed.
+    """Return the latest profile of a reference, or ``None`` if anything that it was made from may have changed.
 
     Args:
         reference: the job, as it is named on the command line.
@@ -67,9 +68,15 @@ def indexed_profile(reference: str, runs: Path) -> tuple[Profile, Path] | None:
 
 
 def remember(reference: str, profile: Path, runs: Path) -> None:
-    """Note which profile a reference has; the job must have been loaded in this process."""
+    """Note which profile a reference has; the job must have been loaded in this process.
+
+    Args:
+        reference: the job, as it is named on the command line.
+        profile: the profile's file.
+        runs: the folder of runs.
+    """
     roots = _roots(reference)
-    # Files that this process loaded from elsewhere, such as another job's, are none that the job would be found with.
+    # This process may have loaded files of other jobs from folders in which this job would not look for modules.
     sources = {str(path): _digest(path) for path in _sources() if _is_source(path, roots)}
     try:
         known = _entries(runs / "profiles")
@@ -80,7 +87,7 @@ def remember(reference: str, profile: Path, runs: Path) -> None:
 
 
 def _entries(profiles: Path) -> dict[str, _Entry]:
-    """Return what is known of each reference.
+    """Return the entry of each reference.
 
     Raises:
         InputError: if the index is missing or damaged.
@@ -91,14 +98,14 @@ def _entries(profiles: Path) -> dict[str, _Entry]:
 
 
 def _roots(reference: str) -> list[Path]:
-    """Return the folders in which a job's modules are looked for; its own file's folder is one of them."""
+    """Return the folders in which a job's modules are looked for, with that of its own file."""
     named = Path(reference.partition(":")[0]).absolute().parent
     return [named, Path.cwd(), Path(__file__).parents[2], *(Path(entry) for entry in sys.path if entry)]
 
 
 def _is_source(path: Path, roots: Sequence[Path]) -> bool:
-    """Tell whether a job may be made of a file: an index that somebody else wrote names no other that is looked at."""
-    # Without "..", which would lead out of any folder that the path begins with.
+    """Tell whether a job may be made from a file. No other file is opened, even if a manipulated index names it."""
+    # A path with ".." would lead out of the folder that it begins with.
     plain = str(path) == os.path.abspath(path)  # noqa: PTH100 - resolve() would follow links
     return plain and path.suffix == ".py" and any(root in path.parents for root in roots)
 
@@ -108,7 +115,7 @@ def _key(reference: str) -> str:
 
 
 def _sources() -> list[Path]:
-    """Return the job's file, and those of all loaded modules that are neither the standard library's nor installed."""
+    """Return the job's file, and those of all loaded modules outside the standard library and installed packages."""
     installed = [Path(path).resolve() for path in {*sysconfig.get_paths().values(), *_site_packages()}]
     own = Path(__file__).resolve().parents[1]
     found = set()

@@ -6,161 +6,80 @@ whole plans then correct the sum of the pieces.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
-import logging
-import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-import torch
-from torch import nn
 
-from autotune.cost_model.profile import (
-    PROFILE_VERSION,
-    Calibration,
-    Profile,
-)
+from autotune.cost_model.profile import Profile
 from autotune.cost_model.time_model import calibrated
-from autotune.engines.job_checks import ask, build_model, build_optimizer
 from autotune.engines.torch_engine import EngineOptions
 from autotune.errors import JobError
 from autotune.job import Job
 from autotune.measurement import Failure
-from autotune.mechanics import devices
-from autotune.mechanics.memory_meter import tensor_bytes
 from autotune.mechanics.randomness import isolated, seed_all
-from autotune.mechanics.step_trace import Phase, rest_of
-from autotune.mechanics.trees import map_tensors, tensors
+from autotune.mechanics.step_trace import Phase, StepTrace, rest_of
 from autotune.plan import Plan, PlanSpace
 from autotune.profiling.attribution import attribute
-from autotune.profiling.profile_assembly import (
-    Choice,
-    Probe,
-    all_tables,
+from autotune.profiling.homogeneous_plans import (
+    UPDATE,
+    PlanName,
+    PlanSteps,
+    Visit,
+    WatchedStep,
+    disagreement,
     homogeneous_plans,
     is_copy,
-    known,
     share_seconds,
-    unlikeness,
+    spread_choices,
+    steps_by_k,
     without_copies,
 )
+from autotune.profiling.job_shape import fixed_shape, length_spread, profile_key
+from autotune.profiling.profile_assembly import assemble
+from autotune.profiling.step_record import StepRecord, TracedStep, recomputed_units
 from autotune.profiling.tracing_engine import WatchedEngine
 
-logger = logging.getLogger(__name__)
-
-# Batches looked at to find the one to profile with; of ragged ones the largest.
-_CANDIDATES = 8
+# The largest number of k that are profiled: of more choices the smallest, the largest and some between.
+_MAX_TABLES, _MAX_LEAN_TABLES = 4, 2
+# Rounds of timing that are made however long they take, and visits to each plan that calibrates.
+_MIN_ROUNDS, _CALIBRATION_VISITS = 2, 2
 # Steps of one visit to a plan: the first warms up.
 _VISIT_STEPS = 3
-# The factor between times that should agree above which a lean profile is timed once more. On a quiet machine it was at
-# most 1.16; while tests ran beside it, 1.99.
-_ALIKE = 1.3
+# A lean profile is timed once more where times that should agree differ by more than this factor. On a quiet machine
+# they differed by at most 1.16; while tests ran on the same machine, by 1.99.
+_AGREEMENT = 1.3
 _NO_ROOM = "a rank has no room for it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilerOptions:
-    """How much a profile may cost.
+    """Limits on the cost of a profile.
 
     Attributes:
-        seconds: about how long profiling may take, once the least number of rounds of timing is made.
-        min_rounds: rounds of timing that are made however long they take.
-        max_rounds: rounds of timing.
-        call_checks: steps that are watched first, for units that are called only sometimes.
-        calibration_plans: whole plans that correct the sum of the pieces.
-        calibration_visits: how often each of them is visited.
-        max_tables: values of k that are profiled; of more choices the smallest, the largest and some between.
-        seed: of weights, batches and calibration plans.
-        is_lean: whether each plan is timed in one step alone, the one after its trace (again where times that should
-            agree do not), and units that are alike share what was seen of them; the profile is kept apart from full
-            ones.
+        seconds: about how long profiling may take; two rounds of timing are made however long they take.
+        max_rounds: the largest number of rounds of timing.
+        call_checks: steps that are watched first, to find units that are not called in every step.
+        calibration_plans: number of whole plans that correct the sum of the pieces.
+        seed: random seed for weights, batches and calibration plans.
+        is_lean: whether each plan is timed in a single step, the one after its trace (once more where times that should
+            agree do not), and like units share their times; such a profile is kept apart from full ones.
     """
 
     seconds: float = 50.0
-    min_rounds: int = 2
     max_rounds: int = 5
     call_checks: int = 4
     calibration_plans: int = 8
-    calibration_visits: int = 2
-    max_tables: int = 4
     seed: int = 0
     is_lean: bool = False
 
     @classmethod
     def lean(cls, seed: int = 0) -> ProfilerOptions:
         """Return the options of a profile in a tenth of the steps: each plan once, at the smallest and largest k."""
-        return cls(
-            min_rounds=0,
-            max_rounds=0,
-            call_checks=0,
-            calibration_plans=0,
-            calibration_visits=0,
-            max_tables=2,
-            seed=seed,
-            is_lean=True,
-        )
-
-
-def fixed_shape(job: Job, seed: int = 0) -> Job:
-    """Return the job with one batch for ever, copied for every step: the largest of its first few.
-
-    Raises:
-        JobError: if it has none, or they cannot be had.
-    """
-    batch = max(_first_batches(job, seed), key=lambda item: tensor_bytes(tensors(item)))
-    return replace(job, batches=lambda _seed: (map_tensors(torch.clone, batch) for _ in itertools.count()))
-
-
-def length_spread(job: Job, seed: int = 0) -> float:
-    """Return the standard deviation of the logarithm of the bytes of a job's first few batches."""
-    sizes = [tensor_bytes(tensors(batch)) for batch in _first_batches(job, seed)]
-    return statistics.pstdev(math.log(max(size, 1)) for size in sizes)
-
-
-def _first_batches(job: Job, seed: int) -> list[Any]:
-    found = ask(job, "batches", lambda: list(itertools.islice(job.batches(seed), _CANDIDATES)))
-    if not found:
-        raise JobError("batches yields nothing", where=f"job {job.name!r}", allowed="at least one batch")
-    return found
-
-
-def profile_key(job: Job, device_name: str) -> str:
-    """Return a SHA-256 of everything that a profile depends on, without running the job.
-
-    Args:
-        job: the job; its model is built and its first batch drawn.
-        device_name: what the device is called.
-    """
-    with isolated():
-        seed_all(0)
-        model = build_model(job)
-        batch = ask(job, "batches", lambda: next(iter(job.batches(0)), None))
-        optimizer = build_optimizer(job, model)
-    facts = {
-        "job": job.name,
-        "model": [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()],
-        "modules": [[name, f"{type(module).__module__}.{type(module).__qualname__}"] for name, module in _named(model)],
-        "batch": [[list(tensor.shape), str(tensor.dtype)] for tensor in tensors(batch)],
-        "optimizer": type(optimizer).__qualname__,
-        "batching": [job.batching, job.batch_size, list(job.accumulation_choices)],
-        "units": None if job.units is None else list(job.units),
-        "device": device_name,
-        "threads": torch.get_num_threads(),
-        "versions": [torch.__version__, PROFILE_VERSION],
-        # The device's name does not tell where the job trains, nor how.
-        **devices.settings(devices.device_kind()),
-    }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _named(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return list(model.named_modules())
+        return cls(max_rounds=0, call_checks=0, calibration_plans=0, seed=seed, is_lean=True)
 
 
 def profile(
@@ -177,13 +96,14 @@ def profile(
 
     Args:
         job: the job.
-        device_name: what the device is called in the profile.
-        fingerprint: what :func:`profile_key` returned; left out, it is computed.
-        device: where it runs; ``None`` for where jobs train on this machine.
-        options: how much it may cost.
-        on_progress: is told of the share that is done.
-        make_engine: makes what trains the job. Where several ranks do, each of them calls this function, and gets a
-            profile of its own share, its static bytes raised by what its peaks lie below the highest rank's.
+        device_name: name of the device, for the profile.
+        fingerprint: what :func:`autotune.profiling.job_shape.profile_key` returned; computed if empty.
+        device: device to train on; ``None`` for where jobs train on this machine.
+        options: limits on its cost.
+        on_progress: called with the share that is done.
+        make_engine: makes the engine that trains the job. Where several ranks train it, each of them calls this
+            function and gets a profile of its own share; its static bytes are raised by as much as its peaks lie below
+            those of the rank with the highest.
 
     Raises:
         JobError: if the baseline cannot run.
@@ -192,8 +112,8 @@ def profile(
     return profiler.profile(fingerprint or profile_key(job, device_name))
 
 
-class _UnsteadyCalls(Exception):  # noqa: N818 - not an error: profiling begins anew without these units
-    """Return the units that are not called in every step."""
+class _UnsteadyCallsError(Exception):
+    """Some units are not called in the same way in every step: profiling begins again without them."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__(", ".join(names))
@@ -201,7 +121,7 @@ class _UnsteadyCalls(Exception):  # noqa: N818 - not an error: profiling begins 
 
 
 class _Profiler:
-    """Profile one job."""
+    """The profiling of one job."""
 
     def __init__(
         self,
@@ -216,62 +136,60 @@ class _Profiler:
         self._job = job
         self._device_name = device_name
         self._options = options
-        self._on_progress = on_progress
+        self._report = on_progress or (lambda _share: None)
         self._warnings: list[str] = []
-        # The units that every step calls, in order, once a step was seen.
+        # The units that every step calls, in order; ``None`` before the first step.
         self._calls: tuple[str, ...] | None = None
         with isolated():
             seed_all(options.seed)
             steady = fixed_shape(job, options.seed)
             self._length_spread = length_spread(job, options.seed)
-        self.engine = make_engine(
+        self._engine = make_engine(
             steady,
             seed=options.seed,
             device=device,
             options=EngineOptions(discard_steps=0, statistics_every=None, meter_memory=False),
         )
-        space = self.engine.space
-        self._ks = spread_choices(space.accumulation_choices, options.max_tables)
+        self._ks = spread_choices(
+            self._engine.space.accumulation_choices, _MAX_LEAN_TABLES if options.is_lean else _MAX_TABLES
+        )
 
     def profile(self, fingerprint: str) -> Profile:
-        engine = self.engine
+        engine = self._engine
         self._warm_up()
-        choices = self._observe()
-        if not choices:
+        found = self._observe()
+        if not found:
             raise JobError("no plan could be profiled", where=f"job {self._job.name!r}", allowed=self._warnings)
         if self._options.is_lean:
-            share_seconds(choices, engine.space)
-        tables, uniform_tables = all_tables(choices, engine.samples_here(), engine.space)
-        self._warn_of_ks([table.accumulation_steps for table in tables])
-        result = Profile(
+            share_seconds(found, engine.space)
+        record = StepRecord(
             job=self._job.name,
             device=self._device_name,
-            fingerprint=fingerprint,
-            batching=self._job.batching,
-            batch_size=self._job.batch_size,
-            units=engine.space.units,
-            accumulation_choices=tuple(table.accumulation_steps for table in tables),
-            precisions=engine.space.precisions,
+            batch_size=engine.samples_here(),
             static_bytes=engine.static_bytes,
-            tables=tables,
-            uniform_tables=uniform_tables,
-            calibration=Calibration(),
-            noise_frac=_noise([choice.totals for choice in choices.values()]),
-            switch_s=max(0.0, statistics.median(_switches(choices.values()))),
-            seconds=0.0,
-            steps=0,
+            steps=steps_by_k(found),
             length_spread=self._length_spread,
-            fragments_bytes=engine.fragments_bytes,
-            warnings=tuple(self._warnings),
         )
+        result = assemble(record, engine.space)
+        self._warn_of_ks(result.accumulation_choices)
         result = self._calibrate(result)
         engine.close()
         self._report(1.0)
-        return replace(result, seconds=time.perf_counter() - self._began, steps=engine.progress.steps)
+        return replace(
+            result,
+            fingerprint=fingerprint,
+            batch_size=self._job.batch_size,
+            noise_frac=_noise(found.values()),
+            switch_s=_switch_seconds(found.values()),
+            seconds=time.perf_counter() - self._began,
+            steps=engine.progress.steps,
+            fragments_bytes=engine.fragments_bytes,
+            warnings=tuple(self._warnings),
+        )
 
-    def _warn_of_ks(self, planned: Sequence[int]) -> None:
-        """Report which k were not profiled but lie between some that were, and which are left out."""
-        others = [k for k in self.engine.space.accumulation_choices if k not in self._ks]
+    def _warn_of_ks(self, planned: Collection[int]) -> None:
+        """Warn of k that were not profiled: those between profiled ones, and those that are left out."""
+        others = [k for k in self._engine.space.accumulation_choices if k not in self._ks]
         between = [k for k in others if k in planned]
         outside = [k for k in others if k not in planned]
         if between:
@@ -280,14 +198,20 @@ class _Profiler:
         if outside:
             self._warnings.append(f"k = {', '.join(map(str, outside))} could not be interpolated, and is left out")
 
+    # Traces and times of homogeneous plans.
+
     def _warm_up(self) -> None:
-        """Run a step, which creates the optimizer's state; where the baseline has no room, of the leanest plan."""
+        """Run a step, which creates the optimizer's state: of the baseline, or of the leanest plan if it has no room.
+
+        Raises:
+            JobError: if neither can run.
+        """
         failure, detail = Failure.OUT_OF_MEMORY, _NO_ROOM
-        for plan in (self.engine.space.baseline(), self.engine.space.leanest()):
-            if not self.engine.may_try(f"the first step, {plan}"):
+        for plan in (self._engine.space.baseline(), self._engine.space.leanest()):
+            if not self._engine.may_try(f"the first step, {plan}"):
                 continue
-            self.engine.apply(plan)
-            window = self.engine.run(1)
+            self._engine.apply(plan)
+            window = self._engine.run(1)
             if window.failure is None:
                 return
             failure, detail = window.failure, window.failure_detail
@@ -295,125 +219,142 @@ class _Profiler:
                 break
         raise JobError(f"the first step ends with {failure}: {detail}", where="job")
 
-    def _observe(self) -> dict[Probe, Choice]:
-        """Trace and time the homogeneous plans; units that are called only sometimes are left out, with a warning."""
+    def _observe(self) -> dict[PlanName, PlanSteps]:
+        """Trace and time the homogeneous plans; leave out units that are called only sometimes, with a warning."""
         while True:
             try:
-                for _ in range(self._options.call_checks):
-                    self._require_steady_calls(self.engine.timed()[2])
-                traced = self._trace_all()
-                choices = {probe: traced[probe] for probe in self.engine.decided([*without_copies(traced)])}
-                self._report(0.25)
-                self._time(choices)
-                if self._options.is_lean:
-                    choices = self._time_again(choices)
-                self.engine.apply(self.engine.space.baseline())
-            except _UnsteadyCalls as unsteady:
-                self.engine.leave_out(unsteady.names)
+                return self._observe_steady()
+            except _UnsteadyCallsError as unsteady:
+                self._engine.leave_out(unsteady.names)
                 self._calls = None
                 listed = ", ".join(unsteady.names)
                 self._warnings.append(f"called differently from step to step, so left as they are: {listed}")
-            else:
-                return choices
 
-    def _trace_all(self) -> dict[Probe, Choice]:
+    def _observe_steady(self) -> dict[PlanName, PlanSteps]:
+        for _ in range(self._options.call_checks):
+            self._require_steady_calls(self._engine.timed()[2])
+        traced = self._trace_all()
+        found = {name: traced[name] for name in self._engine.decided([*without_copies(traced)])}
+        self._report(0.25)
+        self._time(found)
+        if self._options.is_lean:
+            found = self._time_again(found)
+        self._engine.apply(self._engine.space.baseline())
+        return found
+
+    def _trace_all(self) -> dict[PlanName, PlanSteps]:
         """Trace the plans of all k; where a plan has no room at the smallest, of the next one as well."""
-        choices: dict[Probe, Choice] = {}
-        waiting, among = list(self._ks), list(self.engine.space.accumulation_choices)
+        found: dict[PlanName, PlanSteps] = {}
+        waiting, choices = list(self._ks), list(self._engine.space.accumulation_choices)
         while waiting:
             k = waiting.pop(0)
-            refused = self._trace(k, choices)
-            following = among[among.index(k) + 1 :][:1]
+            refused = self._trace(k, found)
+            following = choices[choices.index(k) + 1 :][:1]
             if refused and k != self._ks[-1] and following[0] not in waiting:
                 waiting.insert(0, following[0])
-        return choices
+        return found
 
-    def _trace(self, k: int, choices: dict[Probe, Choice]) -> bool:
-        """Trace one step of every homogeneous plan of one k; leave out those that fail, and tell if one had no room."""
+    def _trace(self, k: int, found: dict[PlanName, PlanSteps]) -> bool:
+        """Trace one step of every homogeneous plan of one k, without those that fail.
+
+        Args:
+            k: the k.
+            found: what was traced so far; the new steps are added.
+
+        Returns:
+            Whether a plan ran out of memory.
+        """
         refused = False
-        first: Choice | None = None
-        for probe, plan in homogeneous_plans(self.engine.space, [k]).items():
-            if self.engine.decided(is_copy(probe, choices)):
+        first: TracedStep | None = None
+        for name, plan in homogeneous_plans(self._engine.space, [k]).items():
+            if self._engine.decided(is_copy(name, found)):
                 continue
-            if not self.engine.may_try(str(probe)):
-                self._refuse(probe, Failure.OUT_OF_MEMORY, _NO_ROOM)
+            if not self._engine.may_try(str(name)):
+                self._refuse(name, Failure.OUT_OF_MEMORY, _NO_ROOM)
                 refused = True
                 continue
-            self.engine.apply_with(plan, fp32_borders=not probe.passes_16_bit)
-            window, tracer = self.engine.traced()
+            self._engine.apply_with(plan, fp32_borders=not name.passes_16_bit)
+            window, tracer = self._engine.traced()
             if window.failure is not None or tracer.trace is None:
-                self._refuse(probe, window.failure, window.failure_detail)
+                self._refuse(name, window.failure, window.failure_detail)
                 refused = refused or window.failure is Failure.OUT_OF_MEMORY
                 continue
-            recomputed = list(plan.recomputed)
             self._require_steady_calls(tracer.trace.calls)
-            seen = attribute(tracer.trace, recomputed, None if first is None else known(first).gradients)
-            choices[probe] = Choice(plan, seen, tracer.trace.calls, self.engine.batch_bytes)
-            first = first or choices[probe]
-            if self._options.is_lean and not self.engine.decided(is_copy(probe, choices)):
-                choices[probe].totals.append([self._time_step(choices[probe])])
+            traced = self._read(plan, tracer.trace, first)
+            first = first or traced
+            found[name] = PlanSteps(traced)
+            if self._options.is_lean and not self._engine.decided(is_copy(name, found)):
+                found[name].visits.append(Visit(steps=[self._time_step()]))
         return refused
 
-    def _refuse(self, probe: Probe, failure: Failure | None, detail: str) -> None:
-        k, name = probe.accumulation_steps, probe.choice
-        self._warnings.append(f"k = {k} with {name} ends with {failure}: {detail}")
-        if failure not in (Failure.OUT_OF_MEMORY, Failure.UNSUPPORTED):
-            raise JobError(f"profiling {name} at k = {k} ends with {failure}", where=f"job {self._job.name!r}")
+    def _read(self, plan: Plan, trace: StepTrace, first: TracedStep | None) -> TracedStep:
+        gradients = None if first is None else first.attribution.gradients
+        return TracedStep(
+            plan=plan,
+            calls=trace.calls,
+            attribution=attribute(trace, recomputed_units(plan), gradients),
+            batch_bytes=self._engine.batch_bytes,
+            traced_bytes=self._engine.batch_bytes,
+        )
 
-    def _time(self, choices: Mapping[Probe, Choice]) -> None:
+    def _refuse(self, name: PlanName, failure: Failure | None, detail: str) -> None:
+        k, choice = name.accumulation_steps, name.choice
+        self._warnings.append(f"k = {k} with {choice} ends with {failure}: {detail}")
+        if failure not in (Failure.OUT_OF_MEMORY, Failure.UNSUPPORTED):
+            raise JobError(f"profiling {choice} at k = {k} ends with {failure}", where=f"job {self._job.name!r}")
+
+    def _time(self, found: Mapping[PlanName, PlanSteps]) -> None:
         """Time the homogeneous plans piece by piece, in rounds of alternating direction."""
         began = time.perf_counter()
         share = 0.75 * self._options.seconds
         for number in range(self._options.max_rounds):
-            order = list(choices.items())
-            for probe, choice in order if number % 2 == 0 else reversed(order):
-                self._visit(probe, choice)
-            spent = self.engine.decided(time.perf_counter() - began)
+            order = list(found.items())
+            for name, steps in order if number % 2 == 0 else reversed(order):
+                self._visit(name, steps)
+            spent = self._engine.decided(time.perf_counter() - began)
             self._report(0.25 + 0.5 * min(spent / share, 1.0))
-            if number + 1 >= self._options.min_rounds and spent * (number + 2) / (number + 1) > share:
+            if number + 1 >= _MIN_ROUNDS and spent * (number + 2) / (number + 1) > share:
                 break
 
-    def _time_again(self, choices: Mapping[Probe, Choice]) -> dict[Probe, Choice]:
-        """Return what was timed of each plan of a lean profile; once more, if times that should agree do not.
+    def _time_again(self, found: Mapping[PlanName, PlanSteps]) -> dict[PlanName, PlanSteps]:
+        """Return one timed step of each plan of a lean profile; time once more if times that should agree do not.
 
-        What else ran here for some of the steps only added to them, so that the faster step counts; what still runs
-        adds to all the later ones, which then agree better.
+        Another process that ran during some of the steps only made them longer, so the faster step counts. One that
+        is still running makes all later steps longer, which then agree better among themselves.
         """
-        fastest = {probe: choice.only(choice.fastest) for probe, choice in choices.items()}
-        if self._unlikeness(fastest) <= _ALIKE:
+        fastest = {name: steps.only(steps.fastest) for name, steps in found.items()}
+        if self._disagreement(fastest) <= _AGREEMENT:
             return fastest
-        for probe, choice in reversed(list(choices.items())):
-            self._put_under(probe, choice)
+        for name, steps in reversed(list(found.items())):
+            self._apply(name, steps)
             self._watched_step()
-            choice.totals.append([self._time_step(choice)])
-        fastest = {probe: choice.only(choice.fastest) for probe, choice in choices.items()}
-        latest = {probe: choice.only(-1) for probe, choice in choices.items()}
-        found = min(fastest, latest, key=self._unlikeness)
-        if (still := self._unlikeness(found)) > _ALIKE:
+            steps.visits.append(Visit(steps=[self._time_step()]))
+        fastest = {name: steps.only(steps.fastest) for name, steps in found.items()}
+        latest = {name: steps.only(steps.timed[-1]) for name, steps in found.items()}
+        best = min(fastest, latest, key=self._disagreement)
+        if (still := self._disagreement(best)) > _AGREEMENT:
             self._warnings.append(f"times that should agree differ by a factor of {still:.1f}: profile it again")
-        return found
+        return best
 
-    def _unlikeness(self, choices: Mapping[Probe, Choice]) -> float:
-        return self.engine.decided(unlikeness(choices, self.engine.space.recomputable))
+    def _disagreement(self, found: Mapping[PlanName, PlanSteps]) -> float:
+        return self._engine.decided(disagreement(found, self._engine.space.recomputable))
 
-    def _put_under(self, probe: Probe, choice: Choice) -> None:
-        self.engine.may_try(str(probe))
-        self.engine.apply_with(choice.plan, fp32_borders=not probe.passes_16_bit)
+    def _apply(self, name: PlanName, steps: PlanSteps) -> None:
+        self._engine.may_try(str(name))
+        self._engine.apply_with(steps.traced.plan, fp32_borders=not name.passes_16_bit)
 
-    def _visit(self, probe: Probe, choice: Choice) -> None:
-        self._put_under(probe, choice)
-        choice.first_s.append(self._watched_step()[0])
-        choice.totals.append([self._time_step(choice) for _ in range(_VISIT_STEPS - 1)])
+    def _visit(self, name: PlanName, steps: PlanSteps) -> None:
+        self._apply(name, steps)
+        first_s = self._watched_step()[0]
+        steps.visits.append(Visit(first_s=first_s, steps=[self._time_step() for _ in range(_VISIT_STEPS - 1)]))
 
-    def _time_step(self, choice: Choice) -> float:
-        """Time one more step of the choice that is applied, and return its seconds."""
-        total, seconds = self._watched_step()
-        seconds[("update", -1)] = rest_of(total, seconds)
-        choice.seconds.append(seconds)
-        return total
+    def _time_step(self) -> WatchedStep:
+        """Time one more step of the plan that is applied."""
+        total_s, seconds = self._watched_step()
+        return WatchedStep(total_s, {**seconds, UPDATE: rest_of(total_s, seconds)})
 
     def _watched_step(self) -> tuple[float, dict[tuple[Phase, int], float]]:
-        window, seconds, calls = self.engine.timed()
+        window, seconds, calls = self._engine.timed()
         if window.failure is not None:
             raise JobError(f"a timed step ends with {window.failure}: {window.failure_detail}", where="job")
         self._require_steady_calls(calls)
@@ -422,19 +363,21 @@ class _Profiler:
     def _require_steady_calls(self, calls: tuple[str, ...]) -> None:
         if calls and self._calls is None:
             self._calls = calls
-        # What one rank sees, all must leave out.
-        differing = self.engine.united(_differing(calls, self._calls or ()) if calls else ())
+        # All ranks must leave out what one of them sees.
+        differing = self._engine.united(_differing(calls, self._calls or ()) if calls else ())
         if differing:
-            raise _UnsteadyCalls(differing)
+            raise _UnsteadyCallsError(differing)
+
+    # Whole plans.
 
     def _calibrate(self, result: Profile) -> Profile:
         """Measure whole plans, interleaved, and fit the time model to them."""
-        space, generator = self.engine.decided(result.space), np.random.default_rng(self._options.seed)
+        space, generator = self._engine.decided(result.space), np.random.default_rng(self._options.seed)
         plans = [calibration_plan(space, generator, number) for number in range(self._options.calibration_plans)]
         seconds: dict[Plan, list[float]] = {plan: [] for plan in plans}
-        for visit in range(self._options.calibration_visits):
+        for visit in range(_CALIBRATION_VISITS):
             for plan in plans if visit % 2 == 0 else reversed(plans):
-                seconds[plan] += self.time_plan(plan)
+                seconds[plan] += self._time_plan(plan)
         self._report(0.95)
         measured = [
             (plan, statistics.median(values))
@@ -443,58 +386,54 @@ class _Profiler:
         ]
         return calibrated(result, measured)
 
-    def time_plan(self, plan: Plan) -> list[float]:
+    def _time_plan(self, plan: Plan) -> list[float]:
         """Return the seconds of the steps of one visit to a plan, without the first."""
-        if not self.engine.may_try(str(plan.to_json())):
+        if not self._engine.may_try(str(plan.to_json())):
             return []
-        self.engine.apply(plan)
-        window = self.engine.run(_VISIT_STEPS)
+        self._engine.apply(plan)
+        window = self._engine.run(_VISIT_STEPS)
         return [] if window.failure is not None else list(window.step_s[1:])
-
-    def _report(self, share: float) -> None:
-        if self._on_progress is not None:
-            self._on_progress(share)
 
 
 def _differing(calls: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the units that one step calls otherwise than another."""
+    """Return the units that two steps call differently."""
     if calls == known:
         return ()
     counts = {name: (calls.count(name), known.count(name)) for name in (*calls, *known)}
-    # Called as often, but in another order: none of them has a place of its own.
+    # Where each is called as often but in another order, none of them has a fixed place.
     return tuple(name for name, (now, before) in counts.items() if now != before) or tuple(counts)
 
 
 def calibration_plan(space: PlanSpace, generator: np.random.Generator, number: int) -> Plan:
-    """Return a random plan; every fourth uses the lowest precision for all units, as the best plans often do."""
+    """Return a random plan; every fourth uses the lowest precision for all units, as the best plans often do.
+
+    Args:
+        space: the plans that are allowed.
+        generator: random generator.
+        number: number of the plan among those that are drawn.
+    """
     plan = space.sample(generator)
     if number % 4 == 3:
         return plan.changed(precision={unit.name: space.lowest_precision for unit in space.units})
     return plan
 
 
-def spread_choices(choices: Sequence[int], count: int) -> tuple[int, ...]:
-    """Return up to so many of the choices, the smallest and the largest among them."""
-    if len(choices) <= count:
-        return tuple(choices)
-    indices = np.linspace(0, len(choices) - 1, count).round().astype(int)
-    return tuple(choices[index] for index in dict.fromkeys(indices.tolist()))
-
-
-def _noise(visits: Sequence[Sequence[Sequence[float]]]) -> float:
+def _noise(found: Iterable[PlanSteps]) -> float:
     """Return the median relative difference between two visits to the same plan."""
     differences = [
         abs(statistics.median(first) - statistics.median(second)) / statistics.median([*first, *second])
-        for plan in visits
-        for first, second in itertools.pairwise(plan)
+        for steps in found
+        for first, second in itertools.pairwise(visit.totals for visit in steps.visits)
     ]
     return statistics.median(differences) if differences else 0.0
 
 
-def _switches(choices: Any) -> list[float]:
-    """Return by how much each visit's first step was longer than the others' median."""
-    return [
-        first - statistics.median(others)
-        for choice in choices
-        for first, others in zip(choice.first_s, choice.totals, strict=False)
-    ] or [0.0]
+def _switch_seconds(found: Iterable[PlanSteps]) -> float:
+    """Return by how many seconds the first step of a visit is longer than the median of the others."""
+    longer = [
+        visit.first_s - statistics.median(visit.totals)
+        for steps in found
+        for visit in steps.visits
+        if visit.first_s is not None
+    ]
+    return max(0.0, statistics.median(longer)) if longer else 0.0

@@ -1,6 +1,6 @@
-"""Profile a job on several ranks: all take the same steps in the same order, and each profiles its share.
+"""Profile a job on several ranks: all run the same steps in the same order, and each profiles its share.
 
-The first one's profile is kept, raised by what any rank needs beyond it.
+The first rank's profile is kept, raised to the memory of the rank that needs the most.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autotune.mechanics.devices import device_kind
 from autotune.profiling.profiler import ProfilerOptions, profile
 from autotune.profiling.tracing_engine import WatchedRanks
 
-# As long as a collective of gloo waits for the other ranks.
+# A collective of gloo waits this long for the other ranks.
 _PATIENCE_S = 1800.0
 
 
@@ -36,20 +36,21 @@ def profile_on_ranks(
 ) -> Profile:
     """Profile a job as several ranks train it together, through DeepSpeed.
 
-    A rank that runs out of memory ends all of them: they are started anew, and leave out what was tried then.
+    A rank that runs out of memory ends all of them. They are started again, and leave out what was tried then.
 
     Args:
-        job: the job's reference; a job itself crosses no process border.
-        ranks: how many, at which ZeRO stage.
-        device_name: what the device is called in the profile.
-        fingerprint: the profile's.
-        options: how much it may cost.
-        patience_s: seconds that a step, or what is before the first one, may take; ranks that hang are ended then.
-        on_progress: is told of the share that is done.
+        job: the job's reference, with which each rank loads it.
+        ranks: number of ranks and ZeRO stage.
+        device_name: name of the device, for the profile.
+        fingerprint: fingerprint of the profile.
+        options: limits on its cost.
+        patience_s: seconds that a step, or the preparation before the first one, may take; then hanging ranks are
+            ended.
+        on_progress: called with the share that is done.
 
     Raises:
-        InputError: if DeepSpeed is missing, or its configuration at odds with the job.
-        JobError: if a rank does not survive it.
+        InputError: if DeepSpeed is missing, or its configuration contradicts the job.
+        JobError: if a rank ends before the profile is done.
     """
     began, no_room = time.perf_counter(), list[str]()
     asked = {
@@ -69,7 +70,7 @@ def profile_on_ranks(
             )
         except RanksError as error:
             if error.failure is not Failure.OUT_OF_MEMORY or error.tried is None or error.tried in no_room:
-                raise JobError(f"profiling it: {error}", where=job) from error
+                raise JobError(f"profiling fails: {error}", where=job) from error
             no_room.append(error.tried)
         else:
             return replace(Profile.from_json(found, where=job), seconds=time.perf_counter() - began)

@@ -6,6 +6,7 @@ What draws only after a warm-up no probe sees; but code that draws names the gen
 from __future__ import annotations
 
 import dis
+import functools
 import random
 import weakref
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+
+from autotune.mechanics.copies import own_dict
 
 # Libraries whose functions keep to what they are handed.
 TRUSTED = (
@@ -38,17 +41,20 @@ _CALLED_UNNAMED = ("__init__", "__call__", "__enter__", "__exit__", "__iter__", 
 _MOST_FUNCTIONS = 2000
 
 
+@functools.cache
 def is_trusted(module: str | None) -> bool:
     """Tell whether a module, by its name, belongs to one of the libraries that are not looked into."""
     return (module or "").partition(".")[0] in TRUSTED
 
 
+@functools.cache
 def names_in(code: CodeType) -> frozenset[str]:
     """Return the global names and attributes that a function's code uses, those of functions within it included."""
     inner = (names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return frozenset(code.co_names).union(*inner)
 
 
+@functools.cache
 def bound_in(code: CodeType) -> frozenset[str]:
     """Return the global names that a function's code binds, those of functions within it included."""
     inner = (bound_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
@@ -60,12 +66,14 @@ def plain_functions(found: Any) -> list[FunctionType]:
     """Return the functions behind a method, a property or a decorated function: the wrapper, and what it wraps."""
     if isinstance(found, property):
         found = found.fget
-    found = getattr(found, "__func__", found)
+    elif isinstance(found, MethodType | staticmethod | classmethod):
+        found = found.__func__
     functions: list[FunctionType] = []
     while found is not None and found not in functions:
         if isinstance(found, FunctionType):
             functions.append(found)
-        found = getattr(found, "__wrapped__", None)
+        # An object's class may answer to any name.
+        found = own_dict(found).get("__wrapped__")
     return functions
 
 
@@ -163,6 +171,7 @@ def _is_generator(found: Any, names: frozenset[str]) -> bool:
     return any(found is one or getattr(found, "__self__", None) is one for one in _OF_THE_PROCESS)
 
 
+@functools.cache
 def _imports_one(code: CodeType) -> bool:
     """Tell whether code imports python's or numpy's generator where it runs."""
     for step in dis.get_instructions(code):

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -46,7 +46,8 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 _FUNCTIONS = (FunctionType, classmethod, staticmethod, property)
 _OF_CLASSES = (*_FUNCTIONS, type, MethodType, BuiltinFunctionType)
 _PLAIN = (bool, int, float, complex, str, bytes)
-_LEFT_OUT: tuple[type, ...] = (*_PLAIN, type(None), weakref.ProxyType, weakref.CallableProxyType)
+_LEFT_OUT = (*_PLAIN, type(None))
+_WEAK: tuple[type, ...] = (weakref.ReferenceType, *weakref.ProxyTypes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,10 +124,8 @@ class Surroundings:
         # Whatever else the unit's code may call by names: of what the unit holds, and of what it is handed.
         names = _names_in(module)
         for name, value in (*own_attributes(module), *(("what it is handed", one) for one in handed)):
-            if isinstance(value, weakref.ReferenceType):
-                self._take(name, value())
-            elif type(value) in weakref.ProxyTypes:
-                self.refusal = f"its code can reach {name}, a weak proxy: what that stands for cannot be set back"
+            if issubclass(type(value), _WEAK):
+                self._take(name, _referent(value))
             for function in functions_of(value, names):
                 self._look_into(name, function, _DEPTH)
 
@@ -220,11 +219,11 @@ class Surroundings:
 
     def _take(self, name: str, value: Any, depth: int = 0) -> None:
         # A proxy says that it is what it stands for, which may be gone: its class proper is asked.
+        if issubclass(type(value), _WEAK):
+            value = _referent(value)
         if issubclass(type(value), _LEFT_OUT) or id(value) in self._met or len(self._seen) > _MOST_OBJECTS:
             return
-        if isinstance(value, weakref.ReferenceType):
-            self._take(name, value(), depth)
-        elif isinstance(value, FunctionType | MethodType):
+        if isinstance(value, FunctionType | MethodType):
             self._look_into(name, value, depth)
         elif isinstance(value, functools._lru_cache_wrapper):
             self._met.add(id(value))
@@ -250,6 +249,17 @@ class Surroundings:
             self._seen.append(found)
         for key, item in _items(value):
             self._take(f"{name}{key}", item, depth)
+
+
+def _referent(value: Any) -> Any:
+    """Return what a weak reference or a weak proxy stands for; ``None`` if that is gone."""
+    if issubclass(type(value), weakref.ReferenceType):
+        return value()
+    found = None
+    with suppress(ReferenceError):
+        # A proxy hands out the methods of what it stands for.
+        found = value.__dir__.__self__
+    return found
 
 
 def own_attributes(module: nn.Module) -> list[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""Run steps that are watched: traced for memory, or timed piece by piece."""
+"""Engines whose steps can be traced for memory, or timed piece by piece."""
 
 from __future__ import annotations
 
@@ -25,7 +25,15 @@ Value = TypeVar("Value")
 
 
 class WatchedEngine(TorchEngine):
-    """A torch engine whose steps can be traced or timed piece by piece."""
+    """A torch engine whose steps can be traced or timed piece by piece.
+
+    Attributes:
+        watch: what watches the running step; ``None`` for an ordinary one.
+        tracer: what traces the running step; ``None`` if it is not traced.
+        static_bytes: bytes that stay between steps, the most that a traced step showed.
+        batch_bytes: bytes of the batches of the latest traced step.
+        fragments_bytes: the most bytes that a traced step reserved beyond what it allocated, each at its peak.
+    """
 
     watch: StepWatch | None = None
     tracer: StepTracer | None = None
@@ -34,13 +42,13 @@ class WatchedEngine(TorchEngine):
     fragments_bytes: int = 0
 
     def phase(self, name: Phase) -> None:
-        """Pass the phase on to whoever watches."""
+        """Pass the phase on to the watch, if there is one."""
         if self.watch is not None:
             self.watch.begin(name)
 
     @contextlib.contextmanager
     def metering(self, batches: Sequence[Any]) -> Iterator[bool]:
-        """Trace or watch the body, where that was asked for."""
+        """Trace or watch the body if that was asked for; yield whether its memory is traced."""
         if self.tracer is not None:
             self.batch_bytes = tensor_bytes(tensors(batches))
             static = self._static()
@@ -60,15 +68,15 @@ class WatchedEngine(TorchEngine):
         self.watch = None
 
     def _static(self) -> int:
-        """Return the bytes that are alive between steps; of an accelerator all of them, whoever holds them.
+        """Return the bytes that stay between steps; on an accelerator all that are allocated.
 
-        Libraries take workspaces that no tensor of the job shows.
+        There, libraries allocate workspaces that belong to no tensor of the job.
         """
         seen = devices.allocated(self.device)
         return tensor_bytes(self.resident([])) if seen is None else seen.current - self.batch_bytes
 
     def _behind(self, static: int) -> int:
-        """Return by how much the last trace's peak lies below that of the rank with the highest."""
+        """Return by how many bytes the last trace's peak lies below that of the rank with the highest peak."""
         assert self.tracer is not None
         assert self.tracer.trace is not None
         above = itertools.accumulate(size for _, size in self.tracer.trace.changes)
@@ -80,7 +88,7 @@ class WatchedEngine(TorchEngine):
         if self.settling_steps:
             self.run(self.settling_steps)
         if devices.is_accelerator(self.device):
-            # What earlier steps left, in cycles or in the cache, is not this one's.
+            # Memory that earlier steps left in reference cycles or in the cache must not count.
             devices.release(self.device)
             devices.forget_peaks(self.device)
         tracer = self.tracer = StepTracer(self.model, self._unit_names(), self.device)
@@ -90,7 +98,7 @@ class WatchedEngine(TorchEngine):
             self.tracer = self.watch = None
 
     def timed(self) -> tuple[Measurement, dict[tuple[Phase, int], float], tuple[str, ...]]:
-        """Run one step and return its seconds by phase and segment, and the units called."""
+        """Run one step; return its measurement, its seconds by phase and segment, and the units called, in order."""
         watch = self.watch = StepWatch(self.model, self._unit_names(), stamp_for(self.device))
         try:
             window = self.run(1)
@@ -101,12 +109,17 @@ class WatchedEngine(TorchEngine):
         return window, seconds_by_place(watch, self.device), tuple(watch.calls[0])
 
     def apply_with(self, plan: Plan, *, fp32_borders: bool) -> None:
-        """Apply a plan, whatever was applied before, with one kind of borders where the plan allows both."""
+        """Apply a plan with one kind of borders where it allows both.
+
+        Args:
+            plan: the plan.
+            fp32_borders: whether tensors pass between units in fp32.
+        """
         self.apply(plan)
         controls.apply(self.model, plan, fp32_borders=fp32_borders or self.fp32_borders)
 
     def decided(self, value: Value) -> Value:
-        """Return what the first rank says: what is decided by it must be the same on all of them."""
+        """Return the first rank's value, so that all ranks decide alike."""
         return value
 
     def united(self, names: Collection[str]) -> tuple[str, ...]:
@@ -114,7 +127,7 @@ class WatchedEngine(TorchEngine):
         return tuple(sorted(names))
 
     def may_try(self, what: str) -> bool:
-        """Tell whether something may be tried: where a step that runs out of memory ends all, not what did before.
+        """Tell whether a step may be tried: not if it ran out of memory before, where that ends the process.
 
         Args:
             what: the name of what is tried next.
@@ -122,11 +135,15 @@ class WatchedEngine(TorchEngine):
         return True
 
     def samples_here(self) -> int:
-        """Return how many samples of a batch this process trains on."""
+        """Return the number of samples of a batch that this process trains on."""
         return self.job.batch_size
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Let some units be as the job has them from now on, and no part of any plan."""
+        """Take units out of all plans from now on: they stay as the job has them.
+
+        Args:
+            names: names of the units.
+        """
         units = tuple(unit for unit in self.space.units if unit.name not in names)
         self.space = replace(self.space, units=units)
         self.apply(self.space.baseline())
@@ -140,9 +157,9 @@ class WatchedRanks(WatchedEngine, DeepSpeedEngine):
 
     Args:
         job: the job.
-        no_room: names of what may not be tried, for a rank once ran out of memory in it.
-        on_try: is told of what is tried next.
-        options: of the engine.
+        no_room: names of what may not be tried because a rank ran out of memory in it.
+        on_try: called with the name of what is tried next.
+        options: keyword arguments of the engine.
     """
 
     def __init__(
@@ -152,17 +169,21 @@ class WatchedRanks(WatchedEngine, DeepSpeedEngine):
         self._no_room, self._on_try = frozenset(no_room), on_try
 
     def may_try(self, what: str) -> bool:
-        """Tell whether something may be tried, and whoever asked that it is."""
+        """Tell whether a step may be tried, and report that it is.
+
+        Args:
+            what: the name of what is tried next.
+        """
         if what in self._no_room:
             return False
-        # What ends a rank now was in what it tried before.
+        # A rank that ends now did so in what it tried before.
         self.united(())
         if self._on_try is not None:
             self._on_try(what)
         return True
 
     def samples_here(self) -> int:
-        """Return how many samples of a batch the rank with most of them trains on."""
+        """Return the number of samples of a batch on the rank with the most of them."""
         return -(-self.job.batch_size // self.world)
 
     def decided(self, value: Value) -> Value:

@@ -398,7 +398,7 @@ class Jobs:
 
 @document
 class Row:
-    """A number of the paper and our own; see :class:`autotune.paper.rows.Row`."""
+    """A number of the paper and our own; see :class:`autotune.paper.rows.TableRow`."""
 
     metric: Text
     configuration: Text

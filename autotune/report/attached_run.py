@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from autotune.budget import format_bytes
-from autotune.errors import RunDirectoryError
 from autotune.live.decision_log import LOG_NAME, read_log, schedule_of
 from autotune.live.replaying import in_words, time_error, windows_of
 from autotune.plan import Plan
 from autotune.records.mlflow_following import refused_by
-from autotune.records.run_directory import RunDirectory
-from autotune.records.run_documents import AttachConfig
+from autotune.report.standing import require_attached
 from autotune.report.wording import count
 
 
@@ -133,13 +131,7 @@ def read_attached(folder: Path) -> AttachedRun:
         RunDirectoryError: if it is no run directory, or one of another command.
         InputError: if its log is missing or damaged.
     """
-    config = RunDirectory.open(folder).config
-    if not isinstance(config, AttachConfig):
-        raise RunDirectoryError(
-            f"is a run of {config.verb!r}",
-            where=str(folder),
-            allowed="the run directory of an attached run",
-        )
+    require_attached(folder)
     return _run_of(folder, read_log(folder))
 
 

@@ -260,8 +260,8 @@ def speed_plot(comparison: Mapping[str, Any]) -> Plot:
         middle, high, low = (1 / ratio for ratio in (entry["time_ratio"], *entry["time_ratio_ci95"]))
         rows.append((number, entry["arm"], (low, middle, high)))
         said.append(f"{entry['arm']} {middle:.2f}x ({low:.2f} to {high:.2f})")
-    ends = [abs(math.log(end)) for _, _, ratios in rows for end in ratios or ()]
-    reach = min(max([*ends, math.log(1.25)]) * 1.05, math.log(_WIDEST))
+    logs = [abs(math.log(end)) for _, _, ratios in rows for end in ratios or ()]
+    reach = min(max([*logs, math.log(1.25)]) * 1.05, math.log(_WIDEST))
     layers = [
         Layer(
             look=arm_look(number),
@@ -279,10 +279,11 @@ def speed_plot(comparison: Mapping[str, Any]) -> Plot:
     layers.append(Layer(name="baseline", look="limit", shape=Shape.UPRIGHT, points=[(1.0, 0.0)]))
     marks = [(value, f"{value:.2g}x") for value in _RATIOS if abs(math.log(value)) <= reach]
     names = [(len(rows) - row - 0.5, name) for row, (_, name, _) in enumerate(rows)]
+    low, high = math.exp(-reach), math.exp(reach)
     return Plot(
         title="Speed against the baseline",
         described=f"{'; '.join(said)}. Bars are 95 % intervals over paired seeds.",
-        x=Axis(name="as fast as the baseline", low=math.exp(-reach), high=math.exp(reach), scale="log", marks=marks),
+        x=Axis(name="times as fast as the baseline", low=low, high=high, scale="log", marks=marks),
         y=Axis(name="", low=0.0, high=float(len(rows)), marks=names),
         layers=layers,
         height=_ROW * len(rows) + 54,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from autotune.agents.planner import PLANNERS
+from autotune.agents.methods import METHODS, PlanningMethod
 from autotune.agents.rules import RULES, Rule
 from autotune.budget import format_bytes
 from autotune.cost_model.profile import Profile, choice_name
@@ -18,12 +18,6 @@ from autotune.units import Unit
 
 # Ridge weight: choices are collinear when few plans were measured, and effects must not explode then.
 _RIDGE = 1.0
-_PLANNED = {
-    "greedy": "lowest precision; recomputed only where that saves most bytes per second, until the plan fits",
-    "exact": "part of the fastest plan that the measured profile predicts to fit",
-    "planner": "part of the plan that the planner launches with, from the measured profile",
-    "ppo": "part of the plan that the shipped policy and its planner launch with, from the measured profile",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +82,9 @@ def explain_file(plan: Plan, space: PlanSpace, reason: str = "stands in the plan
 def explain_trials(plan: Plan, space: PlanSpace, trials: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Return the explanation of a plan by the windows of the planner or the search that found it."""
     owners = {trial["method"] for trial in trials if Plan.from_json(trial["plan"]) == plan.bare}
-    planners = [name for name in PLANNERS if name in owners]
-    if planners:
-        return explain_file(plan, space, _PLANNED[planners[-1]])
+    planned = [reason for name, reason in _planning_reasons().items() if name in owners]
+    if planned:
+        return explain_file(plan, space, planned[-1])
     return explain_search(plan, space, trials)
 
 
@@ -103,12 +97,18 @@ def explain_arm(name: str, plan: Plan, space: PlanSpace, trials: Sequence[Mappin
         space: the space that the plan lies in.
         trials: records of ``trials.jsonl``, of every method.
     """
-    if name in RULES:
+    if name in RULES.registered:
         return explain_rule(plan, space, RULES[name])
-    if name in PLANNERS:
-        return explain_file(plan, space, _PLANNED[name])
+    if name in (reasons := _planning_reasons()):
+        return explain_file(plan, space, reasons[name])
     own = [trial for trial in trials if trial["method"] == name]
     return explain_search(plan, space, own) if own else explain_file(plan, space)
+
+
+def _planning_reasons() -> dict[str, str]:
+    """Return why a plan of each method that plans from a profile is what it is; no other package is loaded."""
+    methods = METHODS.registered.items()
+    return {name: method.explanation for name, method in methods if isinstance(method, PlanningMethod)}
 
 
 def space_of(plans: Sequence[Plan]) -> PlanSpace:

@@ -108,7 +108,7 @@ def draw_reproduction(document: Mapping[str, Any], path: Path) -> Path:
     plot = Plot(
         title=f"{document['table']} with {', '.join(document['jobs'])}, {document['device']}",
         described="",
-        x=axis_around("times its own baseline", [x for layer in layers for x, _ in layer.points]),
+        x=axis_around("times its own baseline", [1.0, *(x for layer in layers for x, _ in layer.points)]),
         y=Axis(name="", low=0.0, high=float(max(len(rows), 1)), marks=list(zip(places, names, strict=True))),
         layers=layers,
     )

@@ -20,7 +20,7 @@ class Axis:
         name: what it shows, with the unit; empty for a vertical axis whose marks name the rows of the plot.
         low: value at its beginning.
         high: value at its end.
-        scale: ``linear``, ``log``, or ``asinh``, which is linear near 0 and logarithmic beyond.
+        scale: ``linear`` or ``log``; in PNG files also ``asinh``, which is linear near 0 and logarithmic beyond.
         linear_width: width of the linear part of ``asinh``.
         marks: values with their labels; ``None`` for round values.
         whole: whether only whole numbers are labelled.
@@ -51,9 +51,7 @@ class Axis:
         return [(value, f"{value:,.6g}") for value in values if not self.whole or value == int(value)]
 
     def _scaled(self, value: float) -> float:
-        if self.scale == "log":
-            return math.log(value)
-        return math.asinh(value / self.linear_width) if self.scale == "asinh" else value
+        return math.log(value) if self.scale == "log" else value
 
 
 class Shape(StrEnum):

@@ -10,10 +10,9 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from autotune.cost_model.carbon import Intensity
-from autotune.errors import InputError
 from autotune.io.files import write_atomic
 from autotune.plan import Plan
 from autotune.records.run_documents import TuneConfig
@@ -22,7 +21,6 @@ from autotune.report.costs import arm_costs
 from autotune.report.terminal_tables import judged_arms
 
 Row = Mapping[str, Any]
-Kind = Literal["csv", "parquet"]
 # Characters with which a formula begins in a spreadsheet.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
@@ -37,7 +35,6 @@ def write_sheets(run: CampaignRun, folder: Path, kind: str, intensity: Intensity
         intensity: the grid's carbon intensity; ``None`` for the grams that were written down.
 
     Raises:
-        InputError: for Parquet where pyarrow is missing.
         OSError: if they cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,11 +76,9 @@ def _as_text(value: Any) -> Any:
 
 
 def _as_parquet(rows: Sequence[Row]) -> bytes:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise InputError("pyarrow is missing", where="--parquet", allowed="pip install pyarrow, or --csv") from error
+    import pyarrow
+    import pyarrow.parquet
+
     sink = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([dict(row) for row in rows]), sink)
     written: bytes = sink.getvalue().to_pybytes()

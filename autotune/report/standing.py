@@ -166,6 +166,18 @@ class Snapshot:
         return {**ended, "plan": Plan.from_json(plan), **{name: event[name] for name in same if name in event}}
 
 
+def require_attached(folder: Path) -> None:
+    """Require the run directory of an attached run.
+
+    Raises:
+        RunDirectoryError: if the folder is no run directory, or one of another command.
+    """
+    config = RunDirectory.open(folder).config
+    if not isinstance(config, AttachConfig):
+        allowed = "the run directory of an attached run"
+        raise RunDirectoryError(f"is a run of {config.verb!r}", where=str(folder), allowed=allowed)
+
+
 class Watched:
     """An attached run that is watched through its log.
 
@@ -180,10 +192,7 @@ class Watched:
     """
 
     def __init__(self, folder: Path) -> None:
-        config = RunDirectory.open(folder).config
-        if not isinstance(config, AttachConfig):
-            allowed = "the run directory of an attached run"
-            raise RunDirectoryError(f"is a run of {config.verb!r}", where=str(folder), allowed=allowed)
+        require_attached(folder)
         self.folder = folder
         self.snapshot: Snapshot | None = None
         self._tail = LogTail(folder / LOG_NAME)

@@ -195,6 +195,8 @@ class _Canvas:
                 if before is None and (number + 1 == len(points) or points[number + 1][1] is None):
                     alone.append(_dot(layer, self._x(x), self._y(y)))
             before = y
+        if not path:
+            return
         drawn = element("path", d="".join(path), class_=f"line {layer.look}")
         if layer.shape is Shape.STEPS:
             yield from (drawn, *alone)

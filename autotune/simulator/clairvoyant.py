@@ -1,4 +1,4 @@
-"""An upper bound for planning under moving conditions: the best plans for a course that is known in advance."""
+"""Bounds for planning under moving conditions: the best plans for a course that is known in advance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autotune.simulator.online_planner import Planner, PlannerSettings
 
 
 def run_planner(runs: MovingRuns, course: Course, settings: PlannerSettings) -> Floats:
-    """Return what each window took under a planner, shape (n, windows)."""
+    """Return the seconds of each window under a planner, shape (n, windows)."""
     runs.begin(course)
     planner = Planner(runs.lanes, settings)
     seconds = []
@@ -22,9 +22,9 @@ def run_planner(runs: MovingRuns, course: Course, settings: PlannerSettings) -> 
 
 
 def clairvoyant(runs: MovingRuns, course: Course) -> Floats:
-    """Return the seconds of the best sequence of plans for a course that is known beforehand, shape (n,).
+    """Return the seconds of the best sequence of plans for a course, shape (n,).
 
-    The best path through the pools' plans, switching included, by dynamic programming.
+    Dynamic programming over the plans of the pools; the cost of switching is included.
     """
     runs.begin(course)
     best = runs.every_plan(0)
@@ -34,7 +34,7 @@ def clairvoyant(runs: MovingRuns, course: Course) -> Floats:
 
 
 def best_static(runs: MovingRuns, course: Course) -> Floats:
-    """Return the seconds of the one plan that is best for a whole course that is known beforehand, shape (n,)."""
+    """Return the seconds of the best single plan for a whole course, shape (n,)."""
     runs.begin(course)
     total = runs.every_plan(0)
     for window in range(1, runs.windows):

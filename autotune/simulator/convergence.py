@@ -1,10 +1,10 @@
-"""Predict how training converges: what a step is worth at a batch size, a noise scale and a precision.
+"""Convergence of a training run as a function of its batch size, gradient noise scale and precision.
 
-A run is seen along one axis, its *effort*: the number of steps that it would have taken with a batch so large that the
-gradient had no noise. A step with batch B moves the effort by B/(B + phi), less where low precision adds error to the
-gradient. Loss and metric are functions of the effort, the noise scale phi one of the loss.
+Progress is measured as *effort*: the number of steps that a batch without gradient noise would have needed. A step adds
+:func:`autotune.cost_model.goodput.step_efficiency` to the effort. Loss and metric are functions of the effort, and the
+noise scale phi is a function of the loss.
 
-Sources: McCandlish et al. 2018 (arXiv:1812.06162), eqs. 2.7 and 2.11, for what a step is worth; Kaplan et al. 2020
+Sources: McCandlish et al. 2018 (arXiv:1812.06162), eqs. 2.7 and 2.11, for the worth of a step; Kaplan et al. 2020
 (arXiv:2001.08361), section 5.1, for a noise scale that is a power of the loss.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from autotune.cost_model.goodput import Number
+from autotune.cost_model.goodput import Number, step_efficiency
 from autotune.errors import ProfileError
 from autotune.io.documents import STRICT, NotNegative, Positive, Quantity, validated
 from autotune.plan import Plan
@@ -30,20 +30,6 @@ CONVERGENCE_VERSION = 1
 _NOISE_FACTORS = tuple(float(2.0**power) for power in np.arange(-3, 3.5, 0.5))
 # Points of the integral over the effort.
 _GRID = 256
-
-
-def step_efficiency(batch: Number, noise_scale: Number, squared_error: Number | float = 0.0) -> Number:
-    """Return what a step is worth, as a share of a step without noise; above 0 and at most 1.
-
-    Args:
-        batch: effective batch in samples, > 0.
-        noise_scale: tr(Sigma)/|G|^2 in samples, >= 0.
-        squared_error: squared relative error that low precision adds to the gradient, >= 0.
-
-    Source: McCandlish et al. 2018, eq. 2.7: 1/(1 + phi/B). Rounding adds a variance of e^2 times the gradient's own
-    square |G|^2 (1 + phi/B), so that the share becomes 1/((1 + phi/B)(1 + e^2)).
-    """
-    return 1.0 / ((1.0 + noise_scale / batch) * (1.0 + squared_error))
 
 
 def falling(effort: Number, asymptote: Number, drop: Number, scale: Number, exponent: Number) -> Number:
@@ -57,10 +43,10 @@ class Curve:
     """A quantity as a function of the effort: asymptote + drop (1 + effort/scale)^-exponent.
 
     Attributes:
-        asymptote: where it goes in the end.
-        drop: how far from there it starts; negative for a quantity that grows.
-        scale: effort, in steps, after which it begins to fall as a power; > 0.
-        exponent: of that power; > 0.
+        asymptote: limit of the quantity.
+        drop: initial distance from the limit; negative for a quantity that grows.
+        scale: effort, in steps, after which the quantity falls as a power of the effort; > 0.
+        exponent: exponent of that power; > 0.
     """
 
     __pydantic_config__ = STRICT
@@ -80,7 +66,7 @@ class Curve:
         return falling(efforts, *parts)
 
     def effort_to(self, value: float) -> float:
-        """Return the effort at which a value is met: 0 if it is met at the start, infinity if never."""
+        """Return the effort at which a value is reached: 0 if it is reached at the start, infinity if never."""
         if self.drop == 0:
             return 0.0 if value == self.asymptote else math.inf
         share = (value - self.asymptote) / self.drop
@@ -98,8 +84,8 @@ class NoiseLaw:
 
     Attributes:
         reference: the noise scale at the reference loss, in samples, >= 0.
-        reference_loss: that loss, > 0.
-        exponent: by which power the noise scale grows as the loss falls; >= 0.
+        reference_loss: the reference loss, > 0.
+        exponent: power with which the noise scale grows as the loss falls; >= 0.
     """
 
     __pydantic_config__ = STRICT
@@ -119,16 +105,16 @@ class Convergence:
     """How a job converges.
 
     Attributes:
-        loss: the training loss along the effort.
-        metric: the job's metric along the effort.
-        noise: the noise scale along the loss.
-        noise_factor: by what the measured noise scale is multiplied to explain runs of different batches; 1 where all
-            had the same.
-        squared_errors: per unit and 16-bit precision, the squared error of the whole gradient, relative to the
-            gradient's square, that this unit alone in that precision causes late in a run; additive over units.
+        loss: the training loss as a function of the effort.
+        metric: the job's metric as a function of the effort.
+        noise: the noise scale as a function of the loss.
+        noise_factor: factor on the measured noise scale that explains runs with different batches; 1 if all runs had
+            the same batch.
+        squared_errors: per unit and 16-bit precision, the squared error of the whole gradient relative to the square of
+            the gradient, if only this unit uses that precision, late in a run; additive over units.
         early_squared_errors: the same after a few steps.
-        runs: real runs that it was fitted to.
-        steps: their optimizer steps.
+        runs: number of real runs that the model was fitted to.
+        steps: optimizer steps of these runs.
         loss_error_frac: median relative error of the fitted loss.
         metric_error_frac: median relative error of the fitted metric.
     """
@@ -147,7 +133,7 @@ class Convergence:
     metric_error_frac: float = 0.0
 
     def noise_scale(self, loss: Number) -> Number:
-        """Return the noise scale that convergence follows at a loss, in samples."""
+        """Return the effective noise scale at a loss, in samples."""
         return self.noise_factor * self.noise.at(loss)
 
     def squared_error(self, plan: Plan) -> float:
@@ -157,12 +143,12 @@ class Convergence:
         )
 
     def steps_to(self, metric: float, batch: float, squared_error: float = 0.0) -> float:
-        """Return the steps after which the metric is met at one batch throughout; infinity if never.
+        """Return the steps after which the metric reaches a value with a constant batch; infinity if never.
 
         Args:
-            metric: the metric's value.
+            metric: value of the metric.
             batch: effective batch in samples.
-            squared_error: what :meth:`squared_error` returned.
+            squared_error: squared relative error of the gradient, see :meth:`squared_error`.
         """
         effort = self.metric.effort_to(metric)
         if not 0 < effort < math.inf:
@@ -187,14 +173,14 @@ class Convergence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """What a real run saw, window by window.
+    """Measurements of a real run, window by window.
 
     Attributes:
-        batch: its effective batch in samples.
-        steps: steps done at the end of each window.
+        batch: effective batch in samples.
+        steps: total steps at the end of each window.
         losses: mean training loss of each window.
         metrics: the metric after each window.
-        noise_scales: the noise scale known after each window; ``None`` while unknown.
+        noise_scales: estimated noise scale after each window; ``None`` while unknown.
     """
 
     batch: float
@@ -210,7 +196,7 @@ class RunRecord:
         return efforts
 
     def middles(self, noise: NoiseLaw, factor: float) -> NDArray[np.float64]:
-        """Return the effort in the middle of each window, where its mean loss was met."""
+        """Return the effort in the middle of each window, to which its mean loss belongs."""
         ends = self.efforts(noise, factor)
         middles: NDArray[np.float64] = (ends + np.concatenate([[0.0], ends[:-1]])) / 2
         return middles
@@ -221,15 +207,15 @@ def fit(
     squared_errors: Mapping[str, Mapping[str, float]] | None = None,
     early_squared_errors: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Convergence:
-    """Return the convergence model that explains real runs best.
+    """Return the convergence model that fits real runs best.
 
     Args:
-        runs: at least one run of three windows; runs of different batches tell how much the noise scale matters.
-        squared_errors: what low precision does to the gradient late in a run.
+        runs: at least one run of three windows; runs with different batches show how much the noise scale matters.
+        squared_errors: squared relative gradient errors of low precision late in a run; see :class:`Convergence`.
         early_squared_errors: the same after a few steps.
 
     Raises:
-        ValueError: if there is no such run.
+        ValueError: if no run has three windows.
     """
     runs = [run for run in runs if len(run.steps) >= 3]
     if not runs:
@@ -253,7 +239,7 @@ def fit(
 
 
 def fit_noise(runs: Sequence[RunRecord]) -> NoiseLaw:
-    """Return the power law through all known noise scales; a constant where they are few, 0 where there is none."""
+    """Return the power law through all known noise scales: a constant if there are few, 0 if there are none."""
     seen = [
         (loss, noise)
         for run in runs
@@ -286,7 +272,7 @@ def fit_curve(efforts: NDArray[np.float64], values: NDArray[np.float64]) -> tupl
 
     Args:
         efforts: shape (n,), steps.
-        values: shape (n,); what is not finite is left out.
+        values: shape (n,); values that are not finite are left out.
     """
     good = np.isfinite(values)
     efforts, values = efforts[good], values[good]
@@ -296,7 +282,7 @@ def fit_curve(efforts: NDArray[np.float64], values: NDArray[np.float64]) -> tupl
     size = max(abs(drop), 1e-9)
 
     def curve(x: NDArray[np.float64]) -> Curve:
-        # The asymptote lies beyond the last value, by up to three times what was gained so far.
+        # The asymptote lies beyond the last value by up to three times the progress so far.
         return Curve(
             asymptote=last - x[0] * drop,
             drop=(first - last) * x[1] + x[0] * drop if first != last else drop,

@@ -1,8 +1,8 @@
-"""Let conditions move under training runs: what a planner cannot know, each thing at a strength, each can be off.
+"""Simulated training runs under moving conditions: lengths, budgets, speeds and noise that a planner cannot know.
 
-A run is cut into windows of equal progress: whatever plan is chosen, a window ends at the same loss, so that a plan is
-judged by time alone and no plan can hide in an early, noisy phase. All that happens to a lane is drawn beforehand; two
-methods on the same course meet the same world, and a clairvoyant can be computed.
+A run consists of windows of equal progress: under every plan, a window ends at the same loss, so that plans are
+compared by time alone. Everything that happens to a lane is drawn in advance. Two methods on the same course therefore
+meet the same conditions, and the best possible sequence of plans can be computed.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 
 from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices
+from autotune.cost_model.goodput import step_efficiency
 from autotune.cost_model.plan_pool import PoolSettings, make_pool
 from autotune.io.documents import STRICT
-from autotune.simulator.convergence import step_efficiency
 from autotune.simulator.online_planner import LOOK_AHEAD, Lanes, Seen, Situation
 from autotune.simulator.simulated_job import Flags, JobArrays, SimulatedJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strengths:
-    """How strongly each quantity moves; 0 switches it off.
+    """How strongly each quantity moves; 0 switches a movement off.
 
     Attributes:
-        noise_error: relative error of one estimate of tr(Sigma) and of |G|^2, whose moving averages also lag; 0 tells
-            the noise scale as it is.
-        cost_error: standard deviation of the logarithm of what a unit really costs in a precision, over its profile.
-        common_share: share of that variance that all units have in common in a precision.
+        noise_error: relative error of one estimate of tr(Sigma) and of |G|^2, which are then averaged; with 0, planners
+            know the noise scale exactly.
+        cost_error: standard deviation of the logarithm of a unit's real cost in a precision, relative to its profile.
+        common_share: share of that variance that is common to all units in a precision.
         time_noise: standard deviation of the logarithm of a window's measured seconds per step.
-        drift: standard deviation of the logarithm of each precision's speed as it slowly changes.
-        drift_windows: after how many windows such a change is forgotten.
-        length_lanes: share of lanes whose sequences differ in length at all; planners are told which.
+        drift: standard deviation of the logarithm of each precision's speed, which changes slowly.
+        drift_windows: correlation time of the drift, in windows.
+        length_lanes: share of lanes whose sequence lengths vary; planners know which.
         length: standard deviation of the logarithm of a window's sequence length.
-        length_windows: after how many windows a length is forgotten.
-        curriculum: logarithm by which lengths grow from the first window to the last.
-        jitter: standard deviation of the logarithm of a window's longest batch, over its mean.
-        event_every: windows from one event (an evaluation beside training, a neighbour's, say) to the next; 0 for none.
-        event_share: share of the budget that such windows leave; the spread is of how much they take.
-        event_windows: windows that the longest events last; each lane's last 1 to so many, and only the first window of
-            one that is not announced comes as a surprise.
-        event_told: share of lanes to which events are announced; the others meet them within a window.
-        switch_windows: what a switch of plans costs, in windows of the baseline.
+        length_windows: correlation time of the length, in windows.
+        curriculum: growth of the logarithm of the length from the first window to the last.
+        jitter: standard deviation of the logarithm of a window's longest batch, relative to its mean.
+        event_every: windows from one event (such as an evaluation that shares the device) to the next; 0 for none.
+        event_share: share of the budget that an event leaves; ``spread`` applies to what it takes.
+        event_windows: windows that the longest events last. Each lane's events last 1 to this many windows, and only
+            the first window of an event that is not announced is a surprise.
+        event_told: share of lanes in which events are announced; in the others a planner meets them unprepared.
+        switch_windows: cost of a switch of plans, in windows of the baseline.
         retry_windows: share of a window's time that is lost when it runs out of memory.
-        spread: largest factor by which each lane's own strengths differ from these, each mechanism's by itself.
+        spread: largest factor by which the strengths of a lane differ from these, drawn for each movement separately.
     """
 
     __pydantic_config__ = STRICT
@@ -69,7 +69,7 @@ class Strengths:
     spread: float = 1.0
 
     def only(self, *names: str) -> Strengths:
-        """Return the strengths with everything but the named ones, and what shapes them, off."""
+        """Return strengths with only the named movements on; what shapes a movement stays."""
         shapes = (
             "common_share",
             "drift_windows",
@@ -85,8 +85,8 @@ class Strengths:
         return Strengths(**kept)
 
 
-# The largest of what was fitted to recorded runs, rounded up, where they show it; lengths are those of text. Curricula
-# and events are declared, not measured. The shipped policy is trained under these.
+# The largest values fitted to recorded runs, rounded up, where the runs show a movement; lengths are those of text.
+# Curricula and events are assumed, not measured. The shipped policy is trained under these.
 RECORDED = Strengths(
     noise_error=0.75,
     cost_error=0.2,
@@ -111,20 +111,20 @@ RECORDED = Strengths(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """All that will happen to n lanes in w windows.
+    """Everything that happens to n lanes in w windows.
 
     Attributes:
-        job: shape (n,).
-        budget: shape (n, w), bytes that each window leaves.
-        told: shape (n, w), bytes that are announced right before each window.
-        announced: shape (n,), whether what is to come later is announced too.
-        still: shape (n,), whether sequences are all of one length.
-        length: shape (n, w), factor on the profiled sequence length.
-        longest: shape (n, w), the same of the window's longest batch.
+        job: shape (n,), number of each lane's job.
+        budget: shape (n, w), memory budget of each window, in bytes.
+        told: shape (n, w), budget that is announced right before each window, in bytes.
+        announced: shape (n,), whether budgets of later windows are announced too.
+        still: shape (n,), whether all sequences have one length.
+        length: shape (n, w), mean sequence length relative to the profiled one.
+        longest: shape (n, w), the same for the window's longest batch.
         drift: shape (n, w, precisions), factor on the seconds of each precision.
         cost: shape (n, max_units, precisions), factor on the seconds of each unit and precision.
         time_noise: shape (n, w), factor on the measured seconds per step.
-        switch_windows: shape (n,), what a switch costs, in windows of the baseline.
+        switch_windows: shape (n,), cost of a switch of plans, in windows of the baseline.
         trace_error: shape (n, w), factor on the estimate of tr(Sigma).
         square_error: shape (n, w), standard normal, for the estimate of |G|^2.
     """
@@ -144,7 +144,7 @@ class Course:
     square_error: Floats
 
     def take(self, lanes: Indices) -> Course:
-        """Return some lanes' course."""
+        """Return the course of some lanes."""
         return Course(**{item.name: getattr(self, item.name)[lanes] for item in fields(self)})
 
 
@@ -156,20 +156,20 @@ def draw_course(
     budget_bytes: Floats,
     windows: int,
 ) -> Course:
-    """Return what will happen to each lane.
+    """Return a course drawn at random.
 
     Args:
-        generator: of the draw.
-        strengths: how strongly things move.
-        arrays: the jobs.
-        job: shape (n,), each lane's job.
-        budget_bytes: shape (n,), each lane's budget while nothing happens.
-        windows: how many.
+        generator: source of random numbers.
+        strengths: how strongly conditions move.
+        arrays: costs of the jobs.
+        job: shape (n,), number of each lane's job.
+        budget_bytes: shape (n,), each lane's budget outside of events.
+        windows: number of windows.
     """
     n, units, precisions = len(job), arrays.max_units, arrays.max_precisions
 
     def own(strength: float) -> Floats:
-        """Return each lane's strength, shape (n, 1)."""
+        """Return the strength of a movement in each lane, shape (n, 1)."""
         return np.asarray(strength * np.exp(np.log(strengths.spread) * generator.uniform(-1, 1, (n, 1))))
 
     still = generator.random((n, 1)) >= strengths.length_lanes
@@ -209,13 +209,13 @@ def draw_course(
 
 
 def _events(generator: np.random.Generator, every: Indices, lasts: Indices, windows: int) -> tuple[Flags, Flags]:
-    """Return which windows are events, and which of them are the first of one, shape (n, windows).
+    """Return which windows belong to an event and which of them begin one, both of shape (n, windows).
 
     Args:
-        generator: of the first event's place.
-        every: shape (n, 1), windows from one to the next; 0 for none.
-        lasts: shape (n, 1), windows that each takes, at most all but one until the next.
-        windows: how many.
+        generator: source of random numbers for the place of the first event.
+        every: shape (n, 1), windows from one event to the next; 0 for none.
+        lasts: shape (n, 1), windows that an event lasts; at least one window lies between two events.
+        windows: number of windows.
     """
     period = np.maximum(every, 1)
     place = (np.arange(windows) + generator.integers(0, period)) % period
@@ -233,22 +233,22 @@ def _wandering(generator: np.random.Generator, shape: tuple[int, ...], memory: f
 
 
 class MovingRuns:
-    """Run lanes along a course.
+    """Simulated runs of many lanes along a course.
 
     Args:
         jobs: the jobs.
-        strengths: what switching and running out of memory cost; the rest lies in the course.
-        windows: of a run.
-        pool: how plans are looked for.
+        strengths: only ``noise_error`` and ``retry_windows`` are used; everything else is in the course.
+        windows: windows of a run.
+        pool: how plans are generated.
 
     Attributes:
-        arrays: what planners are told that plans cost.
+        arrays: the profiled costs, which planners know.
         pool: the plans of each job.
-        facts: how the jobs converge.
-        lanes: what planners are told of the lanes that run.
-        window: the next window.
+        facts: how the jobs converge, which planners do not know.
+        lanes: what planners know about the lanes.
+        window: number of the next window.
         seconds: shape (n,), time so far.
-        plan: shape (n,), the running plans' numbers.
+        plan: shape (n,), number of each lane's running plan.
     """
 
     def __init__(
@@ -267,14 +267,14 @@ class MovingRuns:
         self.facts = JobArrays.of(self.jobs, self.arrays)
         effort = np.array([job.convergence.metric.effort_to(job.target) for job in jobs])
         if not (np.isfinite(effort) & (effort > 0)).all():
-            raise ValueError("every job must be able to reach its target, and not have reached it")
+            raise ValueError("every job must be able to reach its target and must not start at it")
         self._effort = effort
         self._errors = self._squared_errors()
         self.course: Course | None = None
         self.lanes: Lanes
 
     def begin(self, course: Course) -> None:
-        """Begin a run of each lane under its baseline plan."""
+        """Start a run of each lane under its baseline plan."""
         n = len(course.job)
         self.course = course
         self.lanes = Lanes.of(self.pool, self.arrays, course.job, course.still)
@@ -282,7 +282,7 @@ class MovingRuns:
         self.seconds = np.zeros(n)
         self.plan = self.lanes.pool.baseline
         self._trace, self._square, self._learnt = np.zeros(n), np.zeros(n), np.zeros(n)
-        # A window of the baseline at the profiled length is what switching is counted in.
+        # Switching costs are given in windows of the baseline at the profiled length.
         told = self.lanes.pool.seconds_of(self.plan, np.ones_like(course.cost), np.ones(n))
         self.baseline_s = self.steps(0, self.plan[:, None])[:, 0] * told
         self.switch_s = course.switch_windows * self.baseline_s
@@ -296,7 +296,7 @@ class MovingRuns:
         return np.asarray(law * facts.noise_factor[job])
 
     def steps(self, window: int, plans: Indices) -> Floats:
-        """Return the optimizer steps that a window's progress takes under some plans, both of shape (n, plans)."""
+        """Return the optimizer steps that a window takes under plans of shape (n, m), in the same shape."""
         lanes, rows = self.lanes, np.arange(len(self.lanes))[:, None]
         job = self._course().job
         batch = lanes.batch[:, None] * np.where(lanes.adaptive[:, None], lanes.steps[rows, plans], 1.0)
@@ -304,15 +304,12 @@ class MovingRuns:
         return np.asarray((self._effort[job] / self.windows)[:, None] / worth)
 
     def factor(self, window: int) -> Floats:
-        """Return by how much each lane's units really cost more than told, shape (n, max_units, precisions)."""
+        """Return the real cost of each unit relative to its profile, shape (n, max_units, precisions)."""
         course = self._course()
         return course.cost * course.drift[:, window][:, None, :]
 
     def every_plan(self, window: int) -> Floats:
-        """Return what a window takes under every plan, running out of memory included, shape (n, plans).
-
-        Switching to it is left out.
-        """
+        """Return the seconds of a window under every plan, shape (n, plans), without the cost of switching to it."""
         course, pool = self._course(), self.lanes.pool
         every = np.broadcast_to(np.arange(pool.k.shape[1]), pool.k.shape)
         working = self.steps(window, every) * pool.seconds_per_step(self.factor(window), course.length[:, window])
@@ -322,7 +319,7 @@ class MovingRuns:
         return np.where(pool.there, np.where(ran_out, retried, working), np.inf)
 
     def situation(self) -> Situation:
-        """Return what is known before the next window."""
+        """Return what a planner knows before the next window."""
         course, window = self._course(), self.window
         ahead = np.minimum(np.arange(window, window + LOOK_AHEAD), self.windows - 1)
         told = course.told[:, ahead]
@@ -335,16 +332,20 @@ class MovingRuns:
         )
 
     def run(self, plan: Indices) -> Seen:
-        """Run the next window of every lane under these plans, shape (n,), and return what it saw."""
+        """Run the next window of every lane and return its measurements.
+
+        Args:
+            plan: shape (n,), number of each lane's plan.
+        """
         course, window, pool = self._course(), self.window, self.lanes.pool
         length, factor = course.length[:, window], self.factor(window)
         ran_out = pool.peak_of(plan, course.longest[:, window]) > course.budget[:, window]
-        # The first window's plan is the one to launch with, which costs no switch.
+        # The plan of the first window is launched with and costs no switch.
         switched = (plan != self.plan) & (window > 0)
         step_s = pool.seconds_of(plan, factor, length)
         working = self.steps(window, plan[:, None])[:, 0] * step_s
         again = self.steps(window, pool.leanest[:, None])[:, 0] * pool.seconds_of(pool.leanest, factor, length)
-        # Part of the window is lost, then the leanest plan repeats it, and back.
+        # A part of the window is lost; then the leanest plan repeats the window, and the plan is switched back.
         retried = self.strengths.retry_windows * working + again + 2 * self.switch_s
         seconds = np.where(ran_out, retried, working) + switched * self.switch_s
         self._learn(plan)
@@ -363,14 +364,14 @@ class MovingRuns:
         )
 
     def known_noise_scale(self) -> Floats:
-        """Return the estimate of each lane's noise scale; NaN while unknown."""
+        """Return the estimated noise scale of each lane in samples, shape (n,); NaN while unknown."""
         if not self.strengths.noise_error:
             return self.noise_scale(min(self.window, self.windows - 1))
         known = (self._trace > 0) & (self._square > 0)
         return np.where(known, self._trace / np.where(known, self._square, 1.0), np.nan)
 
     def _learn(self, plan: Indices) -> None:
-        """Feed the noise scale's moving averages, where a step had several micro-batches or could be cut in two."""
+        """Update the estimate of the noise scale in lanes whose steps had, or could be cut into, micro-batches."""
         course, window, facts, lanes = self._course(), self.window, self.facts, self.lanes
         job = course.job
         noise = self.noise_scale(window)
@@ -388,7 +389,7 @@ class MovingRuns:
         self._learnt = self._learnt + seen
 
     def _squared_errors(self) -> Floats:
-        """Return the squared error that each job's plans add to its gradient, shape (jobs, plans)."""
+        """Return the squared relative gradient error of each job's plans, shape (jobs, plans)."""
         jobs, size, _ = self.pool.choices.shape
         errors = np.zeros((jobs, size))
         for job in range(jobs):

@@ -1,7 +1,7 @@
-"""Plan window by window while conditions move: re-solve with what is believed, switch only where it pays.
+"""A planner that chooses a plan window by window: it solves with its cost estimates and switches only if that pays.
 
-A planner knows profiles, budgets, the lengths that it has seen and an estimate of the noise scale. What it believes of
-costs it corrects by the seconds that steps took. It knows nothing of simulations: the same planner leads real runs.
+It knows profiles, budgets, the sequence lengths so far and an estimate of the noise scale, and it corrects its cost
+estimates by measured step times. The same planner serves simulated and real runs.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices
+from autotune.cost_model.goodput import step_efficiency
 from autotune.cost_model.plan_pool import PlanPool
 from autotune.io.documents import STRICT
-from autotune.simulator.convergence import step_efficiency
 from autotune.simulator.simulated_job import Flags
 
-# Windows that what is believed of rises beforehand counts for, and the smallest weight of a new one.
+# Weight of the prior on rises, in windows, and the smallest weight of a new window.
 _PRIOR_WINDOWS = 4
 _RISE_WEIGHT = 0.05
-# Scale of a logistic distribution over its standard deviation.
+# Scale of a logistic distribution, divided by its standard deviation.
 _LOGISTIC = 3**0.5 / np.pi
-# Windows, the next one included, whose budgets are announced.
+# Number of windows whose budgets are announced, including the next one.
 LOOK_AHEAD = 8
-# Dips of the memory that are smaller are none.
+# Smaller dips of the memory budget (as a logarithm) are ignored.
 DIP = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What is known of n lanes before a window.
+    """What is known about n lanes before a window.
 
     Attributes:
-        budget: shape (n, windows), bytes of the next window and of those after it that are announced.
+        budget: shape (n, windows), announced budgets of the next window and of those after it, in bytes.
         progress: shape (n,), share of the run that is done.
-        windows_left: shape (n,), the next one included.
-        noise_scale: shape (n,), as estimated, in samples; NaN while unknown.
-        switch_s: shape (n,), what a switch of plans costs.
+        windows_left: shape (n,), windows left, including the next one.
+        noise_scale: shape (n,), estimate in samples; NaN while unknown.
+        switch_s: shape (n,), seconds that a switch of plans costs.
     """
 
     budget: Floats
@@ -48,17 +48,17 @@ class Situation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What a window of n lanes saw; arrays of shape (n,).
+    """Measurements of one window of n lanes; arrays of shape (n,).
 
     Attributes:
-        plan: the number of the plan that it ran under.
-        length: mean factor on the profiled sequence length.
-        longest: the same of its longest batch.
-        dip: by how much less memory there was than announced, as a logarithm; 0 where all was as announced.
+        plan: number of the plan.
+        length: mean sequence length relative to the profiled one.
+        longest: the same for the window's longest batch.
+        dip: logarithm of announced over actual budget; 0 if the budget was as announced.
         step_s: measured seconds per step.
-        window_s: what its steps took, without switching and lost work.
-        total_s: what it took.
-        ran_out: whether it ran out of memory.
+        window_s: seconds of its steps, without switching and lost work.
+        total_s: seconds of the whole window.
+        ran_out: whether the window ran out of memory.
     """
 
     plan: Indices
@@ -73,19 +73,19 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSettings:
-    """How a planner plans.
+    """Settings of a planner.
 
     Attributes:
-        reserve: share by which sequences are taken to be longer than those last seen, where memory is concerned.
-        rise: standard deviation by which the longest batch of a window is taken, before any was seen, to differ from
-            the length of the window before, and its memory from what was announced, as a logarithm; plans are then
-            weighed by what running out of memory would cost. 0 takes what was seen last, and the reserve, for certain.
-        retry: windows that are lost when one runs out of memory, the leanest plan's not counted.
+        reserve: safety margin on memory: sequences are assumed to be longer than the last ones by this share.
+        rise: prior standard deviation of the logarithm of a window's longest batch over the length of the window before
+            (an unannounced dip of the memory counts too). Plans are then weighed by the expected cost of running out of
+            memory. With 0, the last length and the reserve are taken as certain.
+        retry: windows that are lost when one runs out of memory, besides the repetition under the leanest plan.
         horizon: windows over which a switch must pay for itself; 0 switches whenever another plan is better.
-        cost_error: standard deviation of the logarithm by which profiles are taken to be wrong; 0 believes them.
-        common_share: share of that variance that all units have in common in a precision.
-        drift: the same standard deviation, of what is forgotten per window.
-        time_noise: the same of a window's measured seconds per step.
+        cost_error: standard deviation of the logarithm of real over profiled costs; 0 trusts the profile.
+        common_share: share of that variance that is common to all units in a precision.
+        drift: standard deviation of the change of that logarithm per window.
+        time_noise: standard deviation of the logarithm of a window's measured seconds per step.
     """
 
     __pydantic_config__ = STRICT
@@ -102,15 +102,15 @@ class PlannerSettings:
 
 @dataclass(slots=True)
 class Levers:
-    """What may be asked of a planner beyond its settings, per lane; all neutral by default.
+    """Adjustments of a planner beyond its settings, per lane.
 
     Attributes:
-        brace: shape (n,), share of the last dip of the memory that is expected again.
-        caution: shape (n,), standard deviations by which the next window's longest batch is taken to be longer.
-        k_bias: shape (n,), factor on the worth of each doubling of k, as a logarithm.
+        brace: shape (n,), share of the last memory dip that is expected to come again.
+        caution: shape (n,), standard deviations that are added to the expected longest batch of the next window.
+        k_bias: shape (n,), logarithm of a factor on the worth of each doubling of k.
         price_16_bit: shape (n,), logarithm of a factor on the seconds of 16-bit choices.
-        optimism: shape (n,), standard deviations by which what is not known well is taken to be faster.
-        stickiness: shape (n,), factor on what a switch is taken to cost.
+        optimism: shape (n,), standard deviations that are subtracted from uncertain costs.
+        stickiness: shape (n,), factor on the cost of a switch.
     """
 
     brace: Floats
@@ -128,19 +128,19 @@ class Levers:
 
 
 class Belief:
-    """Believe factors on what each unit costs in each precision, and learn them from whole steps.
+    """Estimates of each unit's cost in each precision, relative to its profile, learnt from the seconds of whole steps.
 
-    A step's seconds are linear in the factors, so that a Kalman filter is exact: factors are normal, those of one
-    precision correlated, and forgotten at a constant rate.
+    The seconds of a step are linear in these factors, so that a Kalman filter is exact. Factors are normal, those of
+    one precision are correlated, and old measurements are forgotten at a constant rate.
 
     Args:
-        lanes: how many.
-        units: per lane.
-        precisions: per unit.
-        settings: how wrong profiles are taken to be.
+        lanes: number of lanes.
+        units: units per lane.
+        precisions: precisions per unit.
+        settings: the assumed errors of profiles and measurements.
 
     Attributes:
-        mean: shape (lanes, units, precisions).
+        mean: shape (lanes, units, precisions), expected factors.
     """
 
     def __init__(self, lanes: int, units: int, precisions: int, settings: PlannerSettings) -> None:
@@ -154,18 +154,18 @@ class Belief:
         self._off = settings.cost_error == 0
 
     def deviation(self) -> Floats:
-        """Return how unsure each factor is, shape (lanes, units, precisions)."""
+        """Return the standard deviation of each factor, shape (lanes, units, precisions)."""
         variance = np.einsum("nii->ni", self._covariance).reshape(self.mean.shape)
         return np.asarray(np.sqrt(np.maximum(variance, 0.0)))
 
     def learn(self, weights: Floats, constant: Floats, measured: Floats, valid: Flags) -> None:
-        """Take in one step of each lane.
+        """Update the estimates with one step of each lane.
 
         Args:
-            weights: shape (lanes, units x precisions), seconds of each unit in the precision that it ran in, as told.
-            constant: shape (lanes,), seconds of a step that no factor touches.
-            measured: shape (lanes,), seconds of the step.
-            valid: shape (lanes,), which lanes measured anything.
+            weights: shape (lanes, units x precisions), profiled seconds of each unit in its precision.
+            constant: shape (lanes,), seconds of a step to which no factor applies.
+            measured: shape (lanes,), measured seconds of the step.
+            valid: shape (lanes,), whether the measurement counts.
         """
         if self._off:
             return
@@ -180,14 +180,13 @@ class Belief:
 
 
 class Rises:
-    """Learn by how much a window's longest batch exceeds the length of the window before, as a logarithm.
+    """Estimates of the logarithm of a window's longest batch over the length of the window before.
 
     Args:
-        deviation: shape (lanes,), standard deviation before anything was seen; counts for ``_PRIOR_WINDOWS``.
+        deviation: shape (lanes,), prior standard deviation, which weighs as much as ``_PRIOR_WINDOWS`` windows.
 
     Attributes:
-        mean: shape (lanes,).
-        deviation: shape (lanes,).
+        mean: shape (lanes,), expected logarithm.
     """
 
     def __init__(self, deviation: Floats) -> None:
@@ -197,11 +196,11 @@ class Rises:
 
     @property
     def deviation(self) -> Floats:
-        """Return the standard deviation as seen so far, shape (lanes,)."""
+        """Return the standard deviation of the logarithm, shape (lanes,)."""
         return np.asarray(np.sqrt(self._square))
 
     def learn(self, rise: Floats) -> None:
-        """Take in one window of each lane."""
+        """Update the estimates with one window of each lane, shape (lanes,)."""
         weight = max(1 / (self._windows + 1), _RISE_WEIGHT)
         difference = rise - self.mean
         self.mean = self.mean + weight * difference
@@ -209,7 +208,7 @@ class Rises:
         self._windows += 1
 
     def exceed(self, rise: Floats, caution: Floats) -> Floats:
-        """Return the chance that the next rise exceeds another, shape (lanes, plans), of a logistic distribution."""
+        """Return the probability that the next rise exceeds thresholds of shape (lanes, plans), which is logistic."""
         scale = np.maximum(_LOGISTIC * self.deviation, 1e-9)[:, None]
         middle = (self.mean + caution * self.deviation)[:, None]
         return np.asarray(1 / (1 + np.exp(np.clip((rise - middle) / scale, -50, 50))))
@@ -217,17 +216,17 @@ class Rises:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lanes:
-    """What a planner is told of n runs.
+    """What a planner knows about n runs.
 
     Attributes:
         pool: each lane's plans; see :meth:`PlanPool.take`.
-        steps: shape (n, plans), each plan's k.
-        batch: shape (n,), samples of one batch.
+        steps: shape (n, plans), k of each plan.
+        batch: shape (n,), samples in one batch.
         adaptive: shape (n,), whether a step consumes k batches.
-        num_k: shape (n,), how many k can be chosen.
-        num_units: shape (n,).
-        recomputable: shape (n, max_units).
-        still: shape (n,), whether sequences are known to be all of one length.
+        num_k: shape (n,), number of allowed k.
+        num_units: shape (n,), number of units.
+        recomputable: shape (n, max_units), whether a unit can be recomputed.
+        still: shape (n,), whether all sequences are known to have one length.
     """
 
     pool: PlanPool
@@ -247,10 +246,10 @@ class Lanes:
         """Return lanes of jobs.
 
         Args:
-            pool: the jobs' plans.
-            arrays: the jobs.
-            job: shape (n,), each lane's.
-            still: shape (n,), whether sequences are known to be all of one length.
+            pool: plans of the jobs.
+            arrays: costs of the jobs.
+            job: shape (n,), number of each lane's job.
+            still: shape (n,), whether all sequences are known to have one length.
         """
         profiles = arrays.profiles
         return cls(
@@ -266,19 +265,19 @@ class Lanes:
 
 
 class Planner:
-    """Plan the next window of n lanes: a plan is its number in its lane's pool.
+    """A planner of n lanes; a plan is given by its number in its lane's pool.
 
     Args:
-        lanes: what is planned for.
-        settings: how to plan.
+        lanes: the lanes.
+        settings: the settings.
 
     Attributes:
-        lanes: what is planned for.
-        settings: how to plan.
-        belief: what is believed of costs.
-        rises: what is believed of the next window's longest batch.
-        length: shape (n,), the sequence length seen last.
-        dip: shape (n,), the last dip of the memory that was not announced, as a logarithm; 0 before any.
+        lanes: the lanes.
+        settings: the settings.
+        belief: estimates of costs.
+        rises: estimates of the next window's longest batch.
+        length: shape (n,), the last sequence length.
+        dip: shape (n,), logarithm of the last dip of the memory that was not announced; 0 before any.
         seen: the last window; ``None`` before the first.
     """
 
@@ -294,7 +293,7 @@ class Planner:
 
     @property
     def plan(self) -> Indices:
-        """Return the running plan; before the first window, the baseline."""
+        """Return the numbers of the running plans; before the first window, of the baselines."""
         return self.lanes.pool.baseline if self.seen is None else self.seen.plan
 
     def decide(self, situation: Situation, levers: Levers | None = None) -> Indices:
@@ -312,13 +311,13 @@ class Planner:
             return plan
         rows = np.arange(len(plan))
         now, then = time[rows, self.seen.plan], time[rows, plan]
-        # Only what pays for its switch within the horizon is worth one.
+        # A switch must pay for itself within the horizon.
         saved = (1 - then / now) * self.seen.window_s * self.settings.horizon
         pays = saved > situation.switch_s * levers.stickiness if self.settings.horizon else then < now
         return np.where(fits[rows, self.seen.plan] & ~pays, self.seen.plan, plan)
 
     def observe(self, seen: Seen) -> None:
-        """Take in what a window saw: the sequences' length, and the seconds of its steps."""
+        """Update the estimates with the measurements of a window."""
         if self.settings.rise:
             former = seen.length if self.seen is None else self.length
             self.rises.learn(np.log(seen.longest / former) + seen.dip)
@@ -332,26 +331,31 @@ class Planner:
         self.belief.learn(weights, constant + between * seen.length, np.where(valid, seen.step_s, 0.0), valid)
 
     def step_seconds(self, plan: Indices, length: Floats) -> Floats:
-        """Return what a step of a plan is believed to take, shape (n,)."""
+        """Return the expected seconds of a step, shape (n,).
+
+        Args:
+            plan: shape (n,), number of each lane's plan.
+            length: shape (n,), sequence length relative to the profiled one.
+        """
         return self.lanes.pool.seconds_of(plan, self.belief.mean, length)
 
     def _risk(self, time: Floats, budget: Floats, switch_s: Floats, levers: Levers) -> Floats:
-        """Return what each plan's chance to run out of memory costs, in its time's unit, shape (n, plans)."""
+        """Return the expected cost of running out of memory, in the unit of ``time``, shape (n, plans)."""
         pool, window_s = self.lanes.pool, None if self.seen is None else self.seen.window_s
         room = pool.longest(budget) / self.length[:, None]
         chance = self.rises.exceed(np.log(room), levers.caution)
         lean = np.take_along_axis(time, pool.leanest[:, None], axis=1)
-        # What is lost, and the leanest plan's repetition, take the place of the window's own time.
+        # The lost part and the repetition under the leanest plan replace the window's own time.
         lost = (self.settings.retry - 1) * time + lean
         if window_s is not None:
             running = np.take_along_axis(time, self.plan[:, None], axis=1)
             lost = lost + 2 * switch_s[:, None] / np.maximum(window_s, 1e-12)[:, None] * running
-        # Nothing leaner can be run than the leanest plan: its own risk is not a matter of choice.
+        # No plan is leaner than the leanest one, so its own risk cannot be avoided.
         least = np.take_along_axis(chance, pool.leanest[:, None], axis=1)
         return np.asarray(np.maximum(chance - least, 0.0) * lost)
 
     def _factor(self, levers: Levers) -> Floats:
-        """Return by what each unit is believed to cost more than told, shape (n, max_units, precisions)."""
+        """Return the expected cost of each unit relative to its profile, shape (n, max_units, precisions)."""
         factor = self.belief.mean
         if levers.optimism.any():
             factor = np.maximum(factor - levers.optimism[:, None, None] * self.belief.deviation(), 0.1 * factor)
@@ -361,12 +365,12 @@ class Planner:
         return factor
 
     def _worth(self, noise_scale: Floats, levers: Levers) -> Floats:
-        """Return what a step under each plan is believed to be worth, shape (n, plans)."""
+        """Return the expected worth of a step under each plan, shape (n, plans)."""
         lanes = self.lanes
         adaptive, k = lanes.adaptive[:, None], lanes.steps
         known = ~np.isnan(noise_scale)[:, None]
         worth = step_efficiency(lanes.batch[:, None] * np.where(adaptive, k, 1.0), np.nan_to_num(noise_scale)[:, None])
-        # At k = 1 nothing is learnt of the noise under adaptive batching: as long as it is unknown, k = 2 is taken.
+        # Under adaptive batching, k = 1 gives no estimate of the noise scale: while it is unknown, k = 2 is chosen.
         first = np.where(lanes.pool.k == 1, 1.0, 1e-3)
         worth = np.where(known | ~adaptive | (lanes.num_k < 2)[:, None], worth, first)
         return np.asarray(worth * k ** levers.k_bias[:, None])

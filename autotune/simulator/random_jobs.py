@@ -1,7 +1,7 @@
-"""Draw profiles of jobs that do not exist: to train on, to bench with, and to test laws against.
+"""Random profiles and jobs: for training policies, for benchmarks, and for tests of laws.
 
-Bytes and seconds follow the structure of measured profiles (like blocks between an embedding and a head), with
-sizes, speed ratios and keepers drawn widely, 16-bit formats that are slower than fp32 among them.
+Bytes and seconds have the structure of measured profiles (similar blocks between an embedding and a head). Sizes, speed
+ratios and kept tensors are drawn from wide ranges; some 16-bit formats are slower than fp32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Shape:
     """The kind of profile that is drawn.
 
     Attributes:
-        units: recomputable units; one more unit before them and one after save always.
+        units: recomputable units; the unit before them and the unit after them are never recomputed.
         accumulation_choices: allowed k.
         precisions: allowed precisions.
         identical: whether all recomputable units cost the same.
@@ -43,7 +43,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
-    """One unit's costs at the whole batch in fp32; the rest is derived from them."""
+    """The costs of one unit for the whole batch in fp32, from which all other costs are derived."""
 
     seconds: float
     saved: float
@@ -60,17 +60,16 @@ def draw_profile(generator: np.random.Generator, shape: Shape) -> Profile:
     """Return a profile drawn at random.
 
     Args:
-        generator: of the draw.
-        shape: what kind.
+        generator: source of random numbers.
+        shape: the kind of profile.
     """
     blocks = [_block(generator, shape.precisions)]
     for _ in range(shape.units):
         repeated = shape.identical and len(blocks) > 1
         blocks.append(blocks[1] if repeated else _block(generator, shape.precisions, blocks[-1].boundary))
     blocks.append(_block(generator, shape.precisions, blocks[-1].boundary))
-    # What a step costs once, however many micro-batches: the update and, on many devices, the exchange of gradients.
-    once = math.exp(generator.uniform(math.log(0.01), math.log(1.0)))
-    overhead = once * sum(block.seconds for block in blocks)
+    # The cost per step that does not depend on k: the update and, on several devices, the exchange of gradients.
+    overhead = _log_uniform(generator, 0.01, 1.0) * sum(block.seconds for block in blocks)
     weights = sum(block.weights for block in blocks)
     names = ["embedding", *(f"blocks.{index}" for index in range(shape.units)), "head"]
     units = tuple(
@@ -115,11 +114,11 @@ def draw_job(
     """Return a job drawn at random.
 
     Args:
-        generator: of the draw.
-        depth: recomputable units, from and to; shallow jobs are as frequent as deep ones on a logarithmic scale.
+        generator: source of random numbers.
+        depth: smallest and largest number of recomputable units, drawn uniformly on a logarithmic scale.
         precisions: allowed precisions.
     """
-    units = round(math.exp(generator.uniform(math.log(depth[0]), math.log(depth[1] + 1))) - 0.5)
+    units = round(_log_uniform(generator, depth[0], depth[1] + 1) - 0.5)
     profile = draw_profile(
         generator,
         Shape(
@@ -132,7 +131,7 @@ def draw_job(
         ),
     )
     convergence = draw_convergence(generator, profile)
-    loss = float(convergence.loss.at(math.exp(generator.uniform(math.log(50), math.log(500)))))
+    loss = float(convergence.loss.at(_log_uniform(generator, 50, 500)))
     steps = convergence.steps_to(loss, profile.batch_size)
     return SimulatedJob(
         name=profile.job,
@@ -145,29 +144,37 @@ def draw_job(
 
 
 def draw_convergence(generator: np.random.Generator, profile: Profile) -> Convergence:
-    """Return how a drawn job converges: its noise scale grows from a fraction of its batch to several batches."""
+    """Return a random convergence model in which the noise scale grows from a fraction of a batch to several batches.
+
+    Args:
+        generator: source of random numbers.
+        profile: the profile of the job.
+    """
     drop = float(generator.uniform(1.0, 5.0))
     asymptote = float(generator.uniform(0.5, 2.0))
     loss = Curve(
         asymptote=asymptote,
         drop=drop,
-        scale=math.exp(generator.uniform(math.log(3), math.log(60))),
+        scale=_log_uniform(generator, 3, 60),
         exponent=float(generator.uniform(0.3, 0.9)),
     )
-    start = profile.batch_size * math.exp(generator.uniform(math.log(0.02), math.log(2.0)))
+    start = profile.batch_size * _log_uniform(generator, 0.02, 2.0)
     return Convergence(
         loss=loss,
         metric=loss,
         noise=NoiseLaw(reference=start, reference_loss=asymptote + drop, exponent=float(generator.uniform(1.0, 6.0))),
         squared_errors={
             unit.name: {
-                str(p): math.exp(generator.uniform(math.log(1e-6), math.log(1e-3)))
-                for p in profile.precisions
-                if p is not Precision.FP32
+                str(p): _log_uniform(generator, 1e-6, 1e-3) for p in profile.precisions if p is not Precision.FP32
             }
             for unit in profile.units
         },
     )
+
+
+def _log_uniform(generator: np.random.Generator, low: float, high: float) -> float:
+    """Return a number that is uniform on a logarithmic scale."""
+    return math.exp(generator.uniform(math.log(low), math.log(high)))
 
 
 def _block(generator: np.random.Generator, precisions: tuple[Precision, ...], received: float = 0.0) -> _Block:
@@ -177,7 +184,7 @@ def _block(generator: np.random.Generator, precisions: tuple[Precision, ...], re
     boundary = spread(8e6, 4)
     return _Block(
         seconds=spread(0.02, 3),
-        # A unit that keeps no input keeps a copy of it, or more: what it saves exceeds what it receives.
+        # A unit that does not keep its input keeps at least a copy of it, so it saves more than it receives.
         saved=max(boundary, received) * spread(6, 3),
         boundary=boundary,
         workspace=boundary * spread(1.5, 3),
@@ -192,7 +199,7 @@ def _block(generator: np.random.Generator, precisions: tuple[Precision, ...], re
 def _table(
     units: tuple[Unit, ...], blocks: list[_Block], k: int, shape: Shape, overhead: float, per_micro_batch: float
 ) -> StepTable:
-    # Under fixed batching k cuts the batch; under adaptive batching it multiplies it.
+    # Under fixed batching k splits the batch; under adaptive batching it multiplies the batch.
     share = 1.0 / k if shape.batching == "fixed" else 1.0
     repeats = 1 if shape.batching == "fixed" else k
     segments = [_between()]
@@ -220,7 +227,7 @@ def _table(
 def _boundary(
     index: int, units: tuple[Unit, ...], blocks: list[_Block], precisions: tuple[Precision, ...], share: float
 ) -> Boundary:
-    """Return the output of one unit, which it or the next one may keep."""
+    """Return the output of a unit, which this unit or the next one may keep."""
     own, following = blocks[index], blocks[index + 1]
     producer, consumer = 2 * index + 1, 2 * index + 3
     kept_after = [choice_name(p, Storage.SAVE) for p in precisions if following.keeps_input[p]]

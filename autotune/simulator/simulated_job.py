@@ -1,4 +1,4 @@
-"""Training jobs as numbers, and many of them as arrays: what simulations run."""
+"""Simulated training jobs: one job as numbers, and many jobs as arrays."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedJob:
-    """A job as numbers.
+    """A simulated job.
 
     Attributes:
-        name: what it is called.
-        profile: what a planner is told that it costs.
-        convergence: how it converges.
-        target: the metric at which it has arrived.
-        goal: whether the metric shall be small (``min``) or large (``max``).
-        total_samples: samples after which a run that has not arrived ends.
-        schedule: its learning-rate schedule.
-        splits_to_learn: whether a whole batch may be cut in two so that the noise scale is learnt at k = 1.
+        name: name of the job.
+        profile: profiled costs, which planners know.
+        convergence: how the job converges.
+        target: value of the metric at which a run has reached its target.
+        goal: ``min`` if the metric shall be small, ``max`` if it shall be large.
+        total_samples: samples after which a run ends that has not reached its target.
+        schedule: the learning-rate schedule.
+        splits_to_learn: whether a batch may be cut in two to estimate the noise scale at k = 1.
     """
 
     name: str
@@ -43,7 +43,7 @@ class SimulatedJob:
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """One curve per job, or per lane; see :class:`autotune.simulator.convergence.Curve`."""
+    """One curve per job or lane; see :class:`autotune.simulator.convergence.Curve`."""
 
     asymptote: Floats
     drop: Floats
@@ -52,21 +52,21 @@ class Curves:
 
     @classmethod
     def of(cls, curves: Sequence[Curve]) -> Curves:
-        """Return curves as one."""
+        """Return the curves as arrays."""
         return cls(*(np.array([getattr(curve, item.name) for curve in curves]) for item in fields(cls)))
 
     def at(self, effort: Floats) -> Floats:
-        """Return each curve's value at its effort."""
+        """Return the value of each curve at its effort, shape (n,)."""
         return falling(effort, self.asymptote, self.drop, self.scale, self.exponent)
 
     def take(self, job: Indices) -> Curves:
-        """Return the curves of each lane's job."""
-        return Curves(self.asymptote[job], self.drop[job], self.scale[job], self.exponent[job])
+        """Return one curve per lane, given the number of each lane's job."""
+        return Curves(*(getattr(self, item.name)[job] for item in fields(self)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobArrays:
-    """What differs between jobs, besides costs, as arrays over jobs; see :class:`SimulatedJob`."""
+    """Everything but costs that differs between jobs, as arrays over jobs; see :class:`SimulatedJob`."""
 
     loss: Curves
     noise_reference: Floats
@@ -78,11 +78,11 @@ class JobArrays:
 
     @classmethod
     def of(cls, jobs: Sequence[SimulatedJob], arrays: CostArrays) -> JobArrays:
-        """Return what differs between jobs.
+        """Return jobs as arrays.
 
         Args:
             jobs: the jobs.
-            arrays: what they cost, which says how many units and choices there is room for.
+            arrays: their costs, which determine the number of units and choices in the arrays.
         """
         models = [job.convergence for job in jobs]
         choices = np.arange(arrays.max_choices)

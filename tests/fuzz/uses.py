@@ -53,9 +53,9 @@ from autotune.measurement import Measurement
 from autotune.mechanics.devices import device_name
 from autotune.paper import experiments
 from autotune.plan import Plan
+from autotune.profiling.job_shape import profile_key
 from autotune.profiling.profile_cache import cache_path, read_profile
 from autotune.profiling.profile_index import indexed_profile, remember
-from autotune.profiling.profiler import profile_key
 from autotune.records import tracking
 from autotune.records.run_directory import read_plan
 from autotune.records.tracking_spool import artifact_of, read_cursor, read_rows

@@ -1,0 +1,75 @@
+"""The plans that a live run allows: fewer as reasons against some of them are found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autotune.plan import Plan, PlanSpace, Precision
+
+K = "accumulation_steps"
+
+
+class AllowedPlans:
+    """The plans that are allowed, and why the others are not.
+
+    Attributes:
+        space: The plans.
+        locks: The reason against each choice that was taken away, by the choice's name: a unit whose activations may
+            not be recomputed, ``accumulation_steps``, or a precision.
+
+    Args:
+        space: The plans that are allowed at first.
+    """
+
+    def __init__(self, space: PlanSpace) -> None:
+        self.space = space
+        self.locks: dict[str, str] = {}
+
+    def plan(self, k: int, precision: Precision, *, lean: bool) -> Plan:
+        """Return the plan with one precision everywhere.
+
+        Args:
+            k: Its accumulation steps.
+            precision: The precision.
+            lean: Whether everything that may be recomputed is recomputed.
+        """
+        recomputed = self.space.recomputable if lean else ()
+        return self.space.plan(accumulation_steps=k, precision=precision, recomputed=recomputed)
+
+    @property
+    def leanest(self) -> Plan:
+        """The baseline with all allowed recomputation: known, without a profile, to need the least memory."""
+        return self.plan(self.space.accumulation_choices[0], self.space.precisions[0], lean=True)
+
+    def lock(self, what: str, reason: str) -> None:
+        """Take a choice away: ``accumulation_steps``, or a precision by its name."""
+        self.locks[what] = reason
+        if what == K:
+            self.space = replace(self.space, accumulation_choices=self.space.accumulation_choices[:1])
+        else:
+            kept = tuple(one for one in self.space.precisions if one != what)
+            self.space = replace(self.space, precisions=kept)
+
+    def lock_storage(self, reasons: Mapping[str, str]) -> None:
+        """Take the storage of units away.
+
+        Args:
+            reasons: The reason against recomputation by the unit's name.
+        """
+        self.locks.update(reasons)
+        units = (
+            replace(unit, recomputable=unit.recomputable and unit.name not in reasons) for unit in self.space.units
+        )
+        self.space = replace(self.space, units=tuple(units))
+
+    def raise_k(self, k: int, reason: str) -> None:
+        """Take away every k below one."""
+        self.locks[f"{K} < {k}"] = reason
+        kept = tuple(one for one in self.space.accumulation_choices if one >= k)
+        self.space = replace(self.space, accumulation_choices=kept)
+
+
+def tried_choice(plan: Plan) -> str:
+    """Return the name of the choice that a trial pass under a plan tests."""
+    return K if plan.accumulation_steps > 1 else str(next(iter(plan.precision.values())))

@@ -1,0 +1,282 @@
+"""The order in which the costs of a live run are learnt, and the plans from which they are learnt.
+
+First a step probes which units may be recomputed. Then k and precisions are tried in passes beside steps. Then a few
+steps are traced and a few timed. Until the run is profiled, a step runs under the leanest plan, or under a fuller one
+that the traces so far predict to fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autotune.live.allowed_plans import AllowedPlans, K
+from autotune.live.asked_budget import BudgetFunction
+from autotune.live.attached import Attached, StepAhead
+from autotune.live.limits import Stage
+from autotune.live.live_knowledge import Knowledge
+from autotune.live.placement import Placements, usable
+from autotune.live.prediction_scores import Expected
+from autotune.live.probe_results import ProbeResults
+from autotune.live.step_uses import Probing, Shadowing, Timing, Tracing, Use
+from autotune.plan import Plan, Precision
+from autotune.profiling.step_signature import Signature
+
+# Traced steps under plans that save more and more, until the fullest that fits was seen.
+TRACES = 4
+# Timed steps of one plan.
+TIMED_EACH = 3
+# Attempts at traced steps: a step that shows nothing (an epoch's last, short one) is repeated.
+_ATTEMPTS = 8
+# The largest number of steps that are traced because no step like them was.
+_NEW_SHAPES = 48
+# Steps after the first whose batches are cut in trial passes as well.
+_MORE_CUTS = 2
+# Steps that pass while one with the planned shape is awaited.
+_WAITS = 32
+
+
+class Lessons:
+    """The choice of what each step of a live run is used for.
+
+    Attributes:
+        ahead: The step that comes next.
+        budget_bytes: The memory budget of the moment; ``None`` for none.
+
+    Args:
+        attached: The run.
+        allowed: The plans that are allowed.
+        probes: What probes have found.
+        knowledge: What traced and timed steps have shown.
+    """
+
+    def __init__(self, attached: Attached, allowed: AllowedPlans, probes: ProbeResults, knowledge: Knowledge) -> None:
+        self._attached = attached
+        self._allowed = allowed
+        self._probes = probes
+        self._knowledge = knowledge
+        self._acts = attached.stage is Stage.ACT
+        self._new_shapes = 0
+        self._likeliest: Placements | None = None
+        self.ahead = StepAhead(batch_bytes=0, largest_bytes=0, samples=0, signature=Signature((), (0, 0)))
+        self.budget_bytes: int | None = None
+
+    @property
+    def saves_memory(self) -> bool:
+        """Whether steps have to need as little memory as they can."""
+        return self._acts and (self.budget_bytes is not None or isinstance(self._attached.budget, BudgetFunction))
+
+    @property
+    def first_plan(self) -> Plan:
+        """The plan that is seen first."""
+        space = self._allowed.space
+        return self._allowed.plan(space.accumulation_choices[0], space.precisions[0], lean=self.saves_memory)
+
+    # What is learnt, and when.
+
+    def all(self) -> Iterator[Use | None]:
+        """Yield the use of each step, until everything is learnt; ``None`` for an ordinary step."""
+        allowed = self._allowed
+        # The first step creates the optimizer's state, so it is not traced.
+        yield self._probing(allowed.space.recomputable) if self._acts else None
+        while self._probes.uncalled:
+            # A step may leave out a unit by chance.
+            yield self._probing(self._probes.uncalled)
+        if self._attached.bucket_bytes:
+            # DistributedDataParallel makes its buckets again in the second step, while those of the first are alive.
+            yield Use(self.first_plan)
+        if self._acts:
+            if self._probes.autocast is not None:
+                for precision in allowed.space.precisions[1:]:
+                    allowed.lock(
+                        str(precision), f"the run computes in {self._probes.autocast} by an autocast of its own"
+                    )
+            if allowed.space.k_splits and allowed.space.accumulation_choices[1:] and not self._ks[1:]:
+                allowed.lock(K, "the run's first batches cannot be cut into samples")
+            trial = self._trial()
+            if trial is not None:
+                yield trial
+            for _ in range(_MORE_CUTS):
+                # Only some steps may have a loss between samples.
+                if self._cuts:
+                    yield Shadowing(self.first_plan, self._others(self.first_plan)[:1])
+        yield from self.costs()
+
+    def costs(self) -> Iterator[Use]:
+        """Yield the uses of steps that show their costs."""
+        traced = timed = waited = 0
+        self._likeliest = None
+        while True:
+            precisions = self._allowed.space.precisions
+            use: Use | None = None
+            signature, known = self.ahead.signature, self._knowledge
+            if self.saves_memory and known.seen and not known.knows(signature):
+                use = self.new_shape(self.first_plan) or Use(self.first_plan)
+            elif self.saves_memory and not known.plans_with(signature) and waited < _WAITS:
+                # A batch of another shape would mix its costs with the known ones.
+                waited += 1
+                use = Use(self.first_plan)
+            if use is None and traced < _ATTEMPTS + 2 * len(self._ks) * len(precisions):
+                use = self._untraced()
+                traced += use is not None
+            if use is None and timed < _ATTEMPTS * len(precisions):
+                use = self._untimed()
+                timed += use is not None
+            if use is None:
+                return
+            yield use
+
+    def again(self, use: Use, upcoming: Iterator[Use | None]) -> Iterator[Use | None]:
+        """Yield a use whose step did not come to its end, and what follows it.
+
+        Args:
+            use: The use.
+            upcoming: What follows it.
+        """
+        if isinstance(use, Probing):
+            yield self._probing(self._probes.uncalled or self._allowed.space.recomputable)
+        elif (trial := self._trial()) is not None:
+            yield trial
+        yield from upcoming
+
+    # The uses.
+
+    def new_shape(self, plan: Plan) -> Use | None:
+        """Return a traced step because no step like it was traced; ``None`` after too many of them."""
+        if self._new_shapes == _NEW_SHAPES:
+            return None
+        self._new_shapes += 1
+        return self.tracing(plan)
+
+    def tracing(self, plan: Plan, expected: Expected | None = None) -> Use:
+        """Return a traced step.
+
+        Args:
+            plan: The plan that it runs under.
+            expected: The peak that is predicted for it; ``None`` for none.
+        """
+        names = [unit.name for unit in self._allowed.space.units]
+        return Tracing(plan, self._attached, names, self.ahead.batch_bytes, expected)
+
+    def timing(self, plan: Plan) -> Use:
+        """Return a timed step under a plan."""
+        return Timing(plan, self._attached, [unit.name for unit in self._allowed.space.units])
+
+    def _probing(self, names: Sequence[str]) -> Use:
+        return Probing(self.first_plan, self._attached.model, names)
+
+    def _trial(self) -> Use | None:
+        """Return a step with trial passes under other plans; ``None`` where there are no others."""
+        others = self._others(self.first_plan)
+        return Shadowing(self.first_plan, others) if others else None
+
+    # The plans.
+
+    @property
+    def _ks(self) -> tuple[int, ...]:
+        """The k that a batch of the present size can be cut into."""
+        space = self._allowed.space
+        choices = space.accumulation_choices
+        return tuple(k for k in choices if k <= self.ahead.samples or k == choices[0] or not space.k_splits)
+
+    @property
+    def _cuts(self) -> bool:
+        """Whether there is more than one k that cuts a batch."""
+        return self._allowed.space.k_splits and len(self._ks) > 1
+
+    def _others(self, plan: Plan) -> list[Plan]:
+        """Return the plans whose gradients are to be compared with a plan's."""
+        # Where memory ran out for a whole batch, it is cut already: then each of its pieces is cut in two.
+        cut = plan.changed(accumulation_steps=2 * self._ks[0])
+        names = [unit.name for unit in self._allowed.space.units]
+        others = self._allowed.space.precisions[1:]
+        return [*([cut] if self._cuts else []), *(plan.changed(precision=dict.fromkeys(names, p)) for p in others)]
+
+    def _untraced(self) -> Use | None:
+        """Return the next step to trace; ``None`` once all were.
+
+        Each k and precision is traced. Under a budget the largest k of each precision comes first, plans that are
+        expected not to fit are left out, and plans that save more and more follow.
+        """
+        space, known, first = self._allowed.space, self._knowledge, self.first_plan
+        room = usable(self.budget_bytes)
+        if first not in known.seen or known.growth.told_by(first, self.ahead.batch_bytes):
+            return self.tracing(first)
+        # Where k cuts a batch, a larger one only saves memory; of a step's batches, each after the first is alike.
+        ks = (self._ks[::-1] if self.saves_memory else self._ks[:1]) if space.k_splits else self._ks[:2]
+        wanted = (self._allowed.plan(k, p, lean=self.saves_memory) for p in space.precisions for k in ks)
+        for plan in wanted:
+            if plan not in known.seen and known.expected_peak(plan, space, self._ks) <= room:
+                return self.tracing(plan)
+        return self._fuller() if self.saves_memory else None
+
+    def _fuller(self) -> Use | None:
+        """Return a step under the fastest plan that is predicted to fit; ``None`` once enough of them were traced.
+
+        Where the last of them needed more than predicted, the corrected prediction is checked with one more.
+        """
+        seen, scores = self._knowledge.seen, self._knowledge.scores
+        short = bool(scores) and scores[-1].is_short
+        leanest = self._allowed.leanest
+        if sum(plan.storage != leanest.storage for plan in seen) >= TRACES - 1 and not short:
+            return None
+        placements = self._placements()
+        if placements is None:
+            return None
+        length = self._length(placements)
+        found = placements.fastest(usable(self.budget_bytes), length)
+        if found is None or (found in seen and not short):
+            return None
+        expected = Expected(
+            plan=found,
+            largest_bytes=self.ahead.largest_bytes,
+            peak_bytes=placements.peak_bytes(found, length),
+            static_bytes=placements.profile.static_bytes,
+        )
+        return self.tracing(found, expected)
+
+    def _untimed(self) -> Use | None:
+        """Return a step under a traced plan of the precision that was timed least; mostly none.
+
+        Tracing slows each precision down by another factor. Under adaptive batching k depends on the time of an update,
+        which no trace shows. Policies plan from the first profile, so both have to be timed before it. Precisions take
+        turns, so that a busy machine affects all alike.
+        """
+        precisions = self._allowed.space.precisions
+        if not self._attached.adaptive and len(precisions) == 1:
+            return None
+        known = self._knowledge
+        counts = {
+            plan: sum(one.plan.precision == plan.precision for one in known.timed)
+            for plan in map(self._smallest_k, precisions)
+            if plan in known.seen
+        }
+        least = min(counts, key=lambda plan: counts[plan], default=None)
+        if least is None or counts[least] >= TIMED_EACH:
+            return None
+        return self.timing(self._likely(least) if self.saves_memory else least)
+
+    def _smallest_k(self, precision: Precision) -> Plan:
+        """Return the plan of a precision with the smallest k that was seen to fit; if none was, with the smallest k."""
+        ks = self._ks if self._allowed.space.k_splits else self._ks[:1]
+        plans = [self._allowed.plan(k, precision, lean=self.saves_memory) for k in ks]
+        room, peak_of = usable(self.budget_bytes), self._knowledge.peak_of
+        return next((plan for plan in plans if (peak := peak_of(plan)) is not None and peak <= room), plans[0])
+
+    def _likely(self, like: Plan) -> Plan:
+        """Return a lean plan with the storage that the next batch would most likely get; unchanged if unknown."""
+        self._likeliest = placements = self._likeliest or self._placements()
+        if placements is None:
+            return like
+        length, room = self._length(placements), usable(self.budget_bytes)
+        found = placements.fastest(room, length, placements.group(self._allowed.leanest))
+        plan = like if found is None else like.changed(storage=found.storage)
+        return plan if placements.peak_bytes(plan, length) <= room else like
+
+    def _placements(self) -> Placements | None:
+        """Return the plans of a profile of all that was seen so far; ``None`` if no step was traced."""
+        profile = self._knowledge.profile(self._allowed.space, self.ahead.samples)
+        growth = self._knowledge.growth.beyond
+        return None if profile is None else Placements(profile, self.budget_bytes, growth)
+
+    def _length(self, placements: Placements) -> float:
+        return self.ahead.largest_bytes / placements.profile.tables[0].batch_bytes

@@ -1,0 +1,55 @@
+"""What the probes of a live run's first steps have found of its units."""
+
+from __future__ import annotations
+
+import torch
+
+from autotune.live.step_uses import Probing
+
+# Steps in which a unit may stay uncalled: a step may leave it out by chance.
+_STEPS = 4
+
+
+class ProbeResults:
+    """The results of probes.
+
+    Attributes:
+        hooks: Number of hooks that a unit's parts had when it was probed, by unit.
+        seconds: Seconds that probes added to forward passes.
+        autocast: The dtype of the user's own autocast; ``None`` for none.
+        uncalled: The units that no step has called yet.
+    """
+
+    def __init__(self) -> None:
+        self.hooks: dict[str, int] = {}
+        self.seconds = 0.0
+        self.autocast: torch.dtype | None = None
+        self.uncalled: list[str] = []
+        self._steps = 0
+
+    def read(self, use: Probing) -> dict[str, str]:
+        """Take in the probes of a step.
+
+        Args:
+            use: The step.
+
+        Returns:
+            The reasons against the recomputation of units, by unit.
+        """
+        self._steps += 1
+        self.uncalled = []
+        locks = {}
+        for name, probe in use.probes.items():
+            self.seconds += probe.spent_s
+            if probe.calls:
+                self.hooks[name] = probe.hooks
+            self.autocast = self.autocast or probe.autocast
+            if probe.reason is not None:
+                locks[name] = probe.reason
+            elif probe.calls == 0:
+                self.uncalled.append(name)
+        none_called = self._steps == 1 and len(self.uncalled) == len(use.probes)
+        if none_called or self._steps == _STEPS:
+            locks |= dict.fromkeys(self.uncalled, "it was not called by itself (is the model compiled as a whole?)")
+            self.uncalled = []
+        return locks

@@ -1,0 +1,90 @@
+"""The batch with which a job is profiled, and the key of everything that its profile depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autotune.cost_model.profile import PROFILE_VERSION
+from autotune.engines.job_checks import ask, build_model, build_optimizer
+from autotune.errors import JobError
+from autotune.job import Job
+from autotune.mechanics import devices
+from autotune.mechanics.memory_meter import tensor_bytes
+from autotune.mechanics.randomness import isolated, seed_all
+from autotune.mechanics.trees import map_tensors, tensors
+
+# Batches among which the largest is chosen.
+_CANDIDATES = 8
+
+
+def fixed_shape(job: Job, seed: int = 0) -> Job:
+    """Return the job with the same batch in every step, copied: the largest of its first few.
+
+    Args:
+        job: the job.
+        seed: random seed for its batches.
+
+    Raises:
+        JobError: if it has no batches, or they cannot be drawn.
+    """
+    batch = max(_first_batches(job, seed), key=lambda item: tensor_bytes(tensors(item)))
+    return replace(job, batches=lambda _seed: (map_tensors(torch.clone, batch) for _ in itertools.count()))
+
+
+def length_spread(job: Job, seed: int = 0) -> float:
+    """Return the standard deviation of the logarithm of the bytes of a job's first few batches.
+
+    Args:
+        job: the job.
+        seed: random seed for its batches.
+
+    Raises:
+        JobError: if it has no batches, or they cannot be drawn.
+    """
+    sizes = [tensor_bytes(tensors(batch)) for batch in _first_batches(job, seed)]
+    return statistics.pstdev(math.log(max(size, 1)) for size in sizes)
+
+
+def _first_batches(job: Job, seed: int) -> list[Any]:
+    found = ask(job, "batches", lambda: list(itertools.islice(job.batches(seed), _CANDIDATES)))
+    if not found:
+        raise JobError("batches yields nothing", where=f"job {job.name!r}", allowed="at least one batch")
+    return found
+
+
+def profile_key(job: Job, device_name: str) -> str:
+    """Return a SHA-256 of everything that a profile depends on, without running the job.
+
+    Args:
+        job: the job; its model is built and its first batch drawn.
+        device_name: name of the device.
+    """
+    with isolated():
+        seed_all(0)
+        model = build_model(job)
+        batch = ask(job, "batches", lambda: next(iter(job.batches(0)), None))
+        optimizer = build_optimizer(job, model)
+    modules = ((name, type(module)) for name, module in model.named_modules())
+    facts = {
+        "job": job.name,
+        "model": [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()],
+        "modules": [[name, f"{kind.__module__}.{kind.__qualname__}"] for name, kind in modules],
+        "batch": [[list(tensor.shape), str(tensor.dtype)] for tensor in tensors(batch)],
+        "optimizer": type(optimizer).__qualname__,
+        "batching": [job.batching, job.batch_size, list(job.accumulation_choices)],
+        "units": None if job.units is None else list(job.units),
+        "device": device_name,
+        "threads": torch.get_num_threads(),
+        "versions": [torch.__version__, PROFILE_VERSION],
+        # The device's name tells neither where the job trains nor with which settings.
+        **devices.settings(devices.device_kind()),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

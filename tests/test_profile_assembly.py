@@ -1,0 +1,65 @@
+"""The one assembly of profiles: what a sparse record of steps yields beside a complete one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from small_jobs import convolution_job, gpt_job
+
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.profile import Profile
+from autotune.plan import PlanSpace, Storage
+from autotune.profiling import profiler
+from autotune.profiling.profile_assembly import assemble
+from autotune.profiling.profiler import ProfilerOptions, profile
+from autotune.profiling.step_record import StepRecord, TracedStep
+
+
+@pytest.fixture(scope="module", params=[gpt_job, convolution_job], ids=["gpt", "convolution"])
+def recorded(request: pytest.FixtureRequest) -> tuple[StepRecord, PlanSpace]:
+    """Return the record of a lean profile, without 16-bit borders, which no live run has."""
+    found: list[tuple[StepRecord, PlanSpace]] = []
+
+    def noted(record: StepRecord, space: PlanSpace) -> Profile:
+        found.append((record, space))
+        return assemble(record, space)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiler, "assemble", noted)
+        profile(request.param(accumulation_choices=(1, 2)), device_name="here", options=ProfilerOptions.lean())
+    [(record, space)] = found
+    return replace(record, steps=[steps for steps in record.steps if steps.borders is None]), space
+
+
+def test_steps_of_all_choices_cost_the_same_in_a_sparse_record(recorded: tuple[StepRecord, PlanSpace]) -> None:
+    record, space = recorded
+    complete, sparse = assemble(record, space), assemble(replace(record, is_sparse=True), space)
+    for one, other in zip(complete.tables, sparse.tables, strict=True):
+        for first, second in zip(one.segments, other.segments, strict=True):
+            assert first.unit == second.unit
+            memory = [
+                {name: replace(cost, forward_s=0.0, backward_s=0.0) for name, cost in segment.costs.items()}
+                for segment in (first, second)
+            ]
+            assert memory[0] == memory[1]
+        assert one.update_s == other.update_s
+        assert one.update_peak_bytes == other.update_peak_bytes
+
+
+def test_a_run_that_only_recomputed_bounds_the_memory_of_saving_from_above(
+    recorded: tuple[StepRecord, PlanSpace],
+) -> None:
+    record, space = recorded
+
+    def recomputing(traces: Sequence[TracedStep]) -> list[TracedStep]:
+        return [trace for trace in traces if Storage.RECOMPUTE in trace.plan.storage.values()]
+
+    lean = [replace(steps, traces=recomputing(steps.traces)) for steps in record.steps]
+    complete, bounded = assemble(record, space), assemble(replace(record, steps=lean, is_sparse=True), space)
+    generator = np.random.default_rng(0)
+    for plan in [space.leanest(), *(space.sample(generator) for _ in range(50))]:
+        assert peak_bytes(bounded, plan) >= peak_bytes(complete, plan)
+    assert peak_bytes(bounded, space.leanest()) == peak_bytes(complete, space.leanest())
