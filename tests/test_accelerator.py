@@ -23,7 +23,7 @@ from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import SAFETY_MARGIN, solve
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
-from autotune.live.controller import reserve_of
+from autotune.live.deciding import reserve_of
 from autotune.live.limits import Limits
 from autotune.measurement import Failure
 from autotune.mechanics import devices

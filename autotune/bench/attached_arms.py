@@ -1,4 +1,4 @@
-"""Train copies of a job side by side, a batch at a time: unattached, under plans chosen beforehand, or with a tuner."""
+"""Copies of a job that train side by side, a batch at a time: unattached, under given plans, or with a tuner."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from autotune.plan import Plan
 
 
 class Arm:
-    """Train one copy of a job, a step at a time, on generators of its own.
+    """One copy of a job, which trains a step at a time on random generators of its own.
 
     Attributes:
-        seconds: of each batch, by the wall.
-        cpu_seconds: of each batch, that this process computed: neighbours on the machine leave them as they are.
-        losses: of each batch; of one that is cut, its last piece's.
+        seconds: wall-clock seconds of each batch.
+        cpu_seconds: processor seconds of each batch, on which other processes have little influence.
+        losses: loss of each batch; of a batch that is cut, the loss of its last piece.
 
     Args:
         job: the job.
-        seed: of its weights and of everything random.
+        seed: random seed for the weights and everything else that is random.
     """
 
     def __init__(self, job: Job, seed: int) -> None:
@@ -45,7 +45,7 @@ class Arm:
         self.losses: list[float] = []
 
     def take(self, batch: Any) -> None:
-        """Train on one batch, and note how long that took."""
+        """Train on one batch, and record the time."""
         with randomness.isolated():
             randomness.restore(self.random)
             computed, began = time.process_time(), time.perf_counter()
@@ -79,11 +79,11 @@ class Arm:
 
 
 class PlacedArm(Arm):
-    """Train under a plan that somebody who knows everything chose for each batch; choosing costs nothing.
+    """Arm that trains under a given plan for each batch; choosing the plan is not timed.
 
     Args:
         job: the job.
-        seed: of its weights.
+        seed: random seed for the weights.
         choose: returns the plan of a batch.
     """
 
@@ -102,18 +102,18 @@ class PlacedArm(Arm):
 
 
 class LiveArm(Arm):
-    """Train with a tuner attached.
+    """Arm that trains with a tuner attached.
 
     Attributes:
         tuner: the tuner.
-        plans: what each batch ran under.
-        updated: whether a batch ended with an update: not every one does where a step consumes several.
-        learning: whether it was one of the steps that the run is profiled by.
+        plans: plan of each batch.
+        updated: whether each batch ended with an update; not all do where a step consumes several.
+        learning: whether each batch was used to profile the run.
 
     Args:
         job: the job.
-        seed: of its weights.
-        arguments: what ``attach`` is called with.
+        seed: random seed for the weights.
+        arguments: arguments of ``attach``.
     """
 
     def __init__(self, job: Job, seed: int, arguments: Mapping[str, Any]) -> None:
@@ -125,7 +125,7 @@ class LiveArm(Arm):
         self.learning: list[bool] = []
 
     def take(self, batch: Any) -> None:
-        """Train on one batch, and note how long that took and what it was for."""
+        """Train on one batch, and record the time and whether it was used to profile."""
         super().take(batch)
         self.learning.append(self.tuner.learning)
 
@@ -148,5 +148,5 @@ def take_turns(arms: Mapping[str, Arm], batch: Any, number: int) -> None:
 
 
 def endless(job: Job, seed: int) -> Iterator[Any]:
-    """Yield a job's batches, begun anew with other seeds where they end."""
+    """Yield a job's batches without end: each pass has another seed."""
     return itertools.chain.from_iterable(job.batches(seed + number) for number in itertools.count())

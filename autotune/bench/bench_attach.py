@@ -1,6 +1,6 @@
-"""Measure what attaching costs, and what it wins where no static plan can follow: all arms step by step in one run.
+"""The cost of attaching, and its gain where no static plan can follow; all arms take turns at each batch of one run.
 
-In exact mode every arm trains the same bits, so that arms can take turns at each batch: what differs is time alone.
+In exact mode all arms train the same bits, so that only their times differ.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ def bench_overhead_attached(
 ) -> dict[str, Any]:
     """Return the ratio of an attached step's time to an unattached one's, observing and acting, step by step in turn.
 
-    Acting has a budget under which something must be recomputed only if the baseline were larger: the plan stays the
-    baseline's, and what is measured is the tuner.
+    The acting arm has a budget that never binds, so that the plan stays the baseline and only the tuner is measured.
 
     Args:
         job: the job.
-        steps: steps of each arm.
-        seed: of all of them.
+        steps: number of steps of each arm.
+        seed: random seed for all arms.
         reporter: shows progress.
-        limits: of the tuners.
+        limits: limits of the tuners.
     """
     shows = reporter or Silent()
     shows.stage(f"{job.name}: unattached, observing and acting in turn", steps)
@@ -54,7 +53,7 @@ def bench_overhead_attached(
         more = sum(arm.seconds) - sum(plain)
         found[name] = {
             **paired_ratio(arm.seconds, plain),
-            # Probing and profiling are paid once, however long the run.
+            # Probing and profiling are paid once, whatever the length of the run.
             "ratio_total_1000_steps": 1 + more / (statistics.median(plain) * max(steps, 1000)),
             "identical": arm.losses == arms["unattached"].losses,
             "overhead_frac": arm.tuner.status.get("overhead_frac") if isinstance(arm, LiveArm) else None,
@@ -75,16 +74,16 @@ def bench_attach(
     followed: list[str] | None = None,
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
-    """Return what attaching costs on some jobs, and what it wins in some situations.
+    """Return the cost of attaching on some jobs, and its gain in some situations.
 
     Args:
-        jobs: the jobs whose overhead is measured; the first one's is the headline.
+        jobs: the jobs whose overhead is measured; the first one gives the headline.
         situations: names of situations.
-        steps: steps of each arm for the overhead.
-        situation_steps: steps of each run in a situation.
-        seeds: paired runs of a situation.
-        policy: what is attached in situations.
-        seed: of the overhead's arms.
+        steps: number of steps of each arm for the overhead; the largest number of batches of followed runs.
+        situation_steps: number of steps of each run in a situation.
+        seeds: number of paired runs of a situation.
+        policy: the policy that is attached in situations and followed runs.
+        seed: random seed for the overhead's arms.
         followed: jobs and situations whose live runs an unattached copy follows under the same plans.
         reporter: shows progress.
 

@@ -1,6 +1,7 @@
-"""Measure what a live tuner costs per sample, against an unattached copy under the same sequence of plans, and where.
+"""Cost of a live tuner per sample against an unattached copy under the same sequence of plans, and its causes.
 
-A tuner that switches plans changes what a step takes: against constant plans its own cost cannot be told from that.
+A tuner that switches plans changes the time of a step, so a copy under constant plans would not show the tuner's own
+cost.
 """
 
 from __future__ import annotations
@@ -28,10 +29,16 @@ from autotune.live.settings import Settings
 from autotune.mechanics import stepping
 from autotune.stats import median_interval, total_ratio_interval
 
-# A budget that binds nobody.
+# A budget that never binds.
 _AMPLE = 2**45
-# Steps that what is paid once is spread over, as the tuner spreads it.
+# One-off costs are spread over so many steps, as the tuner does.
 _SPREAD_OVER = 1000
+# The arms stop before their last batch once the 95 % intervals of the median ratios reach no further than this from
+# the medians: a third of the 1 % that the tuner may cost. They are looked at every so many steps, after the first
+# of them.
+_NARROW, _LOOK_EVERY, _LEAST = 0.0033, 50, 200
+# Batches of the run with timers: shares of a mean need fewer than an interval does.
+_TIMED_BATCHES = 120
 
 Clock = Literal["wall", "cpu"]
 CLOCKS: tuple[Clock, ...] = ("wall", "cpu")
@@ -39,13 +46,13 @@ CLOCKS: tuple[Clock, ...] = ("wall", "cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """Name a live run that is followed.
+    """A live run that is followed.
 
     Attributes:
-        name: what it is called.
-        job: what is trained.
-        arguments: what ``attach`` is called with.
-        budget_at: returns the budget of a step, by its number.
+        name: its name.
+        job: the job that is trained.
+        arguments: arguments of ``attach``.
+        budget_at: returns the memory budget in bytes of a step, by its number.
     """
 
     name: str
@@ -55,12 +62,12 @@ class Course:
 
 
 def courses_of(name: str, *, steps: int, policy: str, reporter: Reporter) -> list[Course]:
-    """Return the runs that a name stands for: of a job, observing and acting; of a situation, acting.
+    """Return the runs that a name stands for: a situation is run acting, a job also observing.
 
     Args:
-        name: a situation's name, or a job's reference.
-        steps: batches of each run.
-        policy: what is attached.
+        name: name of a situation, or reference to a job.
+        steps: number of batches of each run.
+        policy: the policy that is attached.
         reporter: shows progress.
     """
     situation = next((one for one in SITUATIONS if one.name == name), None)
@@ -93,14 +100,15 @@ def _ample(_: int) -> int:
 
 
 def bench_followed(course: Course, *, steps: int, seed: int, reporter: Reporter | None = None) -> dict[str, Any]:
-    """Return a live run's seconds per sample over those of an unattached copy under the same plans, and their causes.
+    """Return the seconds per sample of a live run divided by those of an unattached copy under the same plans.
 
-    They are measured without any timer in the tuner; what spends them is found out in a second run.
+    The ratio is measured without any timer in the tuner. A second, shorter run with timers tells what the seconds are
+    spent on. The first run ends before ``steps`` batches once its intervals are narrow.
 
     Args:
         course: the run.
-        steps: batches of each arm.
-        seed: of both arms.
+        steps: largest number of batches of each arm.
+        seed: random seed for both arms.
         reporter: shows progress.
     """
     shows = reporter or Silent()
@@ -109,20 +117,22 @@ def bench_followed(course: Course, *, steps: int, seed: int, reporter: Reporter 
     with _Pair(course, seed, course.job) as pair:
         for done in pair.take(steps, seed):
             shows.advance(done)
+            if done >= _LEAST and done % _LOOK_EVERY == 0 and _is_narrow(pair):
+                break
         status = pair.live.tuner.status
     live = pair.live
     own = float(status["overhead_frac"])
     wall, cpu = (_figures(pair, clock) for clock in CLOCKS)
-    shows.stage(f"{course.name}, {stage}: where the seconds go", steps)
+    shows.stage(f"{course.name}, {stage}: where the seconds go", min(steps, _TIMED_BATCHES))
     return {
         "course": course.name,
         "job": course.job.name,
         **{name: course.arguments.get(name, "exact") for name in ("stage", "mode", "policy")},
-        "steps": sum(live.updated),
-        "batches": steps,
+        "steps": sum(pair.ends),
+        "batches": len(pair.followed.seconds),
         "plans": len(dict.fromkeys(map(str, live.plans))),
         "placed": status["placed"],
-        "identical": live.losses == pair.followed.losses,
+        "identical": live.losses[: len(pair.followed.losses)] == pair.followed.losses,
         "attached": status["attached"],
         "detached_because": status["detached_because"],
         **wall,
@@ -133,7 +143,7 @@ def bench_followed(course: Course, *, steps: int, seed: int, reporter: Reporter 
             "wall": wall["ratio_total_1000_steps"] - 1 - own,
             "cpu": cpu["ratio_total_1000_steps"] - 1 - own,
         },
-        "breakdown": _breakdown(course, steps=steps, seed=seed, reporter=shows),
+        "breakdown": _breakdown(course, steps=min(steps, _TIMED_BATCHES), seed=seed, reporter=shows),
     }
 
 
@@ -142,20 +152,20 @@ class _Pair:
 
     Args:
         course: the run.
-        seed: of both.
-        job: what both train.
+        seed: random seed for both.
+        job: the job that both train.
     """
 
     def __init__(self, course: Course, seed: int, job: Job) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._taken = 0
-        # Of each batch.
+        # Samples of each batch.
         self.samples: list[int] = []
         arguments = {
             **course.arguments,
             "memory_budget_bytes": lambda: course.budget_at(self._taken),
             "runs_dir": self._folder.name,
-            # One that leaves half-way is not measured to its end.
+            # A tuner that leaves half-way would not be measured to the end.
             "limits": Limits(overhead_frac=1.0),
         }
         settings = arguments.get("settings", Settings())
@@ -163,11 +173,24 @@ class _Pair:
         self.followed = FollowedArm(self.live, seed, settings.lr_rule if settings.batching == "adaptive" else None)
 
     def take(self, batches: int, seed: int) -> Iterator[int]:
-        """Let both take batches; yield how many the live arm has taken."""
+        """Let both arms take batches; yield how many the live arm has taken."""
         taking = itertools.islice(endless(self.live.job, seed), batches)
         for done in follow(self.live, self.followed, map(self._counted, taking)):
             self._taken = done
             yield done
+
+    @property
+    def ends(self) -> list[bool]:
+        """Return, of each batch that both arms have taken, whether it ended with an update."""
+        return self.live.updated[: len(self.followed.seconds)]
+
+    def step_seconds(self, clock: Clock) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the seconds of each step of the live arm, and of the other one."""
+        own, other = (
+            _per_step(arm.seconds if clock == "wall" else arm.cpu_seconds, self.ends)
+            for arm in (self.live, self.followed)
+        )
+        return own, other
 
     def _counted(self, batch: Any) -> Any:
         self.samples.append(stepping.num_samples(batch))
@@ -181,18 +204,27 @@ class _Pair:
         self._folder.cleanup()
 
 
+def _is_narrow(pair: _Pair) -> bool:
+    """Tell whether the intervals of the median ratios are narrow enough to end the run."""
+    for clock in CLOCKS:
+        own, other = pair.step_seconds(clock)
+        low, high = median_interval((own / other).tolist())
+        median = float(np.median(own / other))
+        if max(high - median, median - low) > _NARROW:
+            return False
+    return True
+
+
 def _figures(pair: _Pair, clock: Clock) -> dict[str, Any]:
-    """Return what the live arm took over what the other one did, by one of their clocks."""
-    ends = pair.live.updated
-    arms = (pair.live, pair.followed)
-    own, other = (_per_step(arm.seconds if clock == "wall" else arm.cpu_seconds, ends) for arm in arms)
-    learning = np.array(_per_step(pair.live.learning, ends)) > 0
+    """Return the ratios of the live arm's seconds to the other's, by one of their clocks."""
+    own, other = pair.step_seconds(clock)
+    learning = _per_step(pair.live.learning, pair.ends) > 0
     low, high = median_interval((own / other).tolist())
     first, last = total_ratio_interval(own, other)
     once = float((own - other)[learning].sum())
     ordinary_s, more = float(other[~learning].mean()), float((own - other)[~learning].mean())
     steps = max(len(own), _SPREAD_OVER)
-    samples = sum(pair.samples)
+    samples = sum(pair.samples[: len(pair.ends)])
     return {
         "ratio_median": float(np.median(own / other)),
         "ratio_ci95": [low, high],
@@ -200,7 +232,7 @@ def _figures(pair: _Pair, clock: Clock) -> dict[str, Any]:
         "ratio_total_ci95": [first, last],
         "ratio_total_after_learning": 1 + more / ordinary_s,
         "ratio_total_after_learning_ci95": list(total_ratio_interval(own[~learning], other[~learning])),
-        # Probing and profiling are paid once, however long the run.
+        # Probing and profiling are paid once, whatever the length of the run.
         "ratio_total_1000_steps": 1 + (more + once / steps) / ordinary_s,
         "learning": {
             "steps": int(learning.sum()),
@@ -223,7 +255,7 @@ def _per_step(values: Sequence[float], ends: Sequence[bool]) -> NDArray[np.float
 
 
 def _breakdown(course: Course, *, steps: int, seed: int, reporter: Reporter) -> dict[str, Any]:
-    """Run the same again with timers in the tuner's rooms."""
+    """Run the course again with timers in the tuner."""
     rooms = Rooms()
     job = replace(course.job, loss=rooms.timed(FORWARD, course.job.loss))
     with rooms.installed(), _Pair(course, seed, job) as pair:
@@ -234,12 +266,13 @@ def _breakdown(course: Course, *, steps: int, seed: int, reporter: Reporter) -> 
 
 
 def line_of(found: Mapping[str, Any]) -> str:
-    """Return in one line what :func:`bench_followed` found."""
+    """Return the result of :func:`bench_followed` in one line."""
     low, high = found["ratio_ci95"]
     largest = list(found["breakdown"]["all"]["cpu"]["rooms"].items())[:3]
     return (
-        f"{found['course']}, {found['stage']}: a step takes {found['ratio_median']:.4f} [{low:.4f}, {high:.4f}] of an "
-        f"unattached one's time under the same plans, over 1,000 steps {found['ratio_total_1000_steps']:.4f} "
+        f"{found['course']}, {found['stage']}, {found['batches']} batches: a step takes {found['ratio_median']:.4f} "
+        f"[{low:.4f}, {high:.4f}] of an unattached one's time under the same plans, "
+        f"over 1,000 steps {found['ratio_total_1000_steps']:.4f} "
         f"({found['cpu']['ratio_total_1000_steps']:.4f} of its CPU time); the tuner says {found['overhead_frac']:.4f}; "
         f"most is added by {', '.join(f'{room} ({share:.2%})' for room, share in largest)}"
     )

@@ -1,4 +1,4 @@
-"""Train unattached under exactly the plans of a live run, one batch behind it: what both differ by is the tuner's."""
+"""An unattached copy under exactly the plans of a live run, one batch behind it: the difference is the tuner's."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from autotune.plan import Plan
 
 
 class FollowedArm(Arm):
-    """Train an unattached copy under the plan that a live arm used for each batch; applying it is not timed.
+    """Unattached copy that trains under the plan that a live arm used for each batch; applying plans is not timed.
 
     Attributes:
-        plans: what each batch ran under.
+        plans: plan of each batch.
 
     Args:
-        live: the arm that is followed; it has taken each batch before.
-        seed: of the weights, as the live arm's.
-        lr_rule: by which the learning rate follows a step of several batches; ``None`` where k cuts a batch.
+        live: the arm that is followed; it takes each batch first.
+        seed: random seed for the weights; the live arm's.
+        lr_rule: rule by which the learning rate follows a step of several batches; ``None`` where k cuts a batch.
     """
 
     def __init__(self, live: LiveArm, seed: int, lr_rule: Any = None) -> None:
@@ -62,9 +62,9 @@ class FollowedArm(Arm):
 
 
 def follow(live: Arm, followed: Arm, batches: Iterable[Any]) -> Iterable[int]:
-    """Let a live arm take batches and another one follow it; yield how many the live one has taken.
+    """Let a live arm take batches and another arm follow it; yield how many the live one has taken.
 
-    They take turns A A B B, so that each takes as many batches after itself as after the other.
+    They take turns A A B B, so that each arm runs after itself as often as after the other.
     """
     before: list[Any] = []
     number = -1

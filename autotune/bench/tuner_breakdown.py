@@ -1,4 +1,4 @@
-"""Name what makes a live run's steps longer than those of an unattached copy under the same plans."""
+"""The parts of a live tuner that make steps longer than those of an unattached copy under the same plans."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autotune.bench.attached_arms import Arm, LiveArm
 from autotune.bench.tuner_rooms import DECISION, STATISTICS, Rooms, Spent, summed
 from autotune.plan import Plan
 
-# Kinds of steps, and what is done in each that is not in those after it.
+# Kinds of steps, the most expensive first; a step is of the first kind that applies.
 LEARNING, DECIDED, SAMPLED, SWITCHED, SAME = (
     "learning",
     "deciding",
@@ -20,10 +20,10 @@ LEARNING, DECIDED, SAMPLED, SWITCHED, SAME = (
 
 
 def watch(rooms: Rooms, arm: Arm) -> list[dict[str, Spent]]:
-    """Have each batch of an arm attributed to rooms; return where that is put.
+    """Time the rooms of each batch of an arm; return the list that the results are added to.
 
     Args:
-        rooms: attributes.
+        rooms: the timers.
         arm: the arm, before its first batch.
     """
     found: list[dict[str, Spent]] = []
@@ -45,13 +45,13 @@ def breakdown(
     plans: Sequence[Plan],
     learning: Sequence[bool],
 ) -> dict[str, Any]:
-    """Return what each room adds to the seconds of an unattached copy, over all batches and by kinds of steps.
+    """Return the seconds that each room adds to an unattached copy's, over all batches and by kinds of steps.
 
     Args:
-        live: what each batch of the live arm spent where.
+        live: seconds by room of each batch of the live arm.
         followed: the same of the arm that follows it.
-        plans: what each batch ran under.
-        learning: whether it was one of the steps that the run is profiled by.
+        plans: plan of each batch.
+        learning: whether each batch was used to profile the run.
     """
     kinds = [_kind_of(*one) for one in zip(live, plans, [None, *plans], learning, strict=False)]
     found: dict[str, Any] = {"all": _added(live, followed)}
@@ -82,7 +82,7 @@ def _added(live: Sequence[dict[str, Spent]], followed: Sequence[dict[str, Spent]
             "followed_s": total,
             "added_s": sum(own.values()),
             "added_frac": sum(own.values()) / total,
-            # Of the followed arm's seconds, the largest first.
+            # Shares of the followed arm's seconds, the largest first.
             "rooms": {room: seconds / total for room, seconds in own.most_common()},
         }
     return found

@@ -1,7 +1,7 @@
-"""Time, in a benchmark alone, in which of a live tuner's rooms a step's seconds are spent.
+"""Timers on the parts of a live tuner ("rooms"), for benchmarks.
 
-Wrappers are put round the tuner's methods while a benchmark runs, and taken off after it; a user's run has none of
-them. Each second belongs to the innermost room that it was spent in, so that rooms sum to the step.
+While a benchmark runs, the tuner's methods are wrapped; a user's run has no timers. Each second belongs to the
+innermost room, so that the rooms sum to the step.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from autotune.live.live_knowledge import Knowledge
 from autotune.live.live_profiler import LiveProfiler
 from autotune.live.memory_budget import BudgetReader
 from autotune.live.probe_results import ProbeResults
+from autotune.live.running_step import RunningStep
 from autotune.live.tripwires import Wires
 from autotune.live.tuner import LiveTuner
 from autotune.mechanics import devices, stepping
@@ -44,10 +45,10 @@ LOOP, SHADOW, COLLECTION = "the loop itself", "shadow passes", "garbage collecti
 FORWARD, BACKWARD, NORM, OPTIMIZER = "forward", "backward", "norm and clipping", "optimizer and clearing"
 STATISTICS, DECISION, TRACING, PROBE = "gradient statistics", "decision", "tracing and timing", "probe of units"
 
-# Of each room, what is timed: an object and the names of its functions.
+# The functions that are timed as each room: an object, and the names of its functions.
 ROOMS: Mapping[str, tuple[tuple[Any, tuple[str, ...]], ...]] = {
     "beginning a step": ((LiveTuner, ("_begin",)), (tuner, ("is_disabled",))),
-    "size of the batch": ((tuner._Running, ("add",)),),
+    "size of the batch": ((RunningStep, ("add",)),),
     "signature": ((tuner, ("signature_of",)),),
     "reading the budget": ((BudgetReader, ("read", "read_device")),),
     "choosing the placement": (
@@ -78,25 +79,25 @@ ROOMS: Mapping[str, tuple[tuple[Any, tuple[str, ...]], ...]] = {
     ),
     "ending a step": ((LiveTuner, ("_end", "_watch_over")),),
     "device synchronisation": ((devices, ("synchronize",)),),
-    # What an unattached step does as well.
-    "cutting the batch": ((tuner, ("_cut",)), (stepping, ("split",))),
+    # Parts of an unattached step as well.
+    "cutting the batch": ((tuner, ("cut",)), (stepping, ("split",))),
     BACKWARD: ((torch.Tensor, ("backward",)),),
     NORM: ((Update, ("unscale", "clip", "average")), (nn.utils, ("clip_grad_norm_",))),
     OPTIMIZER: ((Update, ("finish",)), (Arm, ("update",))),
 }
-# Empty rooms that are entered to find out what a timer itself takes.
+# Number of empty rooms that are entered to measure the time of a timer.
 _EMPTY = 2000
 
 
 @dataclass(slots=True)
 class Spent:
-    """What a step spent in one room.
+    """Time that a step spent in one room.
 
     Attributes:
-        wall: seconds by the wall, without those of rooms within.
-        cpu: seconds that the process computed.
-        entries: how often it was entered.
-        within: how many rooms were entered from it.
+        wall: wall-clock seconds, without those of inner rooms.
+        cpu: seconds of processor time, likewise.
+        entries: number of times that the room was entered.
+        within: number of rooms that were entered from it.
     """
 
     wall: float = 0.0
@@ -107,11 +108,11 @@ class Spent:
 
 @dataclass(slots=True)
 class Rooms:
-    """Attribute the seconds of steps, one after the other, to rooms.
+    """Timers that attribute the seconds of one step after another to rooms.
 
     Attributes:
-        spent: of the step that runs, by room.
-        beside: tells whether a pass beside the run is going on, to which everything then belongs.
+        spent: time of the running step by room.
+        beside: tells whether a pass beside the run is going on, to which all its time belongs.
     """
 
     spent: dict[str, Spent] = field(default_factory=dict)
@@ -120,7 +121,7 @@ class Rooms:
     _wall: float = 0.0
     _cpu: float = 0.0
     _thread: int = field(default_factory=threading.get_ident)
-    # What a timer adds to the room that it times, and to the one round it.
+    # Seconds that a timer adds to the room that it times, and to the room around it.
     _inside: tuple[float, float] = (0.0, 0.0)
     _outside: tuple[float, float] = (0.0, 0.0)
 
@@ -149,7 +150,7 @@ class Rooms:
         room.cpu += cpu - self._cpu
 
     def step(self, body: Callable[[], Any]) -> tuple[Any, dict[str, Spent]]:
-        """Run a step; return what it returns, and what it spent in which room, less what these timers took."""
+        """Run a step; return its result and its time by room, less the time of the timers."""
         self.spent = {}
         self.enter(LOOP)
         try:
@@ -162,7 +163,7 @@ class Rooms:
         return result, self.spent
 
     def timed(self, room: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that does the same in a room; in other threads, and outside of steps, it only does it."""
+        """Return a function that is timed as a room, except in other threads and outside of steps."""
 
         @functools.wraps(function)
         def inside(*args: Any, **kwargs: Any) -> Any:
@@ -205,7 +206,7 @@ class Rooms:
                 self.leave()
 
     def _weigh(self) -> None:
-        """Find out what a timer takes."""
+        """Measure the time of a timer."""
         empty = self.timed("empty", lambda: None)
         self._inside = self._outside = (0.0, 0.0)
         inner, outer = [], []
@@ -228,7 +229,7 @@ def summed(steps: Iterable[Mapping[str, Spent]], clock: str) -> Counter[str]:
     """Return the seconds of several steps by room.
 
     Args:
-        steps: what :meth:`Rooms.step` returned of each.
+        steps: time by room of each step, from :meth:`Rooms.step`.
         clock: ``wall`` or ``cpu``.
     """
     total: Counter[str] = Counter()

@@ -73,8 +73,13 @@ class Observation:
         if rows < len(units):
             raise ValueError(f"{len(units)} units do not fit into {rows} rows")
         table = np.zeros((rows, len(UNIT_FEATURES)), dtype=np.float32)
+        model = _Model(
+            num_units=len(units),
+            num_parameters=sum(unit.num_parameters for unit in units),
+            mean_rms=_mean_rms(self),
+        )
         for index, unit in enumerate(units):
-            table[index] = [_bounded(read(self, unit, index)) for read in UNIT_FEATURES.values()]
+            table[index] = [_bounded(read(self, unit, index, model)) for read in UNIT_FEATURES.values()]
         values = [_bounded(read(self)) for read in GLOBAL_FEATURES.values()]
         return {"global": np.array(values, dtype=np.float32), "units": table.reshape(-1)}
 
@@ -139,6 +144,21 @@ GLOBAL_FEATURES: dict[str, Callable[[Observation], float | bool | None]] = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    """What the units of a model are compared with.
+
+    Attributes:
+        num_units: number of units.
+        num_parameters: parameters of all units.
+        mean_rms: mean over units of the gradient's root mean square; ``None`` where none was sampled.
+    """
+
+    num_units: int
+    num_parameters: int
+    mean_rms: float | None
+
+
 def _unit_gradient(o: Observation, unit: Unit) -> UnitGradient | None:
     return o.gradient.per_unit.get(unit.name)
 
@@ -153,21 +173,19 @@ def _signal_to_noise(o: Observation, unit: Unit) -> float | None:
     return None if found is None else found.signal_to_noise
 
 
-def _is_in(precision: Precision) -> Callable[[Observation, Unit, int], bool]:
-    return lambda o, u, _i: o.plan.precision_of(u.name) is precision
+def _is_in(precision: Precision) -> Callable[[Observation, Unit, int, _Model], bool]:
+    return lambda o, u, _i, _m: o.plan.precision_of(u.name) is precision
 
 
-UNIT_FEATURES: dict[str, Callable[[Observation, Unit, int], float | bool | None]] = {
-    "present": lambda _o, _u, _i: 1.0,
-    "position": lambda o, _u, i: i / max(len(o.space.units) - 1, 1),
-    "recomputable": lambda _o, u, _i: u.recomputable,
-    "parameters": lambda o, u, _i: _share(
-        u.num_parameters * len(o.space.units), sum(other.num_parameters for other in o.space.units)
-    ),
-    "gradient_rms": lambda o, u, _i: _log(getattr(_unit_gradient(o, u), "rms", None), _mean_rms(o)),
-    "signal_to_noise_known": lambda o, u, _i: _signal_to_noise(o, u) is not None,
-    "signal_to_noise": lambda o, u, _i: _log(_signal_to_noise(o, u), 1.0),
-    "underflow": lambda o, u, _i: getattr(_unit_gradient(o, u), "underflow_frac", 0.0),
+UNIT_FEATURES: dict[str, Callable[[Observation, Unit, int, _Model], float | bool | None]] = {
+    "present": lambda _o, _u, _i, _m: 1.0,
+    "position": lambda _o, _u, i, m: i / max(m.num_units - 1, 1),
+    "recomputable": lambda _o, u, _i, _m: u.recomputable,
+    "parameters": lambda _o, u, _i, m: _share(u.num_parameters * m.num_units, m.num_parameters),
+    "gradient_rms": lambda o, u, _i, m: _log(getattr(_unit_gradient(o, u), "rms", None), m.mean_rms),
+    "signal_to_noise_known": lambda o, u, _i, _m: _signal_to_noise(o, u) is not None,
+    "signal_to_noise": lambda o, u, _i, _m: _log(_signal_to_noise(o, u), 1.0),
+    "underflow": lambda o, u, _i, _m: getattr(_unit_gradient(o, u), "underflow_frac", 0.0),
     **{f"is_{precision}": _is_in(precision) for precision in Precision},
-    "is_recomputed": lambda o, u, _i: o.plan.storage_of(u.name).recomputes,
+    "is_recomputed": lambda o, u, _i, _m: o.plan.storage_of(u.name).recomputes,
 }

@@ -1,4 +1,4 @@
-"""What the ranks of a run agree on: when all are profiled, the first rank's decisions, and what each batch needs."""
+"""Agreement of the ranks of a run: on profiles, on the first rank's decisions, and on each batch's needs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Decision:
 
     Attributes:
         plan: The plan.
-        open: Whether acting is over.
+        open: Whether acting has ended for good.
         trusts: Whether no trip pauses acting.
         profile: The profile to predict with from now on; ``None`` for the former one.
-        square_share: How memory grows beyond the profiled batch.
+        square_share: Share of memory that grows with the square of the batch's size beyond the profiled batch.
     """
 
     plan: Plan
@@ -32,7 +32,7 @@ class Decision:
     square_share: float
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the other ranks are sent."""
+        """Return the document that is sent to the other ranks."""
         return {
             "plan": self.plan.to_json(),
             "open": self.open,
@@ -43,7 +43,7 @@ class Decision:
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Decision:
-        """Return what the first rank sent."""
+        """Return the decision in a document of the first rank."""
         return cls(
             plan=Plan.from_json(told["plan"]),
             open=bool(told["open"]),
@@ -54,7 +54,7 @@ class Decision:
 
 
 class Agreement:
-    """Lets several ranks act as one; of one rank alone, whatever it says holds.
+    """Lets several ranks act as one; a single rank agrees with itself.
 
     Attributes:
         many: Whether there are other ranks.
@@ -80,7 +80,7 @@ class Agreement:
         return self._ranks.rank == 0
 
     def all_profiled(self, complete: bool) -> bool:
-        """Whether every rank has a profile; one without holds up all.
+        """Whether every rank has a profile.
 
         Args:
             complete: Whether this rank has one.
@@ -111,7 +111,7 @@ class Agreement:
         return decision
 
     def trusted(self, own: bool) -> bool:
-        """Whether acting is not paused; the first rank's word counts for all.
+        """Whether acting is not paused; the first rank decides for all.
 
         Args:
             own: What this rank says.

@@ -1,4 +1,4 @@
-"""Attach to a run: have what is handed over checked, find what can be switched, and make the tuner."""
+"""Attaching to a run: the arguments are checked, the switchable units are found, and the tuner is made."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ from autotune.units import Unit, units_of
 
 _STOP_FILE = "STOP"
 
-# The tuner of each model that one is attached to; a tuner holds its model, and so it must not be held here.
+# The tuner of each model. A tuner holds its model, so only weak references are kept here.
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ReferenceType[LiveTuner]] = weakref.WeakKeyDictionary()
 
 
 def detach(model: nn.Module, reason: str = "detach() was called") -> None:
-    """Leave a model as it was found, if a tuner is attached to it: also where nobody has the tuner any more.
+    """Detach the tuner of a model, if there is one, and leave the model as it was found.
 
     Args:
-        model: what was given to :func:`attach`, or what is in it.
-        reason: is written to the decision log.
+        model: the model that was passed to :func:`attach`, or the module within it.
+        reason: written to the decision log.
 
     Raises:
         AttachError: if the model is no module.
@@ -108,9 +108,9 @@ def attach(
         total_steps: length of the run in optimizer steps, if it is known.
         accumulation_steps: batches that the loop itself accumulates before each update. It stays, and memory is
             predicted for it.
-        limits: how far the tuner may go.
-        runs_dir: where a run directory with the decision log is made; ``None`` writes nothing.
-        settings: what few need: which units, choices of k, adaptive batching, the run's name, MLflow.
+        limits: limits on what the tuner may do.
+        runs_dir: folder for the run directory with the decision log; ``None`` writes nothing.
+        settings: rarely needed settings: units, choices of k, adaptive batching, the run's name, MLflow.
 
     Raises:
         AttachError: naming what cannot be attached to, and the remedy; the model stays untouched.
@@ -181,13 +181,13 @@ def attach(
         on_detach=functools.partial(_forget, weakref.ref(inner), leaving),
     )
     _attached[inner] = weakref.ref(tuner)
-    # A tuner that is lost, by an exception in a function say, leaves no unit under a plan.
+    # A tuner that is garbage-collected, for example after an exception, leaves no unit under a plan.
     weakref.finalize(tuner, _left_behind, weakref.ref(inner), leaving).atexit = False
     return tuner
 
 
 def _forget(reference: weakref.ReferenceType[nn.Module], leaving: contextlib.ExitStack) -> None:
-    # Whoever keeps a detached tuner does not keep its pilot.
+    # A detached tuner must not keep its controller alive.
     leaving.pop_all()
     model = reference()
     if model is not None:
@@ -195,7 +195,7 @@ def _forget(reference: weakref.ReferenceType[nn.Module], leaving: contextlib.Exi
 
 
 def _left_behind(reference: weakref.ReferenceType[nn.Module], leaving: contextlib.ExitStack) -> None:
-    """Leave a model whose tuner is gone as it was found, unless the tuner did, or another one has been attached."""
+    """Restore a model whose tuner is gone, unless the tuner did so or another one has been attached."""
     model = reference()
     if model is not None and model in _attached and _attached[model]() is None:
         del _attached[model]
@@ -205,7 +205,7 @@ def _left_behind(reference: weakref.ReferenceType[nn.Module], leaving: contextli
 
 
 def _refuse_overlap(model: nn.Module) -> None:
-    """Refuse a model that has modules in common with one that a tuner is attached to."""
+    """Raise if a tuner is attached to a model with which this one shares modules."""
     parts = set(model.modules())
     for other, reference in list(_attached.items()):
         if reference() is not None and (other in parts or model in set(other.modules())):
@@ -216,7 +216,7 @@ def _refuse_overlap(model: nn.Module) -> None:
 
 
 def _log_of(facts: Attached, policy: object, runs: Path | None) -> tuple[Path | None, DecisionLog]:
-    """Return a new run directory and the log in it; where there is no folder for runs, a log that keeps nothing."""
+    """Return a new run directory and its log; without a folder for runs, ``None`` and a log without a file."""
     config = {
         "mode": facts.mode,
         "stage": facts.stage,
@@ -243,7 +243,7 @@ def _log_of(facts: Attached, policy: object, runs: Path | None) -> tuple[Path | 
 
 
 def _placement(facts: Attached, policy: object) -> str:
-    """Return who decides about storage: what the policy proposes, or each batch's size and the budget of the moment."""
+    """Return in words what decides about storage: the policy, or each batch's size and the current budget."""
     if not facts.limits.follow_batches or not isinstance(policy, PlanningPolicy):
         return "as the policy decides"
     if facts.mode is not Mode.EXACT:
@@ -266,7 +266,7 @@ def _environment(device: torch.device) -> dict[str, Any]:
 
 
 def _inert(inner: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer, update: Update) -> LiveTuner:
-    """Return a tuner that runs the loop and does nothing else."""
+    """Return a tuner that only runs the loop."""
     facts = Attached(
         name=type(inner).__name__,
         model=inner,
@@ -296,7 +296,7 @@ def _update(
 
 
 def _unfit(space: PlanSpace, model: nn.Module, inner: nn.Module, sharded: ShardedUpdate | None) -> str | None:
-    """Return why nothing can be switched; ``None`` if something can."""
+    """Return the reason why nothing can be switched; ``None`` if something can."""
     if not space.units:
         return "the model has no run of like blocks, and no part to tune"
     if is_flattened(inner):
@@ -345,7 +345,7 @@ def _units(model: nn.Module, names: Sequence[str] | None) -> tuple[Unit, ...]:
 
 
 def _bucket_bytes(model: nn.Module) -> int:
-    """Return what ``DistributedDataParallel`` holds besides the gradients, to reduce them in."""
+    """Return the bytes of the buckets in which ``DistributedDataParallel`` reduces gradients."""
     if not isinstance(model, nn.parallel.DistributedDataParallel) or model.gradient_as_bucket_view:
         return 0
     return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)

@@ -1,4 +1,4 @@
-"""What a live tuner was attached to, and the result of one of its steps."""
+"""A run with a tuner attached, and its steps before and after they run."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ Budget = float | str | None | Callable[[], float | str | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached:
-    """What a tuner was attached to, and how.
+    """A run, and how the tuner is attached to it.
 
     Attributes:
-        name: what the run is called.
-        model: the model, without what runs it in parallel.
-        optimizer: its optimizer.
-        device: where it lives.
+        name: name of the run.
+        model: the model, without a parallel wrapper.
+        optimizer: the model's optimizer.
+        device: the model's device.
         space: the plans that the mode allows.
-        locks: why something is locked, by what.
-        mode: what may change.
-        stage: how far the tuner goes.
-        limits: its limits.
-        budget: the memory budget, or what returns it.
-        total_steps: length of the run; ``None`` if it is not known.
+        locks: reasons for locks, by name.
+        mode: what the tuner may change.
+        stage: whether the tuner observes or acts.
+        limits: limits of the tuner.
+        budget: the memory budget, or the function that returns it.
+        total_steps: length of the run in optimizer steps; ``None`` if it is not known.
         adaptive: whether a step consumes k batches.
-        lr_rule: how the learning rate follows the samples of a step, where it does.
-        accumulation_steps: micro-batches that the caller accumulates by itself in a step; then it is every plan's k.
-        bucket_bytes: what is held besides for the gradients' reduction over ranks.
+        lr_rule: rule by which the learning rate follows the samples of a step.
+        accumulation_steps: micro-batches that the caller accumulates in a step; if above 1, the k of every plan.
+        bucket_bytes: bytes held for the gradients' reduction over ranks.
     """
 
     name: str
@@ -58,13 +58,13 @@ class Attached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAhead:
-    """What is known of a step before it runs.
+    """A step before it runs.
 
     Attributes:
-        batch_bytes: Bytes of its batch, or of the first that the caller accumulates.
-        largest_bytes: Bytes of the largest batch that it is to hold.
-        samples: Samples in its batch.
-        signature: What else its memory depends on.
+        batch_bytes: Bytes of its batch, or of the first batch that the caller accumulates.
+        largest_bytes: Bytes of the largest batch that is expected in it.
+        samples: Number of samples in its batch.
+        signature: What its memory depends on besides bytes.
     """
 
     batch_bytes: int

@@ -1,31 +1,30 @@
-"""Leads a live run: reads its budget and its steps, profiles it, asks the policy, judges the answer, switches plans.
+"""The controller of a live run: it reads the budget, profiles steps, asks the policy, and switches plans.
 
-Everything here is advice and may fail; whoever calls it goes on with the user's own baseline if it does. How a batch is
-cut and an update made is the business of ``live.tuner`` and ``mechanics.stepping``.
+Everything here may fail; the caller then goes on with the user's own baseline. Batches are cut and updates are made in
+``live.tuner`` and ``mechanics.stepping``.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
 from autotune.agents.policy import PlanningPolicy
-from autotune.budget import format_bytes
 from autotune.cost_model.profile import Profile
 from autotune.gym.observation import Observation
 from autotune.live.agreement import LOCKED_ELSEWHERE, Agreement, Decision
 from autotune.live.attached import Attached, Step, StepAhead
-from autotune.live.deciding import Decider, RecordedPolicy
+from autotune.live.cut_trials import CutTrials
+from autotune.live.deciding import Decider, RecordedPolicy, reserve_of
 from autotune.live.decision_log import DecisionLog, digest_of
 from autotune.live.guard import Breaker, Situation, SlowdownCheck, gain_of, judge
 from autotune.live.limits import Stage
 from autotune.live.live_profiler import LiveProfiler
-from autotune.live.live_window import Ran, Window
+from autotune.live.live_window import Ran, Window, figures_of
 from autotune.live.memory_budget import BudgetReader
 from autotune.live.phases import Profiled, Unprofiled
 from autotune.live.placement import Placements, usable
@@ -45,32 +44,32 @@ from autotune.profiling.unit_calls import UnitCalls
 
 logger = logging.getLogger(__name__)
 
-# A policy plans from a new profile once batches have grown by this factor; the rules always do.
+_PASSES: tuple[Phase, ...] = ("forward", "backward", "update")
+# A policy plans again once batches have grown by this factor; the rules use every new profile.
 _BEGIN_AGAIN = 1.5
-# One of so many first cut steps is tried again in smaller pieces; after it ever fewer are.
-_TRIED_WITHIN = 8
-# Where memory ran out, plans are held to this share of what was predicted to fit.
+# After memory ran out, plans may need at most this share of the memory that was predicted to suffice.
 _LESS = 0.9
 # Seconds that a policy may take to plan from a profile.
 _BEGIN_TIMEOUT_S = 30.0
 
 
 class Pilot:
-    """Leads one run.
+    """The controller of one run.
 
     Attributes:
         plan: The plan that is applied.
-        step: Optimizer steps since the tuner was attached.
-        phase: What can be predicted.
+        step: Number of optimizer steps since the tuner was attached.
+        phase: The phase of the run, which makes the predictions.
         time: The tuner's own share of the run's time.
-        over_budget: Steps that ran though no plan was known to fit, or that were seen to need more.
-        switches: Decided switches.
-        placed: Changes of storage between them, for a batch or a budget.
+        over_budget: Number of steps for which no plan was known to fit, or that were measured to need more.
+        switches: Number of switches that were decided.
+        placed: Number of changes of storage between decisions, for a batch or a budget.
+        heard: The passes of the running step whose beginnings have to be told to :meth:`tell_phase`.
 
     Args:
         attached: The run.
-        policy: Decides.
-        log: Keeps everything.
+        policy: The policy that decides.
+        log: The decision log.
         ranks: The other ranks.
     """
 
@@ -86,11 +85,10 @@ class Pilot:
         self.step = self.switches = self.placed = self.over_budget = 0
         # Whether no plan was known to fit the step that runs.
         self._unfitting = False
-        self._said_unreachable = False
-        # Ranks lead their own steps until all have a profile; then the first rank's profile and decisions hold for all.
+        # Until all ranks have a profile, each controls its own steps; then the first rank decides for all.
         self._agreement = Agreement(ranks)
         self._follows = attached.limits.follow_batches and isinstance(policy, PlanningPolicy)
-        # Size of the batch that the policy's profile is of, and the profile that is planned from.
+        # Size of the batch in the policy's profile, and the profile that plans are made from.
         self._begun = 0
         self._news = False
         self._taken: Profile | None = None
@@ -100,7 +98,8 @@ class Pilot:
         self._switcher.hooks = self._profiler.probes.hooks
         self._monitor = GradientMonitor(attached.model, attached.space.units)
         self._probe: GradientProbe | None = None
-        # Of the steps since the last decision, and of those before it.
+        self.heard: tuple[Phase, ...] = ()
+        # The steps since the last decision, and those of the window before it.
         self._window, self._past = Window(), Window()
         self._reference: Measurement | None = None
         self._latest: Measurement | None = None
@@ -113,15 +112,12 @@ class Pilot:
         self._budget = BudgetReader(attached, log)
         self._peaks = StepPeaks(attached.device)
         self._pressure: float | None = None
-        # Steps of cut batches so far, and the one whose batch is tried again: a loss between samples may come late, or
-        # in some steps only. All ranks draw the same, and nothing from the run's generators.
-        self._random = random.Random(0)  # noqa: S311 - chooses steps
-        self._cut_steps, self._next_try = 0, self._random.randint(1, _TRIED_WITHIN)
+        self._cut_trials = CutTrials()
         self._budget.read_device(self._fragments)
 
     @property
     def placements(self) -> Placements | None:
-        """What predicts; ``None`` until the run is profiled."""
+        """The plans with their predicted peaks; ``None`` until the run is profiled."""
         return self.phase.placements
 
     @property
@@ -132,12 +128,12 @@ class Pilot:
 
     @property
     def wants_time(self) -> bool:
-        """Whether the running step's time is needed to the end of what the device does."""
+        """Whether the device must be synchronized to time the running step."""
         return self._profiler.watching
 
     @property
     def calls(self) -> int:
-        """How many times as often as when it was profiled a forward pass may call a unit, as recent ones did."""
+        """Calls of a unit in recent forward passes, divided by those when it was profiled."""
         return self._calls.ratio
 
     @property
@@ -149,7 +145,7 @@ class Pilot:
     def summary(self) -> dict[str, Any]:
         """Return figures of the run so far."""
         latest, budget = self._latest, self._budget.latest
-        # A plan is chosen for the batch that it runs with, which others of the window may be larger than.
+        # A plan is chosen for its own batch; other batches of the window may be larger.
         peak = self.phase.peak_bytes(self.plan, self._size) if self._size else None
         peak = None if peak is None else peak + self._peaks.unforeseen
         gradient = None if latest is None else latest.gradient
@@ -178,31 +174,31 @@ class Pilot:
     # Before, in and after a step.
 
     def change(self) -> str | None:
-        """Return what has become of the model's modules that plans know nothing of; ``None`` for nothing."""
+        """Return how the model's modules have changed since the tuner was attached; ``None`` if they have not."""
         return self._switcher.change()
 
     def before_step(self, ahead: StepAhead) -> None:
-        """Read the budget, and apply the plan that the step shall run under.
+        """Read the budget, and apply the plan of the step.
 
         Args:
-            ahead: What is known of the step.
+            ahead: The step.
         """
         learns, self._unfitting = not self._profiler.done, False
         if learns:
-            # What steps leave unused of what they reserve is only being learnt.
+            # The share of reserved memory that steps leave unused is still being learnt.
             self._budget.read_device(self._fragments)
         budget, self._size = self._budget.read(self.step, self._fragments), ahead.largest_bytes
         plan = self._profiler.plan_for(ahead, budget) if learns else None
         if plan is None:
             plan = self._plan_ahead(ahead)
-        # To plan from a first profile is part of learning, too.
+        # Planning from the first profile is part of learning, too.
         self.time.learns = learns or self._profiler.watching
         every = self.attached.limits.statistics_every
         sampled = every is not None and self.step % every == every - 1 and not self._profiler.watching
         self._apply(self._of_several(plan, ahead.largest_bytes) if sampled else plan)
         self._calls.begin_step()
         self._profiler.begin()
-        # What was known to fit no plan, or stands beside the step, speaks against none.
+        # A step that no plan fits, or with passes beside it, says nothing about its plan.
         counts = not self._unfitting and not self._profiler.watching
         self._peaks.begin(self.plan, ahead.largest_bytes, budget, counts=counts)
         if sampled:
@@ -210,15 +206,22 @@ class Pilot:
             alone = max(self.plan.accumulation_steps, self.attached.accumulation_steps) == 1
             self._probe = GradientProbe(trained, whole=alone)
             self._probe.__enter__()
+        watched = self._profiler.watching or sampled
+        self.heard = _PASSES if watched else _PASSES[:1] if self._calls.counting else ()
+
+    @property
+    def sampling(self) -> bool:
+        """Whether the running step's gradient is read before its update."""
+        return self._probe is not None
 
     @property
     def shadows(self) -> tuple[Plan, ...]:
-        """The plans that the batch is to be tried under beside the step that begins; none for most steps."""
+        """The plans that the batch is tried under before the step itself; none for most steps."""
         return self._profiler.shadows
 
     @contextmanager
     def trying(self, plan: Plan) -> Iterator[list[Exception]]:
-        """Run passes beside the step under a plan; yield what it makes units raise."""
+        """Run passes beside the step under a plan; yield the exceptions that units raise."""
         try:
             with self._switcher.trying(plan) as failures:
                 yield failures
@@ -226,7 +229,7 @@ class Pilot:
             self._switcher.apply(self.plan)
 
     def take_shadows(self, outcomes: Sequence[Outcome]) -> None:
-        """Take in what those passes came to; what one rank's batch speaks against is locked on all."""
+        """Take in the outcomes of those passes; what fails on one rank is locked on all."""
         self._profiler.take_shadows(outcomes)
         names = ["accumulation_steps", *map(str, self.attached.space.precisions[1:])]
         for name in self._agreement.locked_elsewhere(names, self._profiler.locks):
@@ -239,7 +242,7 @@ class Pilot:
             self._apply(self._profiler.leanest)
 
     def lock_shadows(self, reason: str) -> None:
-        """Lock what would have to be tried with a batch that cannot be."""
+        """Lock what cannot be tried because the batch can be read only once."""
         self._profiler.lock_shadows(reason)
 
     def tell_phase(self, name: Phase) -> None:
@@ -261,7 +264,7 @@ class Pilot:
             self._monitor.observe(sample, step=self.step, norm=norm, micro_samples=micro_samples, scales=scales)
 
     def after_step(self, step: Step) -> None:
-        """Take in a step; decide, where one is due."""
+        """Take in a step, and decide if a decision is due."""
         self._end_probe()
         self._calls.end_step()
         peak, watched = self._peaks.end(), self._profiler.watching
@@ -287,23 +290,23 @@ class Pilot:
             self._meet()
 
     def abandon_step(self) -> None:
-        """Forget a step that did not come to its end."""
+        """Forget a step that was not finished."""
         self._end_probe()
         self._profiler.abandon()
 
     @property
     def ks(self) -> tuple[int, ...]:
-        """The k that plans may choose from; none where no plan may be switched."""
+        """The values of k that plans may choose from; none where no plan may be switched."""
         return self._profiler.space.accumulation_choices if self.attached.stage is Stage.ACT else ()
 
     def raise_k(self, k: int, reason: str) -> None:
-        """Take away every k below one: memory ran out in the running step, which is forgotten.
+        """Remove all smaller values of k after memory ran out in the running step, which is forgotten.
 
-        From now on plans are also held to less memory than that step was predicted to need.
+        From now on plans may also need less memory than that step was predicted to need.
 
         Args:
-            k: The smallest that is left.
-            reason: What was said where memory ran out.
+            k: The smallest value that is left.
+            reason: The message of the out-of-memory error.
         """
         self.abandon_step()
         self.log.write("out of memory", self.step, plan=self.plan, smallest_k=k, reason=reason)
@@ -319,7 +322,7 @@ class Pilot:
         self._narrow(phase, phase.decided.changed(accumulation_steps=k))
 
     def _narrow(self, phase: Profiled, decided: Plan) -> None:
-        """Go on from one of the choices of k that are left; a policy plans anew from them."""
+        """Go on with a plan among the values of k that are left; a policy plans again from them."""
         self._begun, self._news = 0, True
         phase.decide_on(decided)
         if self._agreement.many:
@@ -329,7 +332,7 @@ class Pilot:
             self._take_profile()
 
     def _end_probe(self) -> None:
-        """Take off a probe whose step showed no gradients before its update."""
+        """Remove a probe whose step showed no gradients before its update."""
         if self._probe is not None:
             self._probe.__exit__(None, None, None)
             self._probe = None
@@ -344,13 +347,13 @@ class Pilot:
     # Plans.
 
     def trip(self, reason: str) -> None:
-        """Go back to the baseline for a while, and for good if it was once too often."""
+        """Go back to the baseline for a while; after too many trips, for good."""
         self.breaker.trip(self.step, reason)
         self.log.write("tripped", self.step, reason=reason, trips=len(self.breaker.trips), open=self.breaker.open)
         self.phase.decide_on(self.phase.fallback(self._room, self._length()))
 
     def _plan_ahead(self, ahead: StepAhead) -> Plan:
-        """Return the plan of a step from which nothing has to be learnt; it may be watched nevertheless."""
+        """Return the plan of a step from which nothing has to be learnt; the step may still be watched."""
         profiler, size = self._profiler, ahead.largest_bytes
         if profiler.complete and profiler.profile is not self._taken and not self._agreement.many:
             self._take_profile()
@@ -360,27 +363,14 @@ class Pilot:
             profiler.look_at(plan, ahead)
         elif self._check.runs_baseline and self._fits(self.phase.baseline, size):
             plan = self.phase.baseline
-        elif self._is_tried_again(plan):
+        elif self._cut_trials.due(plan, self.phase.space):
             profiler.try_again(plan)
         else:
             profiler.also_watch(plan, ahead)
         return plan
 
-    def _is_tried_again(self, plan: Plan) -> bool:
-        """Whether the next step's batch, which is cut, is tried beside it in smaller pieces."""
-        space = self.phase.space
-        # Where fp16 overflows, other steps are skipped, and nothing can be compared.
-        if not space.k_splits or plan.accumulation_steps == space.accumulation_choices[0] or plan.needs_loss_scaling:
-            return False
-        self._cut_steps += 1
-        now = self._cut_steps
-        if now < self._next_try:
-            return False
-        self._next_try = now + self._random.randint(now, 3 * now)
-        return True
-
     def _is_news(self, signature: Signature) -> bool:
-        """Whether, under a budget, a step is like none that was traced."""
+        """Whether there is a budget and no step like this one was traced."""
         if self._budget.latest is None or not self.acting or self._agreement.many:
             return False
         return self._profiler.complete and not self._profiler.knowledge.knows(signature)
@@ -391,44 +381,28 @@ class Pilot:
         if self.attached.stage is Stage.OBSERVE or self.breaker.open:
             return self.phase.baseline
         if isinstance(self.phase, Unprofiled):
-            # Nothing can be predicted yet: the user's own profiler runs, or other ranks are not as far.
+            # Nothing can be predicted yet: the user's own profiler runs, or other ranks have no profile.
             return self._profiler.leanest if budget is not None and self._profiler.probed else self.phase.baseline
         length, room = self._agreement.most_demanding(self.phase.share(size), self._room)
         trusted = self._agreement.trusted(self.breaker.allows(self.step))
         found = self.phase.place(length, room, follows=self._follows and trusted)
         if found.least_bytes is not None:
             self._unfitting = True
-            self._say_unreachable(found.least_bytes, room)
+            self._budget.warn_unreachable(self.step, found.least_bytes, room)
         return found.plan
 
-    def _say_unreachable(self, least: float, room: float) -> None:
-        """Warn the user, once, that a budget cannot be met, and name the smallest one that can."""
-        if self._said_unreachable or not math.isfinite(least):
-            # Of some batches it is only known that they need more than was measured.
-            return
-        self._said_unreachable = True
-        budget = self._budget.latest
-        logger.warning(
-            "step %d: no plan fits the memory budget of %s: all that may be is recomputed, and that needs %s; the "
-            "smallest budget that can be met for this batch is %d bytes",
-            self.step,
-            format_bytes(budget or 0),
-            format_bytes(least),
-            math.ceil(least * (budget or 1) / max(room, 1)),
-        )
-
     def _apply(self, plan: Plan) -> None:
-        # To compare plans takes longer than a short step may: most are the same object.
+        # Comparing plans is slow, and most are the same object.
         if plan is not self.plan and plan != self.plan:
             self._switcher.apply(plan)
             self.placed += 1
         elif not self._switcher.stands():
-            # Somebody put forwards of their own on units.
+            # Other code has replaced the forward of a unit.
             self._switcher.apply(plan)
         self.plan = plan
 
     def _of_several(self, plan: Plan, size: int) -> Plan:
-        """Return the plan with steps of several batches, where one alone would never tell the gradient's noise."""
+        """Return the plan with steps of several batches if one batch alone cannot show the gradient's noise."""
         more = next((k for k in self.phase.space.accumulation_choices if k > 1), None)
         if not self.attached.adaptive or not self.acting or plan.accumulation_steps > 1 or more is None:
             return plan
@@ -440,7 +414,7 @@ class Pilot:
 
     @property
     def _room(self) -> float:
-        """Bytes that a plan may be predicted to need: of the budget, what is left beside what nothing predicted."""
+        """Bytes that a plan may be predicted to need: the usable budget less what steps needed beyond predictions."""
         return usable(self._budget.latest) - self._peaks.unforeseen
 
     # What was seen.
@@ -450,7 +424,7 @@ class Pilot:
         return self._profiler.knowledge.fragments
 
     def _length(self) -> float:
-        """Return the share of the last window's largest batch."""
+        """Return the size of the last window's largest batch over the profiled one's."""
         return self.phase.share(self._past.largest_bytes) if self._past.sizes else 1.0
 
     def _take(self, step: Step, *, ordinary: bool) -> None:
@@ -465,7 +439,7 @@ class Pilot:
         return None if gradient is None else gradient.noise_scale
 
     def _measure(self) -> tuple[Measurement, int]:
-        """Return the window since the last decision and how many losses were not finite, and begin another window."""
+        """Return the window since the last decision and its number of non-finite losses, and begin another window."""
         window = self._past = self._window
         self._window = Window()
         self._pressure = self._peaks.pressure
@@ -502,13 +476,13 @@ class Pilot:
     # Profiles.
 
     def _take_news(self, news: bool) -> None:
-        """Plan from a new profile, if there is one: at once, or with the next decision of several ranks."""
+        """Plan from a new profile if there is one: at once, or over several ranks with the next decision."""
         self._news = self._news or news
         if news and not self._agreement.many:
             self._take_profile()
 
     def _take_profile(self) -> None:
-        """Take a new profile: whoever plans from one begins anew."""
+        """Take a new profile; a policy that plans from profiles begins again."""
         profile = self._taken = self._profiler.profile
         if profile is None:
             return
@@ -526,7 +500,7 @@ class Pilot:
             self._consider(begun, None)
 
     def _adopt(self, profile: Profile, square_share: float) -> None:
-        """Predict with a profile from now on."""
+        """Make predictions from a profile from now on."""
         phase = self.phase = Profiled(
             profile,
             self.phase,
@@ -554,14 +528,14 @@ class Pilot:
         )
 
     def _begin_to_count(self) -> None:
-        """Count the calls of a unit, where more of them would break a budget."""
+        """Begin to count the calls of a unit if more calls could break a budget."""
         acts = self.attached.stage is Stage.ACT and self._budget.latest is not None and not self._agreement.many
         if not acts or self._calls.counting or not self.phase.space.recomputable:
             return
         name = self.phase.space.recomputable[0]
         self._calls.count(name, self._profiler.knowledge.calls_of(name))
         self._switcher.apply(self.plan)
-        # Calls of the steps before are nobody's.
+        # Calls of earlier steps do not count.
         self._switcher.calls()
 
     # Decisions.
@@ -632,7 +606,7 @@ class Pilot:
         return proposal
 
     def _consider(self, proposal: object, observation: Observation | None) -> None:
-        """Check a proposal against the rules, note their verdict, and switch if they allow it."""
+        """Check a proposal against the rules, log the verdict, and switch if they allow it."""
         phase, budget = self.phase, self._budget.latest
         if isinstance(phase, Unprofiled):
             return
@@ -663,13 +637,13 @@ class Pilot:
                 "peak_bytes": phase.placements.peak_bytes(verdict.plan, now.length),
                 "gain": gain_of(verdict.plan, phase.decided, phase.placements, now.noise_scale),
             },
-            measured=None if observation is None else _seen(observation.window),
+            measured=None if observation is None else figures_of(observation.window),
             ran=None if observation is None or ran is None else asdict(ran),
             memory_budget_bytes=budget,
             placed=self.placed,
             over_budget_steps=self.over_budget,
             overhead_frac=self.overhead_frac(),
-            # What the step behind ran under, for whoever watches the log.
+            # The plan of the last step, for viewers of the log.
             **{name: standing[name] for name in ("plan", "acting", "predicted_peak_bytes")},
         )
         if verdict.illegal:
@@ -690,7 +664,7 @@ class Pilot:
             return False
         if reason is None:
             reason = self._check.verdict(limits)
-            # Ranks step in time with each other, so that one cannot run the baseline for comparison.
+            # Ranks step together, so one cannot run the baseline for comparison.
             possible = self._fits(self.phase.baseline, self._past.largest_bytes) and not self._agreement.many
             self._check.begin_if_slow(self._slowdown(), limits, possible=possible)
         if reason is not None:
@@ -710,13 +684,13 @@ class Pilot:
         )
 
     def _slowdown(self) -> float | None:
-        """Return the window's steps over what they should take, by the baseline's; ``None`` for the baseline."""
+        """Return the seconds of the window's steps over the predicted ones; ``None`` under the baseline."""
         ran, should = self._past.ran(), self.phase.seconds_of(self.phase.baseline)
         if should is None or ran is None or self.plan == self.phase.baseline:
             return None
         return ran.seconds / max(ran.predicted, should)
 
-    # The tuner's own share of the run's time.
+    # Own time.
 
     def spend(self, seconds: float) -> None:
         """Count seconds that the tuner took for itself."""
@@ -729,23 +703,3 @@ class Pilot:
     def too_expensive(self) -> bool:
         """Whether the tuner takes more of the run's time than it may."""
         return self.time.is_too_expensive(self.step, self._profiler.probes.seconds, self.attached.limits.overhead_frac)
-
-
-def reserve_of(policy: object) -> float:
-    """Return the share of the device's memory that a policy leaves free; 0 where it does not say, or says nonsense."""
-    reserve = getattr(policy, "reserve_frac", 0.0)
-    good = isinstance(reserve, int | float) and not isinstance(reserve, bool) and 0 <= reserve < 1
-    return float(reserve) if good else 0.0
-
-
-def _seen(window: Measurement) -> dict[str, Any]:
-    return {
-        "seconds_per_step": window.seconds_per_step,
-        "peak_bytes": window.peak_bytes,
-        "loss": window.loss,
-        "noise_scale": None if window.gradient is None else window.gradient.noise_scale,
-        "memory_budget_bytes": window.memory_budget_bytes,
-        "skipped_steps": window.skipped_steps,
-        "steps": window.steps,
-        "total_s": window.total_s,
-    }

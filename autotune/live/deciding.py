@@ -1,4 +1,4 @@
-"""Ask a policy for the next plan without ever waiting for it, and find the policy that a user names."""
+"""Policies of live runs: finding the one that a user names, and asking it in a thread with a time limit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _EXIT_TIMEOUT_S = 5.0
 
 
 class Decides(Protocol):
-    """What a live tuner asks for decisions; any object with ``decide`` is enough."""
+    """The interface of a policy: any object with ``decide``."""
 
     def decide(self, observation: Observation, plan: Plan) -> Plan:
         """Return the plan to run next."""
@@ -41,7 +41,7 @@ class Decides(Protocol):
 
 
 class SolvingPolicy:
-    """Solve for the budget of the moment at each decision.
+    """Policy that solves for the current budget at each decision.
 
     Args:
         name: ``exact`` or ``greedy``.
@@ -52,7 +52,7 @@ class SolvingPolicy:
         self._profile: Profile | None = None
 
     def begin(self, profile: Profile, budget_bytes: int | None) -> Plan:
-        """Take the profile and return the plan to begin with."""
+        """Keep the profile and return the first plan."""
         self._profile = profile
         return self._solve(budget_bytes, None)
 
@@ -61,7 +61,7 @@ class SolvingPolicy:
         return self._solve(observation.memory_budget_bytes, observation.gradient.noise_scale)
 
     def reset(self) -> None:
-        """Do nothing: there is nothing to forget."""
+        """Do nothing: this policy has no state."""
 
     def _solve(self, budget_bytes: int | None, noise_scale: float | None) -> Plan:
         if self._profile is None:
@@ -77,7 +77,7 @@ class SolvingPolicy:
 
 
 class RecordedPolicy:
-    """Repeat the plans of a decision log at the steps at which they were decided.
+    """Policy that repeats the plans of a decision log at the steps at which they were decided.
 
     Args:
         schedule: plans by the step from which they hold, ascending.
@@ -92,22 +92,22 @@ class RecordedPolicy:
         return next((plan for begins, plan in reversed(self.schedule) if begins <= step), None)
 
     def decide(self, observation: Observation, plan: Plan) -> Plan:
-        """Return the running plan: a recorded run is led step by step."""
+        """Return the running plan; the controller asks :meth:`at` instead."""
         return plan
 
     def reset(self) -> None:
-        """Do nothing: there is nothing to forget."""
+        """Do nothing: this policy has no state."""
 
 
 def find_policy(policy: object) -> Any:
-    """Return the policy that a user named or handed over.
+    """Return the policy that a user named or passed.
 
     Args:
         policy: ``ppo``, ``planner``, ``exact``, ``greedy``, another registered policy, a policy folder, a plan file
             (.json), a decision log (.jsonl), or an object with ``decide``.
 
     Raises:
-        AttachError: if it is none of them.
+        AttachError: if ``policy`` is none of them.
         PolicyFileError: if a folder is not a policy.
     """
     if isinstance(policy, str) and policy in ("exact", "greedy"):
@@ -136,11 +136,11 @@ def _allowed() -> tuple[str, ...]:
 
 
 class Decider:
-    """Ask a policy in a thread of its own, so that one that hangs costs a bounded wait once and nothing more.
+    """Asks a policy in a thread of its own, so that a policy that hangs costs one bounded wait.
 
     Attributes:
         policy: the policy.
-        late: whether an answer is still awaited; until it is there, nothing is asked.
+        late: whether an answer is overdue; until it arrives, no question is asked.
 
     Args:
         policy: the policy.
@@ -160,12 +160,12 @@ class Decider:
         """Return the answer to a question about the policy.
 
         Args:
-            question: asks it.
-            timeout_s: seconds to wait; ``None`` for the usual.
+            question: is called in the thread.
+            timeout_s: seconds to wait; ``None`` for the default.
 
         Raises:
-            TimeoutError: if it does not come in time, or a former one is still awaited.
-            Exception: whatever the policy raises.
+            TimeoutError: if the answer does not arrive in time, or an earlier one is overdue.
+            Exception: any exception of the policy.
         """
         if self.late:
             try:
@@ -174,14 +174,14 @@ class Decider:
                 raise TimeoutError("the policy is still busy with a former decision") from None
             self.late = False
         if self._thread is None or not self._thread.is_alive():
-            # After a fork, the thread is the parent's.
+            # After a fork, the thread exists only in the parent.
             self._questions, self._answers = queue.SimpleQueue(), queue.SimpleQueue()
             self._thread = threading.Thread(target=self._work, name="autotune-policy", daemon=True)
             self._thread.start()
             self._ending = functools.partial(_end, self._thread, self._questions)
             atexit.register(self._ending)
-        # Generators are the process's, not the thread's: whatever a policy draws is put back. The policies of this
-        # package draw from none, and what the run's other threads draw meanwhile is theirs.
+        # Random generators belong to the process: their states are put back after a policy. The policies of this
+        # package draw nothing, and what the run's other threads draw meanwhile must be kept.
         ours = type(self.policy).__module__.startswith("autotune.")
         with contextlib.nullcontext() if ours else randomness.isolated():
             self._questions.put(question)
@@ -203,29 +203,35 @@ class Decider:
             self._thread = None
 
     def _work(self) -> None:
-        """Answer until there is ``None`` to answer."""
+        """Answer questions until one is ``None``."""
         while (question := self._questions.get()) is not None:
             try:
                 self._answers.put((question(), None))
-            except BaseException as error:  # noqa: BLE001 - handed to whoever asked
+            except BaseException as error:  # noqa: BLE001 - raised again where the question was asked
                 self._answers.put((None, error))
+
+
+def reserve_of(policy: object) -> float:
+    """Return the share of the device's memory that a policy leaves free; 0 where its answer is missing or invalid."""
+    reserve = getattr(policy, "reserve_frac", 0.0)
+    good = isinstance(reserve, int | float) and not isinstance(reserve, bool) and 0 <= reserve < 1
+    return float(reserve) if good else 0.0
 
 
 def _end(thread: threading.Thread, questions: queue.SimpleQueue[Callable[[], object] | None]) -> None:
     """End a policy's thread before the process does.
 
-    A thread that Python kills on its way out, while C++ of a library is on its stack, takes the process with it: the
-    run would end with an abort instead of its own exit code.
+    If Python kills a thread with C++ frames on its stack at exit, the process aborts and loses its own exit code.
     """
     questions.put(None)
     if thread.ident is not None and thread.is_alive():
-        # Raised as soon as the policy is back in Python; one that sleeps is no danger.
+        # Raised as soon as the policy is back in Python; a sleeping policy does no harm.
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
         thread.join(_EXIT_TIMEOUT_S)
 
 
 def _under(plan: Plan, name: str) -> StaticPolicy:
-    """Return the policy that stays at a plan, whose launch is the script's own."""
+    """Return the policy that stays at a plan; the launch remains the script's own."""
     launch = plan.launch.to_json()
     if launch:
         told = ", ".join(f"{key} = {value}" for key, value in launch.items())

@@ -1,4 +1,4 @@
-"""Keep what a live tuner saw, proposed, was allowed and did: append-only, one JSON object per line."""
+"""The decision log of a live tuner: an append-only file with one JSON object per line."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from autotune.plan import Plan
 
 LOG_VERSION = 1
 LOG_NAME = "decisions.jsonl"
-# A decision has two kilobytes.
+# A decision takes two kilobytes.
 _LARGEST_BYTES = 2**28
 
 
 class DecisionLog:
-    """Append events to a file, and keep them in memory; without a file, in memory alone.
+    """Log of events, kept in memory and, if there is a file, appended to it.
 
     A write that fails ends the writing, never the run. Until the log is closed, its run's folder has no other writer.
 
@@ -47,9 +47,9 @@ class DecisionLog:
         """Append an event.
 
         Args:
-            event: what happened.
-            step: optimizer steps done when it did.
-            **values: what else there is to say; numbers that are not finite are written as ``null``.
+            event: name of the event.
+            step: number of optimizer steps before it.
+            **values: further entries; numbers that are not finite are written as ``null``.
         """
         record = {"event": event, "step": step, **_plain(values)}
         self.events.append(record)
@@ -68,7 +68,7 @@ class DecisionLog:
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):
-                # A full disk does not take what is left either, and says so once more.
+                # A full disk fails again on what is left in the buffer.
                 file.close()
         if self._lock is not None:
             self._lock.close()
@@ -109,7 +109,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def schedule_of(events: list[dict[str, Any]], where: str) -> list[tuple[int, Plan]]:
-    """Return the plans that a log's run decided on, by the step from which they held, ascending."""
+    """Return the plans that a run decided on with the steps from which they held, ascending."""
     return [
         (event["step"], Plan.from_json(event["plan"], where=f"{where} line {number}"))
         for number, event in enumerate(events, 1)

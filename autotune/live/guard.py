@@ -1,6 +1,6 @@
-"""Check every proposal against rules that lie outside the policy, so that no policy can override them.
+"""Rules that every proposal must pass; they lie outside the policy, so that no policy can override them.
 
-This file only judges; nothing is applied here, and nothing of torch is known.
+This file only judges: it applies nothing and does not know torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autotune.live.limits import Limits
 from autotune.live.placement import Placements
 from autotune.plan import Plan, PlanSpace, Storage
 
-# A pause is so many times as long as the one before.
+# Each pause is so many times as long as the last one.
 _LONGER = 2
 # Steps of a check, half of them under the baseline.
 _CHECKED_STEPS = 24
@@ -23,12 +23,12 @@ _CHECKED_STEPS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What became of a proposal.
+    """Verdict on a proposal.
 
     Attributes:
         plan: the plan to run; the former one where the proposal was refused.
-        rules: what each rule that was asked said: ``ok``, ``repaired`` or the reason for a refusal.
-        illegal: whether no plan of a sane policy could look like this.
+        rules: answer of each rule that was asked: ``ok``, ``repaired`` or the reason for a refusal.
+        illegal: whether the proposal can only come from a broken policy.
     """
 
     plan: Plan
@@ -43,18 +43,18 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What the rules look at.
+    """Input of the rules.
 
     Attributes:
         space: the plans that the mode allows.
-        locks: why units' storage is locked, by unit.
-        placements: predicts.
-        usable_bytes: what may be taken now, margin deducted; infinite without a budget.
-        length: size of the largest batch of late, over the profiled one's.
+        locks: reasons why units' storage is locked, by unit.
+        placements: plans with predicted peaks.
+        usable_bytes: bytes that may be taken now, margin deducted; infinite without a budget.
+        length: size of the largest recent batch over the profiled one's.
         current: the plan that was decided on last.
-        since_switch: optimizer steps since then.
-        switches: switches so far.
-        noise_scale: of the gradient, in samples; ``None`` while unknown.
+        since_switch: optimizer steps since that decision.
+        switches: number of switches so far.
+        noise_scale: noise scale of the gradient, in samples; ``None`` while unknown.
     """
 
     space: PlanSpace
@@ -69,11 +69,11 @@ class Situation:
 
 
 def judge(proposal: object, now: Situation, limits: Limits) -> Verdict:
-    """Judge a policy's proposal, whatever it is."""
+    """Judge a policy's proposal, which may be any object."""
     rules: dict[str, str] = {}
     if not isinstance(proposal, Plan):
         return _refused(now, rules, "plan", f"expected a Plan, got {type(proposal).__name__}", illegal=True)
-    # Below it, memory ran out.
+    # Memory ran out for smaller values of k.
     smallest = now.space.accumulation_choices[0]
     is_below = 0 < proposal.accumulation_steps < smallest
     if is_below:
@@ -97,7 +97,7 @@ def judge(proposal: object, now: Situation, limits: Limits) -> Verdict:
             return _refused(now, rules, "budget", f"needs {peak:.0f} bytes of {now.usable_bytes:.0f}")
         plan, rules["budget"] = fitting, "repaired"
     if plan == now.current or now.placements.peak_bytes(now.current, now.length) > now.usable_bytes:
-        # Nothing changes; or what runs does not fit, and there is nothing to wait for.
+        # Nothing changes, or the running plan does not fit and must be left at once.
         return Verdict(plan=plan, rules=rules)
     return _worth_it(plan, now, limits, rules)
 
@@ -120,13 +120,14 @@ def _refused(now: Situation, rules: Mapping[str, str], rule: str, reason: str, *
 
 
 def gain_of(plan: Plan, current: Plan, placements: Placements, noise_scale: float | None = None) -> float:
-    """Return by what share of the running plan's time the other plan is predicted to make the same progress sooner.
+    """Return the predicted saving of time for the same progress, as a share of the running plan's time.
 
     Args:
         plan: the other plan.
         current: the running plan.
-        placements: predicts.
-        noise_scale: in samples: what a step of several batches is worth; ``None`` while unknown.
+        placements: plans with predicted times.
+        noise_scale: noise scale of the gradient in samples, which weighs steps of several batches; ``None`` while
+            unknown.
     """
 
     def cost(one: Plan) -> float:
@@ -137,7 +138,7 @@ def gain_of(plan: Plan, current: Plan, placements: Placements, noise_scale: floa
 
 
 def fallback(baseline: Plan, placements: Placements | None, usable_bytes: float, length: float) -> Plan:
-    """Return what runs when nobody is trusted: the user's own baseline, or what fits where that is known not to."""
+    """Return the plan for when no policy is trusted: the user's baseline, or one that fits where it does not."""
     if placements is None or placements.peak_bytes(baseline, length) <= usable_bytes:
         return baseline
     rows = placements.group(baseline)
@@ -152,12 +153,13 @@ def _fitting(plan: Plan, now: Situation) -> Plan | None:
 
 @dataclass(slots=True)
 class Breaker:
-    """Count trips: each pauses acting for longer than the one before, and too many end it for good.
+    """Circuit breaker: each trip pauses acting for longer than the last, and too many end it for good.
 
     Attributes:
-        trips: reasons so far, each with its step.
+        limits: the limits of the run.
+        trips: steps and reasons of the trips so far.
         paused_until: step until which nothing is tried.
-        open: whether it is over.
+        open: whether acting has ended for good.
     """
 
     limits: Limits
@@ -182,13 +184,13 @@ class Breaker:
 
 
 class SlowdownCheck:
-    """Find out whether the run is slower than its baseline, by running both, turn by turn.
+    """Comparison of the run's plan with its baseline, by running both in turn.
 
-    A machine that others use is slower at times whatever the plan; so a slow window only raises a suspicion, and the
-    baseline's own steps, between the plan's, decide.
+    A shared machine is slow at times under any plan. So a slow window only starts the check, and steps of the baseline
+    between those of the plan decide.
 
     Attributes:
-        runs_baseline: whether the next step shall run under the baseline.
+        runs_baseline: whether the next step runs under the baseline.
     """
 
     def __init__(self) -> None:
@@ -202,9 +204,9 @@ class SlowdownCheck:
         """Begin a check after two slow windows.
 
         Args:
-            ratio: median of a window's steps over what they should take; ``None`` if it is not known.
-            limits: the limits.
-            possible: whether the baseline fits the budget; where it does not, there is nothing to go back to.
+            ratio: median over a window of measured over predicted seconds; ``None`` if it is not known.
+            limits: the limits of the run.
+            possible: whether the baseline fits the budget, so that the run can go back to it.
         """
         if ratio is None or self._left:
             return
@@ -219,11 +221,11 @@ class SlowdownCheck:
             return
         (self._baseline if self.runs_baseline else self._own).append(seconds)
         self._left -= 1
-        # A B B A: a drift of the machine's speed meets both alike. The first step after a switch warms up.
+        # The order A B B A cancels a drift of the machine's speed. The first step after a switch warms up.
         self.runs_baseline = self._left > 0 and (self._left // 2) % 2 == 1
 
     def verdict(self, limits: Limits) -> str | None:
-        """Return a reason if a finished check showed the plan to be slower; ``None`` if not, or if none is finished."""
+        """Return a reason if a finished check found the plan slower; ``None`` if not, or if none has finished."""
         if self._left or not self._baseline or not self._own:
             return None
         ratio = statistics.median(self._own) / statistics.median(self._baseline)

@@ -1,4 +1,4 @@
-"""Collect what a live run's steps came to between two decisions."""
+"""The steps of a live run between two decisions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -15,11 +16,11 @@ from autotune.measurement import GradientStatistics, Measurement
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """Set what steps took against what was predicted of the plans that they ran under, as if batches were alike.
+    """Measured and predicted time of steps, scaled to batches of the profiled size.
 
     Attributes:
         seconds: median seconds of a step.
-        predicted: median of what was predicted.
+        predicted: median of the predicted seconds of the plans that they ran under.
     """
 
     seconds: float
@@ -28,17 +29,17 @@ class Ran:
 
 @dataclass(slots=True)
 class Window:
-    """Collect steps.
+    """Sums over steps.
 
     Attributes:
-        steps: how many.
-        samples: samples consumed.
-        seconds: of all of them.
-        skipped: steps that did not reach the weights.
-        sizes: bytes of their batches.
-        losses: weighed losses of their micro-batches, still on the device.
-        timed: of ordinary steps under the decided plan, seconds as if their batch had the profiled size.
-        compared: of all ordinary steps the same, and what was predicted of the plan that each ran under.
+        steps: number of steps.
+        samples: number of samples consumed.
+        seconds: seconds of all steps.
+        skipped: number of steps without an update.
+        sizes: bytes of each batch.
+        losses: weighed losses of the micro-batches, still on the device.
+        timed: seconds of each ordinary step under the decided plan, scaled to the profiled batch size.
+        compared: scaled and predicted seconds of each ordinary step, under whatever plan it ran.
     """
 
     steps: int = 0
@@ -51,7 +52,7 @@ class Window:
     compared: list[tuple[float, float]] = field(default_factory=list)
 
     def take(self, step: Step) -> None:
-        """Take in a step."""
+        """Add a step."""
         self.steps += 1
         self.samples += step.samples
         self.seconds += step.seconds
@@ -60,12 +61,12 @@ class Window:
         self.losses += step.losses
 
     def compare(self, seconds: float, predicted_s: float, *, decided: bool) -> None:
-        """Take in how long an ordinary step took.
+        """Add the time of an ordinary step.
 
         Args:
-            seconds: of the step, as if its batch had the profiled size.
-            predicted_s: what was predicted of its plan at that size.
-            decided: whether that is the plan which was decided on.
+            seconds: seconds of the step, scaled to the profiled batch size.
+            predicted_s: predicted seconds of its plan at that size.
+            decided: whether it ran under the decided plan.
         """
         self.compared.append((seconds, predicted_s))
         if decided:
@@ -77,7 +78,7 @@ class Window:
         return max(self.sizes, default=0)
 
     def ran(self) -> Ran | None:
-        """Return what ordinary steps took and should have; ``None`` without any."""
+        """Return the measured and predicted time of ordinary steps; ``None`` without any."""
         if not self.compared:
             return None
         return Ran(
@@ -98,14 +99,14 @@ class Window:
         gradient: GradientStatistics | None,
         learning_rate: float,
     ) -> Measurement:
-        """Return the window as policies see one.
+        """Return the window as policies see it.
 
         Args:
-            losses: what :meth:`loss_values` returned.
-            peak_bytes: measured peak, if there is one.
-            memory_budget_bytes: the budget of the moment.
-            gradient: the gradient's statistics, if they are sampled.
-            learning_rate: of the first group of parameters.
+            losses: values of :meth:`loss_values`.
+            peak_bytes: measured peak; ``None`` if there is none.
+            memory_budget_bytes: the current budget; ``None`` for none.
+            gradient: statistics of the gradient; ``None`` if none were sampled.
+            learning_rate: learning rate of the first group of parameters.
         """
         finite = [loss for loss in losses if math.isfinite(loss)]
         own = self.timed
@@ -125,3 +126,17 @@ class Window:
             learning_rate=learning_rate,
             skipped_steps=self.skipped,
         )
+
+
+def figures_of(window: Measurement) -> dict[str, Any]:
+    """Return what the decision log keeps of a window."""
+    return {
+        "seconds_per_step": window.seconds_per_step,
+        "peak_bytes": window.peak_bytes,
+        "loss": window.loss,
+        "noise_scale": None if window.gradient is None else window.gradient.noise_scale,
+        "memory_budget_bytes": window.memory_budget_bytes,
+        "skipped_steps": window.skipped_steps,
+        "steps": window.steps,
+        "total_s": window.total_s,
+    }

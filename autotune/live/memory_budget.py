@@ -1,10 +1,11 @@
-"""The memory budget of the moment: what the user allows, and what the device has."""
+"""The current memory budget: the smaller of the user's and the device's."""
 
 from __future__ import annotations
 
 import logging
+import math
 
-from autotune.budget import allocated_within
+from autotune.budget import allocated_within, format_bytes
 from autotune.live.asked_budget import Size
 from autotune.live.attached import Attached
 from autotune.live.decision_log import DecisionLog
@@ -19,21 +20,22 @@ class BudgetReader:
     Attributes:
         latest: The budget that was read last in bytes, the reserve deducted; ``None`` for none.
         announced: The same without the deduction.
-        ceiling: Bytes that memory is known not to suffice for; ``None`` until it ran out.
-        reserve_frac: The share of the device's memory that is left to others. What the device has is read once in a
-            window, while other processes may take some at any time; the user's own budget is read before every step.
+        ceiling: Bytes that plans must stay below since memory ran out; ``None`` before that.
+        reserve_frac: Share of the device's memory that is left free. The device's memory is read once in a window, but
+            other processes may take some at any time; the user's own budget is read before every step.
 
     Args:
         attached: The run.
-        log: Is told of budgets that are none.
+        log: Takes in invalid budgets.
     """
 
     def __init__(self, attached: Attached, log: DecisionLog) -> None:
         self._source = attached.budget
         self._device = attached.device
         self._log = log
-        # Kinds of answers that were no budget.
+        # Kinds of invalid answers.
         self._lies: set[str] = set()
+        self._warned_unreachable = False
         self._room: int | None = None
         self.latest: int | None = None
         self.announced: int | None = None
@@ -41,22 +43,22 @@ class BudgetReader:
         self.ceiling: int | None = None
 
     def read_device(self, fragments_bytes: int) -> None:
-        """Read what this process may take on its device: what it has reserved and what is free.
+        """Read the memory that this process may take on its device: what it has reserved, and what is free.
 
-        A driver's answer takes its time: ask it once in a window.
+        Asking a driver is slow, so this is called once in a window.
 
         Args:
-            fragments_bytes: Bytes that steps were seen to reserve beyond what they allocate.
+            fragments_bytes: Bytes that steps reserve beyond what they allocate.
         """
         free, seen = devices.free_bytes(self._device), devices.allocated(self._device)
         self._room = None if free is None or seen is None else allocated_within(free + seen.reserved, fragments_bytes)
 
     def read(self, step: int, fragments_bytes: int) -> int | None:
-        """Return the budget of the moment; a function that lies leaves the last one standing.
+        """Return the current budget; after an invalid answer of the user's function, the last one holds.
 
         Args:
             step: The step that begins.
-            fragments_bytes: As :meth:`read_device` takes it.
+            fragments_bytes: Argument of :meth:`read_device`.
         """
         allowed = self._asked(step)
         own = allowed.size_bytes
@@ -67,8 +69,29 @@ class BudgetReader:
         self.latest = _smaller(own, None if self._room is None else int(self._room * (1 - self.reserve_frac)))
         return self.latest
 
+    def warn_unreachable(self, step: int, least: float, room: float) -> None:
+        """Warn, once, that no plan fits the budget, and name the smallest budget that can be met.
+
+        Args:
+            step: step that begins.
+            least: bytes that the leanest plan is predicted to need; infinite where that is not known.
+            room: bytes that plans may be predicted to need within the budget.
+        """
+        if self._warned_unreachable or not math.isfinite(least):
+            return
+        self._warned_unreachable = True
+        budget = self.latest or 0
+        logger.warning(
+            "step %d: no plan fits the memory budget of %s: all that may be is recomputed, and that needs %s; the "
+            "smallest budget that can be met for this batch is %d bytes",
+            step,
+            format_bytes(budget),
+            format_bytes(least),
+            math.ceil(least * (budget or 1) / max(room, 1)),
+        )
+
     def _asked(self, step: int) -> Size:
-        """Return what the user allows at the moment."""
+        """Return the user's current budget."""
         source = self._source
         if isinstance(source, Size):
             return source
@@ -86,4 +109,6 @@ class BudgetReader:
 
 
 def _smaller(one: int | None, other: int | None) -> int | None:
-    return min((size for size in (one, other) if size is not None), default=None)
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)

@@ -1,6 +1,6 @@
 """The phases of a live run: unprofiled, where nothing can be predicted, and profiled, where plans are placed by batch.
 
-Both answer the same questions, so that whoever leads the run asks none about its phase.
+Both have the same methods, so the controller rarely has to ask for the phase.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Unprofiled:
         """Stay with the baseline: no plan can be predicted to fit."""
 
     def fallback(self, room: float, length: float) -> Plan:
-        """Return the plan to run when nobody is trusted."""
+        """Return the plan to run when no policy is trusted."""
         return self.baseline
 
     def share(self, size: float) -> float:
@@ -79,10 +79,10 @@ class Profiled:
 
     Args:
         profile: The profile.
-        former: The phase before; its decision stands, if it fits.
-        budget_bytes: The budget of the moment; ``None`` for none.
-        square_share: As :class:`Placements` takes it.
-        largest_bytes: Bytes of the largest batch of late; 0 if there was none.
+        former: The former phase, whose decision is kept if it fits.
+        budget_bytes: The current budget; ``None`` for none.
+        square_share: Argument of :class:`Placements`.
+        largest_bytes: Bytes of the largest recent batch; 0 if there was none.
     """
 
     decided: Plan
@@ -100,8 +100,7 @@ class Profiled:
         self.baseline = self.space.baseline()
         self.placements = Placements(profile, budget_bytes, square_share)
         self._batch_bytes = profile.tables[0].batch_bytes
-        self._told: dict[Plan, float] = {}
-        # Units that were never called are none of the profile's.
+        # The profile does not know units that were never called.
         precision = {name: former.decided.precision_of(name) for name in self.baseline.precision}
         storage = {name: former.decided.storage_of(name) for name in self.baseline.storage}
         self.decided = former.decided.changed(precision=precision, storage=storage)
@@ -114,7 +113,7 @@ class Profiled:
         self._rows = self.placements.group(plan)
 
     def fallback(self, room: float, length: float) -> Plan:
-        """Return the plan to run when nobody is trusted: the baseline, or what fits the room where it does not."""
+        """Return the plan to run when no policy is trusted: the baseline, or a plan that fits if it does not."""
         return fallback(self.baseline, self.placements, room, length)
 
     def share(self, size: float) -> float:
@@ -127,9 +126,7 @@ class Profiled:
 
     def seconds_of(self, plan: Plan) -> float | None:
         """Return a plan's predicted seconds per step at the profiled size."""
-        if plan not in self._told:
-            self._told[plan] = self.placements.seconds_of(plan)
-        return self._told[plan]
+        return self.placements.seconds_of(plan)
 
     def fits(self, plan: Plan, size: float, room: float) -> bool:
         """Whether a plan is predicted to need at most ``room`` bytes with a batch of a size."""
@@ -143,7 +140,7 @@ class Profiled:
             room: Bytes that may be taken.
             follows: Whether the storage may be another one than was decided, where that is faster.
         """
-        # A plan that none is known to stand in for is not exchanged.
+        # A plan without known replacements is kept.
         stays = self._rows is None or not follows
         if stays and self.placements.peak_bytes(self.decided, length) <= room:
             return Placed(self.decided)

@@ -1,7 +1,7 @@
-"""Answer, within microseconds, which plan is the fastest that fits a batch of some size into a budget.
+"""The fastest plan that fits a batch into a budget, found within microseconds.
 
-All plans worth considering are found once, when a profile is made; at each step their peaks at the batch's size are
-interpolated from above and the fastest that fits is taken.
+All plans worth considering are found once, when a profile is made. At each step their peaks are interpolated to the
+batch's size, rounded up, and the fastest plan that fits is taken.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autotune.errors import BudgetError, ProfileError
 from autotune.plan import Plan
 from autotune.profiling.memory_scaling import grown
 
-# One world of costs, the measured one: what a live run knows is its own, and planning must not take seconds.
+# One set of costs, the measured one: a live run knows its own, and planning must not take seconds.
 _SETTINGS = PoolSettings(size=128, worlds=1, budgets=32, rounds=1, changes=1024)
 # Share by which predicted peaks differ by chance.
 _AS_GOOD_AS_EQUAL = 0.01
@@ -31,11 +31,11 @@ class Placements:
 
     Attributes:
         profile: the profile.
-        square_share: as given.
+        square_share: the argument.
 
     Args:
-        profile: what the run costs.
-        budget_bytes: the budget of the moment, whose exact optimum shall be among the plans.
+        profile: costs of the run.
+        budget_bytes: the current budget, whose exact optimum is among the plans; ``None`` for none.
         square_share: share of the profiled size's memory that may grow with the square of the size beyond it.
     """
 
@@ -53,27 +53,28 @@ class Placements:
         rates = np.ones((1, self._arrays.max_units, self._arrays.max_precisions))
         seconds = pool.seconds_per_step(rates, np.ones(1))[0][there]
         k, choices = pool.k[0][there], pool.choices[0][there]
-        # Of plans that cannot be told apart in time, the one that recomputes least.
+        # Among plans of about the same time, the one that recomputes least comes first.
         order = np.lexsort((recomputes(choices).sum(axis=1), np.round(seconds / seconds.min(), 4)))
         k, choices = k[order], choices[order]
         self.plans = [self._arrays.decode(0, int(one), row) for one, row in zip(k, choices, strict=True)]
         self.seconds: NDArray[np.float64] = seconds[order]
         self._recomputed: NDArray[np.int64] = recomputes(choices).sum(axis=1)
         self._peaks: NDArray[np.float64] = pool.peaks[0][there][order] + _states(choices)
-        # Between decisions precisions stay; k too, where it decides how many samples a step consumes.
+        # Precisions stay between decisions, and so does k where it sets the samples of a step.
         self._groups: dict[tuple[int, ...], NDArray[np.int64]] = {}
         keys = [self._group_of(int(one), row) for one, row in zip(k, choices, strict=True)]
         for key in dict.fromkeys(keys):
             self._groups[key] = np.array([number for number, other in enumerate(keys) if other == key])
         self._known: dict[Plan, NDArray[np.float64]] = {}
-        # What was asked last, and the answer: batches of one size ask the same at each step.
+        self._seconds: dict[Plan, float] = {}
+        # The last question and its answer: batches of one size repeat the question at each step.
         self._asked: tuple[float, float, NDArray[np.int64] | None] = (0.0, 0.0, None)
         self._answer: Plan | None = None
 
     def group(self, plan: Plan) -> NDArray[np.int64] | None:
-        """Return the numbers of the plans that a plan may be exchanged for at any step, the fastest first.
+        """Return the numbers of the plans that may replace a plan at any step, the fastest first; ``None`` for none.
 
-        They have its precisions, and under adaptive batching its k; ``None`` for none.
+        They have the plan's precisions, and under adaptive batching its k.
         """
         try:
             k, choices = self._arrays.encode(0, plan)
@@ -88,9 +89,9 @@ class Placements:
         """Return the fastest plan whose predicted peak is within some bytes; ``None`` if there is none.
 
         Args:
-            usable_bytes: what may be taken, margin deducted.
+            usable_bytes: bytes that may be taken, margin deducted.
             length: the batch's size over the profiled one's.
-            rows: what :meth:`group` returned, to choose among; ``None`` for all plans.
+            rows: numbers of the plans to choose among, from :meth:`group`; ``None`` for all plans.
         """
         room, size, group = self._asked
         if (usable_bytes, length) != (room, size) or rows is not group:
@@ -123,13 +124,15 @@ class Placements:
 
     def seconds_of(self, plan: Plan) -> float:
         """Return a plan's predicted seconds per step at the profiled size; infinite for one that has none."""
-        try:
-            return seconds_per_step(self.profile, plan)
-        except ProfileError:
-            return float("inf")
+        if plan not in self._seconds:
+            try:
+                self._seconds[plan] = seconds_per_step(self.profile, plan)
+            except ProfileError:
+                self._seconds[plan] = float("inf")
+        return self._seconds[plan]
 
     def leanest(self) -> Plan:
-        """Return the plan with the smallest predicted peak; of several about as good, the one that keeps least."""
+        """Return the plan with the smallest predicted peak; of several about equal, the one that recomputes most."""
         peaks = self._at(self._peaks, 1.0)
         close = peaks <= (1 + _AS_GOOD_AS_EQUAL) * peaks.min()
         return self.plans[int(np.where(close, self._recomputed, -1).argmax())]
@@ -137,7 +140,7 @@ class Placements:
     def _at(self, peaks: NDArray[np.float64], length: float) -> NDArray[np.float64]:
         size = grown(length, self.square_share)
         if size >= LENGTHS[-1]:
-            # Eight times as large as anything that was traced: not to be predicted.
+            # Eight times as large as anything that was traced: it cannot be predicted.
             return np.full(len(peaks), np.inf)
         place = max(int(np.searchsorted(LENGTHS, size, side="right")) - 1, 0)
         if size < LENGTHS[0]:
@@ -147,7 +150,7 @@ class Placements:
 
 
 def _states(choices: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return what generators' states, kept for recomputation, take more than in proportion to a small batch.
+    """Return the bytes of generators' states, kept for recomputation, that do not shrink with a small batch.
 
     Args:
         choices: shape (plans, units).
@@ -157,5 +160,5 @@ def _states(choices: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def usable(budget_bytes: float | None) -> float:
-    """Return what plans may be predicted to need within a budget; infinite without one."""
+    """Return the bytes that plans may be predicted to need within a budget; infinite without one."""
     return float("inf") if budget_bytes is None else budget_bytes * (1 - SAFETY_MARGIN)

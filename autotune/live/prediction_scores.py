@@ -1,4 +1,4 @@
-"""Predicted peaks and what they came to: whoever predicts too little may not act."""
+"""Predicted and measured peaks: a tuner whose predictions are too low may not act."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Expected:
     """A peak that was predicted before a step.
 
     Attributes:
-        plan: The plan that it was predicted for.
-        largest_bytes: Bytes of the largest batch that it holds for.
+        plan: The plan.
+        largest_bytes: Bytes of the largest batch that the prediction holds for.
         peak_bytes: The peak.
-        static_bytes: What of it is static.
+        static_bytes: The static part of the peak.
     """
 
     plan: Plan

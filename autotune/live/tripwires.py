@@ -1,6 +1,6 @@
-"""Watch what a live run shows from window to window for signs that lead back to the baseline.
+"""Signs, from window to window, that a live run must go back to the baseline.
 
-Only readings are judged here; slowness, which takes a check of its own, is ``guard.SlowdownCheck``'s.
+Slowness needs a check of its own: ``guard.SlowdownCheck``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _IN_A_ROW = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What a window showed.
+    """Readings of a window.
 
     Attributes:
         pressure: measured peak over the budget; ``None`` where it is not measured.

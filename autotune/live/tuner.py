@@ -1,7 +1,7 @@
-"""The object that users call in their training loop: it cuts batches, weighs losses and updates, as the pilot decides.
+"""The object that users call in their training loop: it cuts batches, weighs losses and updates.
 
-What the pilot does may fail and is then done without; what stands here is the run's own and passes every exception of
-the user's on as it came.
+The controller decides how. If the controller fails, the tuner detaches and the run goes on; exceptions of the user's
+own code are never caught.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,99 +21,32 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from autotune.cost_model.learning_rate import batch_factor
-from autotune.errors import AttachError, JobError
+from autotune.errors import AttachError
 from autotune.live.attached import Attached, Step, StepAhead
+from autotune.live.batch_pieces import counted, cut, nothing_to_learn, num_samples
 from autotune.live.controller import Pilot
 from autotune.live.limits import KILL_VARIABLE, Mode, is_disabled
+from autotune.live.running_step import RunningStep
 from autotune.live.scaled_loss import is_scaled
-from autotune.mechanics import controls, devices, stepping
+from autotune.mechanics import controls, devices
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.step_trace import Phase
 from autotune.mechanics.stepping import Count, Update, WholeTensors
 from autotune.plan import Plan
-from autotune.profiling.step_signature import Trained, bytes_of, signature_of
+from autotune.profiling.step_signature import Trained, contents_of, signature_of
 from autotune.profiling.trial_passes import Attempt, undone
 
 logger = logging.getLogger(__name__)
 
-# Losses that are looked at for a scale of the user's own: whoever scales does so from the beginning.
+# The first losses are checked for a scale of the user's own: a loop that scales does so from the beginning.
 _LOOKED_AT = 3
-# Batches on end whose gradients are gone before a step, after which somebody else is taken to update: a loop may skip
-# some, for a loss that is not finite say.
+# After so many batches in a row whose gradients are gone before a step, another optimizer is taken to update. A loop
+# may skip some batches, for example for a loss that is not finite.
 _UNSTEPPED = 8
 
 
-@dataclass(slots=True)
-class _Running:
-    """What is known of the step that is running.
-
-    Attributes:
-        began: when it did.
-        own_s: seconds of it that the tuner took for itself.
-        away_s: seconds between its batches: the caller loads the next one, or evaluates.
-        left: when the caller left with batches still to come; ``None`` while a batch runs.
-        wanted: batches that it is to consume; more than one under adaptive batching.
-        batches: batches so far.
-        samples: samples so far.
-        items: their loss-bearing items, where several batches are weighed by them.
-        size: bytes of the largest batch.
-        all_bytes: bytes of all batches.
-        later: bytes of the largest batch after the first one.
-        weights: of its micro-batches; under adaptive batching as if all to come had as many items as the first one.
-        micro_samples: samples of its micro-batches.
-        losses: weighed losses, detached.
-        norm: 2-norm of the gradient, once it was unscaled.
-        pending: whether a gradient has been accumulated.
-        left_early: whether the caller left it before its last micro-batch; by an exception, if no :meth:`step` follows.
-    """
-
-    began: float
-    own_s: float = 0.0
-    away_s: float = 0.0
-    left: float | None = None
-    wanted: int = 1
-    batches: int = 0
-    samples: int = 0
-    items: list[int] = field(default_factory=list)
-    size: int = 0
-    all_bytes: int = 0
-    later: int = 0
-    weights: list[float] = field(default_factory=list)
-    micro_samples: list[int] = field(default_factory=list)
-    losses: list[torch.Tensor] = field(default_factory=list)
-    norm: float | None = None
-    pending: bool = False
-    left_early: bool = False
-
-    def add(self, batch: Any) -> None:
-        """Take in a batch: for memory the largest counts."""
-        size, samples = _measured(batch)
-        self.samples += samples
-        self.size = max(self.size, size)
-        self.all_bytes += size
-        if self.batches:
-            self.later = max(self.later, size)
-        self.batches += 1
-
-    def come_back(self) -> None:
-        """Go on with the next batch."""
-        if self.left is not None:
-            self.away_s += time.perf_counter() - self.left
-            self.left = None
-
-    @property
-    def average(self) -> float:
-        """Return what the accumulated gradient is to be multiplied by: 1 where all batches had the first's items."""
-        return self.items[0] * self.wanted / sum(self.items) if self.items else 1.0
-
-    @property
-    def growth(self) -> float:
-        """Return by how much more items than in its first batch the step has."""
-        return sum(self.items) / self.items[0] if self.items else 1.0
-
-
 class LiveTuner:
-    """Tune a run that trains in the caller's own loop; :func:`autotune.attach` makes one.
+    """Tuner of a run that trains in the caller's own loop; made by :func:`autotune.attach`.
 
     Use it as a context manager, or call :meth:`detach` at the end::
 
@@ -124,16 +57,17 @@ class LiveTuner:
 
     Attributes:
         attached: whether plans may still be switched.
-        detached_because: why not; ``None`` while they may.
+        detached_because: why plans may not be switched; ``None`` while they may.
         folder: the run directory; ``None`` for none.
 
     Args:
-        facts: what it was attached to.
+        facts: the run, and how the tuner was attached to it.
         model: the model as the user calls it.
         update: makes the optimizer's updates.
-        pilot: leads; ``None`` if a kill switch was set from the beginning.
+        pilot: the controller; ``None`` if a kill switch was set from the beginning.
         stop_file: a file whose appearance detaches; ``None`` for none.
         folder: the run directory; ``None`` for none.
+        on_detach: called once the tuner has detached.
     """
 
     def __init__(
@@ -151,27 +85,27 @@ class LiveTuner:
         self._model = model
         self._update = update
         self._pilot = pilot
-        self._stop_file = stop_file
+        self._stop_file = None if stop_file is None else str(stop_file)
         self._on_detach = on_detach
         self.folder = folder
         self.attached = pilot is not None
         self.detached_because: str | None = None if pilot is not None else "a kill switch was set"
         self._parallel = isinstance(model, nn.parallel.DistributedDataParallel)
-        self._running: _Running | None = None
+        self._running: RunningStep | None = None
         self._found_locks: dict[str, str] = {}
         self._last: dict[str, Any] = {} if pilot is None else pilot.summary()
         self._weight = 1.0
         self._largest_bytes = 0
-        # What a pass beside the run comes to; ``None`` in the run itself.
+        # The outcome of a pass beside the run; ``None`` in the run itself.
         self._beside: Attempt | None = None
         self._num_looked_at = 0
         self._trained = Trained(facts.model)
-        # Batches on end whose gradients somebody else took.
+        # Batches in a row whose gradients were gone before a step.
         self._num_unstepped = 0
         self._told_of_optimizer = False
         self._whole_tensors = WholeTensors()
 
-    # What the caller's loop calls.
+    # Called by the user's loop.
 
     def micro_batches(self, batch: Any, count: Count | None = None) -> Iterator[Any]:
         """Yield the batch in the pieces that the plan asks for; run forward and :meth:`backward` for each.
@@ -189,13 +123,13 @@ class LiveTuner:
             if len(self._facts.space.accumulation_choices) > 1:
                 self._whole_tensors.note(batch)
             yield from self.passes_beside(batch, count)
-            # They may have shown that the batch must not be cut.
+            # These passes may have shown that the batch must not be cut.
             k = self.plan.accumulation_steps if k > 1 else k
             running = self._running
             if running is None:
                 return
-            whole = self._whole_tensors
-            pieces = self._whole(batch, count, running) if self._facts.adaptive else _cut(batch, k, count, whole)
+            whole, alone = self._whole_tensors, running.batches == 1
+            pieces = self._whole(batch, count, running) if self._facts.adaptive else cut(batch, k, count, whole)
             if not self._facts.adaptive:
                 # A loop that accumulates by itself weighs as it likes: only one call's micro-batches can be compared.
                 running.weights, running.micro_samples = [], []
@@ -204,12 +138,12 @@ class LiveTuner:
             for number, (piece, weight) in enumerate(pieces, 1):
                 self._weight = weight
                 running.weights.append(weight)
-                running.micro_samples.append(_num_samples(piece))
+                running.micro_samples.append(running.samples if piece is batch and alone else num_samples(piece))
                 with self._synchronised(last=number == len(pieces) and self._is_full(running)):
                     self._tell_phase("forward")
                     yield piece
         except BaseException:
-            # The caller's body raised or left early, or the batch is none: nothing that watches the step may stay on.
+            # The caller's body raised or left early, or the batch is invalid: remove everything that watches the step.
             self._safely(lambda pilot: pilot.abandon_step())
             if self._running is not None:
                 self._running.left_early = True
@@ -284,8 +218,9 @@ class LiveTuner:
         self._num_unstepped = 0
         if norm == 0.0:
             self._look_at_gradients()
-        scales = [weight * self._update.loss_scale for weight in running.weights]
-        self._safely(lambda pilot: pilot.before_update(norm, running.micro_samples, scales))
+        if self._pilot is not None and self._pilot.sampling:
+            scales = [weight * self._update.loss_scale for weight in running.weights]
+            self._safely(lambda pilot: pilot.before_update(norm, running.micro_samples, scales))
         self._update.clip(norm)
         with self._update.learning_rate_times(self._rate_factor(running)):
             stepped = self._update.finish(norm)
@@ -294,12 +229,12 @@ class LiveTuner:
 
     @property
     def probing(self) -> bool:
-        """Tell whether the loop's body runs for a pass beside the run: its loss is not the step's, so do not log it."""
+        """Tell whether the loop's body runs for a pass beside the run, whose loss must not be logged."""
         return self._beside is not None
 
     @property
     def learning(self) -> bool:
-        """Tell whether the step that runs, or ended last, is one that the run is profiled by."""
+        """Tell whether the running step, or the last one, is used to profile the run."""
         return self._pilot is not None and self._pilot.time.learns
 
     def detach(self, reason: str = "detach() was called") -> None:
@@ -311,7 +246,7 @@ class LiveTuner:
         self.attached, self.detached_because = False, reason
         figures: dict[str, Any] = {}
         with contextlib.suppress(Exception):
-            # Of a pilot that is broken these may be broken, too.
+            # These may fail if the controller is broken.
             self._found_locks, figures = pilot.locks, pilot.summary()
             self._last = figures
         with contextlib.suppress(Exception):
@@ -330,7 +265,7 @@ class LiveTuner:
     ) -> None:
         self.detach("the with block ended" if kind is None else f"{kind.__name__} ended the with block")
 
-    # What the caller may look at.
+    # Read by the user.
 
     @property
     def plan(self) -> Plan:
@@ -339,15 +274,15 @@ class LiveTuner:
 
     @property
     def locks(self) -> dict[str, str]:
-        """Return why something is locked, by what: ``accumulation_steps``, ``precision``, or a unit's name.
+        """Return the reasons for locks by name: ``accumulation_steps``, ``precision``, or a unit's name.
 
-        Where memory ran out, ``accumulation_steps < 2`` (or more) says so.
+        After memory ran out, the name is ``accumulation_steps < 2`` (or a larger number).
         """
         return {**self._facts.locks, **(self._found_locks if self._pilot is None else self._pilot.locks)}
 
     @property
     def status(self) -> dict[str, Any]:
-        """Return figures of the run, up to now or until it was left: steps, plan, switches, trips, pressure, ..."""
+        """Return figures of the run until now, or until the tuner detached: steps, plan, switches, trips, ..."""
         if self._pilot is None:
             return {**self._last, "attached": False, "detached_because": self.detached_because}
         return {**self._pilot.summary(), "attached": True, "detached_because": None}
@@ -394,7 +329,7 @@ class LiveTuner:
             return
         began = time.perf_counter()
         outcomes = []
-        # Of what another optimizer of the caller's updates, gradients may be alive.
+        # Parameters of another optimizer may hold gradients.
         parameters = (*self._facts.model.parameters(), *self._update.parameters)
         gradients = [(parameter, parameter.grad) for parameter in dict.fromkeys(parameters)]
         try:
@@ -403,7 +338,7 @@ class LiveTuner:
             for plan in pilot.shadows:
                 with pilot.trying(plan) as failures, undone(self._facts.model):
                     self._beside = Attempt([], failures)
-                    for piece, weight in _cut(batch, plan.accumulation_steps, count, self._whole_tensors):
+                    for piece, weight in cut(batch, plan.accumulation_steps, count, self._whole_tensors):
                         self._weight = weight
                         with self._synchronised(last=False):
                             yield piece
@@ -420,9 +355,9 @@ class LiveTuner:
         self._safely(lambda pilot: pilot.take_shadows(outcomes))
 
     def failed_beside(self, error: Exception) -> None:
-        """Tell the tuner that a pass of :meth:`passes_beside` raised: what it tried is locked, and the run goes on."""
+        """Tell the tuner that a pass of :meth:`passes_beside` raised: its plan is locked, and the run goes on."""
         if self._beside is not None:
-            # Without the frames, which hold what they computed.
+            # Without the frames, which would keep tensors alive.
             self._beside.failures.append(error.with_traceback(None))
 
     @property
@@ -435,13 +370,13 @@ class LiveTuner:
         return next((one for one in pilot.ks if one > k), None) if running.samples > k else None
 
     def raise_k(self, k: int, reason: str) -> None:
-        """Forget the step that is running, in which memory ran out, and cut batches in ``k`` or more from now on.
+        """Forget the running step, in which memory ran out, and cut batches into ``k`` or more pieces from now on.
 
         Its gradients are dropped; the caller puts back generators and buffers, and runs the batch again.
 
         Args:
-            k: what :attr:`larger_k` returned; over several ranks, the largest that one of them did.
-            reason: what was said where memory ran out.
+            k: the value of :attr:`larger_k`; over several ranks, the largest one.
+            reason: the message of the out-of-memory error.
         """
         self._running = None
         self._update.discard()
@@ -451,14 +386,14 @@ class LiveTuner:
         self._safely(lambda pilot: pilot.raise_k(k, reason))
 
     def largest(self, values: Sequence[float]) -> list[float] | None:
-        """Return each value's maximum over the ranks; ``None`` if they cannot agree, whereupon the tuner has left."""
+        """Return each value's maximum over the ranks; ``None`` if they cannot agree and the tuner has detached."""
         found: list[float] = []
         self._safely(lambda pilot: found.extend(pilot.ranks.largest(values)))
         return found or None
 
     @property
     def weight(self) -> float:
-        """Return the share of its step that the micro-batch at hand has."""
+        """Return the current micro-batch's share of its step."""
         return self._weight
 
     def accumulated(self, loss: torch.Tensor) -> None:
@@ -495,8 +430,8 @@ class LiveTuner:
 
     # Within.
 
-    def _end(self, running: _Running, norm: float, stepped: bool) -> None:
-        """Report the step to the pilot, and let it decide about the next ones."""
+    def _end(self, running: RunningStep, norm: float, stepped: bool) -> None:
+        """Report the step to the controller, which decides about the next ones."""
         if self._pilot is not None and self._pilot.wants_time:
             devices.synchronize(self._facts.device)
         self._largest_bytes = max(self._largest_bytes, running.size)
@@ -534,7 +469,7 @@ class LiveTuner:
         ended = self._running is None
         if not ended:
             self._safely(lambda pilot: pilot.abandon_step())
-        running = self._running = _Running(time.perf_counter())
+        running = self._running = RunningStep(time.perf_counter())
         running.add(batch)
         if self._pilot is not None and is_disabled():
             self.detach(f"{KILL_VARIABLE} is set")
@@ -543,20 +478,21 @@ class LiveTuner:
         # Path.exists() raises where a folder may not be looked into, or its disk is gone.
         stop = self._stop_file
         if stop is not None and self._pilot is not None and os.path.exists(stop):  # noqa: PTH110
-            self.detach(f"{self._stop_file} exists")
+            self.detach(f"{stop} exists")
         self._look_at_modules()
-        # Storage may be switched beside gradients, which only k and precisions add to.
+        # Storage may be switched while gradients are alive; k and precisions may not.
         free = bounded or (ended and self._facts.mode is Mode.EXACT)
         if not free and any(parameter.grad is not None for parameter in self._update.parameters):
-            # Gradients of somebody else's making are alive: no boundary, so that nothing is switched.
+            # Gradients of the caller's own are alive: this is no boundary between steps, so nothing is switched.
             return 1
         own = self._facts.accumulation_steps
-        # Of micro-batches that are still to come no size is known: the largest so far stands for them.
+        # The sizes of later micro-batches are not known: the largest so far is assumed.
         several = own > 1 or self._facts.adaptive
         largest = max(running.size, self._largest_bytes) if several else running.size
 
         def prepare(pilot: Pilot) -> None:
-            signature = signature_of(batch, self._trained, self._facts.optimizer, pilot.calls)
+            contents = running.first or contents_of(batch)
+            signature = signature_of(contents.shapes, self._trained, self._facts.optimizer, pilot.calls)
             pilot.before_step(
                 StepAhead(batch_bytes=running.size, largest_bytes=largest, samples=running.samples, signature=signature)
             )
@@ -564,7 +500,7 @@ class LiveTuner:
         self._safely(prepare, since=running.began)
         running.own_s = time.perf_counter() - running.began
         if self._pilot is not None and self._pilot.wants_time and devices.is_accelerator(self._facts.device):
-            # What the device still does is of the steps before.
+            # Work that is still queued on the device belongs to earlier steps.
             devices.synchronize(self._facts.device)
             running.began, running.own_s = time.perf_counter(), 0.0
         plan = self.plan
@@ -574,7 +510,7 @@ class LiveTuner:
         return plan.accumulation_steps if own == 1 else 1
 
     def _look_at_modules(self) -> None:
-        """Leave a model whose modules are others than those that plans are made for."""
+        """Detach if modules of the model were replaced, removed or added."""
         change = None if self._pilot is None else self._pilot.change()
         if change is None:
             return
@@ -587,14 +523,14 @@ class LiveTuner:
         self.detach(reason)
 
     def _look_at_gradients(self) -> None:
-        """Warn once if what was attached to is about to update nothing, while the model has gradients."""
+        """Warn once if the optimizer's parameters have no gradients while others of the model have."""
         if any(parameter.grad is not None for parameter in self._update.parameters):
             return
         if any(parameter.grad is not None for parameter in self._facts.model.parameters()):
             self._tell_of_optimizer("none of the attached optimizer's parameters has a gradient, and others have")
 
     def _look_for_updates(self) -> None:
-        """Warn once if the gradients of batch after batch are gone before :meth:`step` was called."""
+        """Warn once if gradients are repeatedly gone before :meth:`step` is called."""
         if any(parameter.grad is not None for parameter in self._update.parameters):
             self._num_unstepped = 0
             return
@@ -611,40 +547,37 @@ class LiveTuner:
                 sign,
             )
 
-    def _whole(self, batch: Any, count: Count | None, running: _Running) -> list[tuple[Any, float]]:
+    def _whole(self, batch: Any, count: Count | None, running: RunningStep) -> list[tuple[Any, float]]:
         """Return a batch as one micro-batch, weighed by its items against a step of batches like the first."""
-        running.items.append(_counted(batch, count))
+        running.items.append(counted(batch, count))
         if not running.items[0]:
-            raise _nothing_to_learn()
+            raise nothing_to_learn()
         return [(batch, running.items[-1] / (running.items[0] * running.wanted))] if running.items[-1] else []
 
-    def _is_full(self, running: _Running) -> bool:
+    def _is_full(self, running: RunningStep) -> bool:
         """Tell whether a step has the batches that it was to consume; once detached, any number will do."""
         return self._pilot is None or running.batches >= running.wanted
 
-    def _rate_factor(self, running: _Running) -> float:
-        """Return by what the learning rate follows a step of several batches, if the user asked for it."""
+    def _rate_factor(self, running: RunningStep) -> float:
+        """Return the factor on the learning rate for a step of several batches, if the user asked for one."""
         return batch_factor(self._facts.lr_rule, running.growth, 1.0) if self._facts.adaptive else 1.0
 
     def _tell_phase(self, name: Any) -> None:
-        if self._pilot is not None:
+        if self._pilot is not None and name in self._pilot.heard:
             self._safely(lambda pilot: pilot.tell_phase(name))
 
-    @contextlib.contextmanager
-    def _synchronised(self, *, last: bool) -> Iterator[None]:
+    def _synchronised(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Delay the gradients' reduction over ranks until the last micro-batch."""
         if self._parallel and not last:
-            with self._model.no_sync():  # type: ignore[operator]
-                yield
-        else:
-            yield
+            return self._model.no_sync()  # type: ignore[operator, no-any-return]
+        return contextlib.nullcontext()
 
     def _safely(self, call: Callable[[Pilot], object], *, since: float | None = None) -> None:
-        """Let the pilot do something; if it fails, detach and go on with the user's baseline.
+        """Call the controller; if it fails, detach and go on with the user's baseline.
 
         Args:
-            call: what it does.
-            since: when the tuner began to work for it; ``None`` for now.
+            call: is handed the controller.
+            since: clock reading from which the time counts as the tuner's own; ``None`` for now.
         """
         pilot = self._pilot
         if pilot is None:
@@ -672,60 +605,9 @@ class LiveTuner:
             self.detach(f"its own share of the run's time is {pilot.overhead_frac():.1%}")
 
 
-def _cut(batch: Any, k: int, count: Count | None, whole: WholeTensors) -> list[tuple[Any, float]]:
-    """Return a batch in k pieces with their shares of its items; what has none, and thereby no loss, is left out."""
-    if k == 1 and count is None:
-        return [(batch, 1.0)]
-    pieces = _pieces(batch, k, whole)
-    counts = [_counted(piece, count) for piece in pieces]
-    if not sum(counts):
-        raise _nothing_to_learn()
-    weights = [1.0] if len(pieces) == 1 else stepping.weights(counts)
-    return [(piece, weight) for piece, weight in zip(pieces, weights, strict=True) if weight > 0]
-
-
-def _nothing_to_learn() -> AttachError:
-    return AttachError(
-        "count returned 0 for a whole batch", where="micro_batches", allowed="batches with items to learn from"
-    )
-
-
-def _pieces(batch: Any, k: int, whole: WholeTensors) -> list[Any]:
-    """Return a batch in k pieces; whole, where it has no samples to be cut at."""
-    try:
-        return whole.split(batch, k)
-    except Exception:  # noqa: BLE001 - the loop may know what to do with a batch that nothing here can walk over
-        return [batch]
-
-
-def _measured(batch: Any) -> tuple[int, int]:
-    """Return a batch's bytes and samples; of what nothing here can walk over, one of each."""
-    try:
-        return bytes_of(batch), _num_samples(batch)
-    except Exception:  # noqa: BLE001 - the loop may know what to do with it
-        return 1, 1
-
-
 def _joins(model: nn.Module) -> bool:
     """Tell whether a model runs within ``join()``, for ranks with uneven numbers of batches."""
     return bool(getattr(getattr(model, "_join_config", None), "enable", False))
-
-
-def _num_samples(batch: Any) -> int:
-    """Return a batch's samples; 1 where it has none that can be told."""
-    try:
-        return stepping.num_samples(batch)
-    except Exception:  # noqa: BLE001 - the loop may know what to do with it
-        return 1
-
-
-def _counted(piece: Any, count: Count | None) -> int:
-    if count is None:
-        return _num_samples(piece)
-    try:
-        return stepping.count_items(piece, count)
-    except JobError as error:
-        raise AttachError(error.problem, where="micro_batches", allowed=error.allowed) from error
 
 
 def _refuse_scaled(loss: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ gets its plain forward back. This file knows nothing of steps, batches or measur
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -139,7 +140,9 @@ class Switcher:
         self._places = _places(model, self._modules)
         self.hooks: dict[str, int] = {}
         self._counted: str | None = None
-        self._recomputed: list[str] = []
+        # Attributes of the units that the plan recomputes, by name, and of all units under control.
+        self._recomputed: list[tuple[str, dict[str, Any]]] = []
+        self._attributes: list[dict[str, Any]] = []
 
     def count(self, name: str) -> None:
         """Count the calls of a unit from now on, whatever the plan."""
@@ -160,7 +163,7 @@ class Switcher:
             counted, storage = name == self._counted, plan.storage_of(name)
             _set(module, plan.precision_of(name), storage, passes_16_bit=False, stays=counted)
             if storage.recomputes:
-                self._recomputed.append(name)
+                self._recomputed.append((name, module.__dict__))
             forward = module.__dict__.get("forward")
             if isinstance(forward, ControlledForward):
                 forward.recomputation.checks = True
@@ -168,6 +171,7 @@ class Switcher:
                 self._forwards[name] = forward
             if name in former and former[name] is not forward:
                 former[name].release()
+        self._attributes = [self._modules[name].__dict__ for name in self._forwards]
 
     def remove(self) -> None:
         """Leave every module as it was found, also one that is no longer the model's."""
@@ -175,16 +179,20 @@ class Switcher:
             forward.release()
         for module in self._modules.values():
             forget_constants(module)
-        self._forwards = {}
+        self._forwards, self._attributes = {}, []
 
     def stands(self) -> bool:
         """Return whether the modules still have the forwards that the last plan gave them."""
-        return all(forward.module.__dict__.get("forward") is forward for forward in self._forwards.values())
+        present = [attributes.get("forward") for attributes in self._attributes]
+        return all(map(operator.is_, present, self._forwards.values()))
 
     def change(self) -> str | None:
         """Return what has been replaced, removed or added among the modules since; ``None`` for nothing."""
         for name, parent, watched, whole in self._places:
             present = parent._modules
+            same = all(map(operator.is_, map(present.get, watched), watched.values()))
+            if same and (not whole or len(present) == len(watched)):
+                continue
             for key, module in watched.items():
                 if present.get(key) is not module:
                     place = f"{name}.{key}" if name else key
@@ -195,11 +203,11 @@ class Switcher:
 
     def barred(self) -> dict[str, str]:
         """Return why units are not recomputed any more though their plan says so, by unit."""
-        forwards = {name: self._modules[name].__dict__.get("forward") for name in self._recomputed}
         return {
             name: forward.recomputation.barred
-            for name, forward in forwards.items()
-            if isinstance(forward, ControlledForward) and forward.recomputation.barred is not None
+            for name, attributes in self._recomputed
+            if isinstance(forward := attributes.get("forward"), ControlledForward)
+            and forward.recomputation.barred is not None
         }
 
     @contextmanager

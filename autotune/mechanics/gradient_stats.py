@@ -72,16 +72,18 @@ class GradientProbe:
         if not gradients:
             return ProbedStep(parameters=(), sizes=(), micro=(), whole=(), tiny=(), present=())
         zero = torch.zeros((), dtype=torch.float32, device=gradients[0].device)
-        rows = [*self._rows(present, zero), list(torch._foreach_norm(gradients)), *tiny_counts(gradients)]
-        table = torch.stack([torch.stack([value.float() for value in row]) for row in rows]).tolist()
-        *micro, whole, tiny, some = table
+        norms = [norm.float() for norm in torch._foreach_norm(gradients)]
+        tiny, some = tiny_counts(gradients)
+        rows = [torch.stack(row) for row in (*self._rows(present, zero), norms)]
+        table = torch.stack([*rows, tiny, some]).tolist()
+        *micro, whole, few, many = table
         return ProbedStep(
             parameters=tuple(self._parameters[index] for index in present),
             sizes=tuple(self._parameters[index].numel() for index in present),
             micro=tuple(tuple(value**2 for value in row) for row in micro),
             whole=tuple(value**2 for value in whole),
-            tiny=tuple(tiny),
-            present=tuple(some),
+            tiny=tuple(few),
+            present=tuple(many),
         )
 
     def _rows(self, present: Sequence[int], zero: torch.Tensor) -> list[list[torch.Tensor]]:
@@ -226,7 +228,7 @@ def _signal_to_noise(squares: Sequence[float], micro_samples: Sequence[int], who
     return max(sample.square, 0.0) / noise if noise > 0 else None
 
 
-def tiny_counts(gradients: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def tiny_counts(gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return for each gradient the non-zero entries below fp16's range, and all non-zero ones, in a strided sample."""
     views = [g.detach().reshape(-1)[:: max(g.numel() // _UNDERFLOW_SAMPLE, 1)].abs() for g in gradients]
     flat = torch.cat([view.float() for view in views])
@@ -236,7 +238,7 @@ def tiny_counts(gradients: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], 
     strides = torch.tensor(ratios, dtype=torch.float32, device=flat.device)
     tiny = torch.cumsum((flat > 0) & (flat < _FP16_SMALLEST), 0)
     some = torch.cumsum(flat > 0, 0)
-    return list((_differences(tiny[ends]) * strides).unbind()), list((_differences(some[ends]) * strides).unbind())
+    return _differences(tiny[ends]) * strides, _differences(some[ends]) * strides
 
 
 def _differences(totals: torch.Tensor) -> torch.Tensor:

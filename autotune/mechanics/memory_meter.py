@@ -144,6 +144,8 @@ def strided(value: torch.Tensor) -> list[torch.Tensor]:
 
     The list is empty for a tensor whose storage cannot be read.
     """
+    if type(value) is torch.Tensor and value.layout is torch.strided:
+        return [value] if _is_stored(value) else []
     if hasattr(value, "device_mesh"):
         # This rank holds a part of a DTensor.
         local: Any = value

@@ -188,7 +188,7 @@ class ShardedProbe(GradientProbe):
             pieces = [gradient for _, gradient in shards]
             squares = torch.stack([norm.float() for norm in torch._foreach_norm(pieces)]).square()
             tiny, present = tiny_counts(pieces)
-            whole.index_add_(1, where, torch.stack([squares, torch.stack(tiny), torch.stack(present)]))
+            whole.index_add_(1, where, torch.stack([squares, tiny, present]))
         if self._update.stage:
             distributed.all_reduce(whole)
         zero = torch.zeros((), dtype=torch.float32, device=device)

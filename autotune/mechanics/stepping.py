@@ -1,8 +1,8 @@
-"""Split, weigh, scale, accumulate, clip and step: the one room in which an optimizer update is made.
+"""Optimizer updates: batches are split and weighed, losses scaled and accumulated, gradients clipped and applied.
 
-The gradient handed to the optimizer is (1/N) times the sum over the step's loss-bearing items, however the step was cut
-into micro-batches, and an update that is not finite never reaches a weight. This file knows nothing of plans, windows
-or measurements.
+The gradient of an update is (1/N) times the sum over the step's loss-bearing items, however the step was cut into
+micro-batches, and an update that is not finite never reaches a weight. This file knows nothing of plans, windows or
+measurements.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -48,7 +48,7 @@ def split(batch: Any, pieces: int, whole: Collection[int] = ()) -> list[Any]:
     Args:
         batch: any tree of tensors with samples in dimension 0.
         pieces: how many micro-batches, at least 1.
-        whole: numbers of the tensors that pass whole in any case.
+        whole: numbers of the tensors that are never cut.
 
     Returns:
         The micro-batches, in order; views, not copies.
@@ -74,16 +74,16 @@ def split(batch: Any, pieces: int, whole: Collection[int] = ()) -> list[Any]:
 
 
 class WholeTensors:
-    """Notes which of a run's tensors were seen to have another first dimension than their batch has samples.
+    """Record of a run's tensors whose first dimension is not their batch's number of samples.
 
-    Such a tensor (the weights of classes, say) passes whole even to a batch that has as many samples by chance.
+    Such a tensor, for example the weights of classes, is never cut, even if the two numbers are equal by chance.
     """
 
     def __init__(self) -> None:
         self._found: dict[tuple[Any, ...], set[int]] = {}
 
     def note(self, batch: Any) -> None:
-        """Take in a batch; one without samples tells nothing."""
+        """Add a batch; one without samples is ignored."""
         try:
             samples = num_samples(batch)
         except Exception:  # noqa: BLE001 - the loop may know what to do with a batch that nothing here can walk over
@@ -92,7 +92,7 @@ class WholeTensors:
         self._of(batch).update(n for n, leaf in leaves if leaf.dim() == 0 or leaf.shape[0] != samples)
 
     def split(self, batch: Any, pieces: int) -> list[Any]:
-        """Cut a batch as :func:`split` does; what was seen to have no samples passes whole."""
+        """Cut a batch as :func:`split` does; recorded tensors pass whole."""
         return split(batch, pieces, self._of(batch))
 
     def _of(self, batch: Any) -> set[int]:
@@ -101,7 +101,7 @@ class WholeTensors:
 
 
 def count_items(batch: Any, count: Count | None) -> int:
-    """Return a batch's loss-bearing items by the job's own count, else its samples.
+    """Return the number of a batch's loss-bearing items by the job's own count, or of its samples.
 
     Raises:
         JobError: if the count is not a whole number >= 0.
@@ -157,18 +157,18 @@ def shares(pieces: Sequence[Any], count: Count | None) -> Shares:
 
 
 class Update:
-    """Make optimizer updates from micro-batch losses.
+    """Maker of optimizer updates from micro-batch losses.
 
     The loss scale stays constant from the first ``backward`` to ``finish``; changing it between would weigh
     micro-batches unequally.
 
     Args:
-        optimizer: whose parameters are updated.
+        optimizer: the optimizer.
         clip_norm: largest 2-norm of the gradient; ``None`` never clips.
-        device_type: where the loss scale lives.
+        device_type: device type of the loss scale.
         init_scale: the first loss scale.
-        growth_interval: good steps after which the loss scale doubles.
-        whole_norm: returns the gradient's 2-norm, where a rank cannot tell it from what it holds.
+        growth_interval: finite steps after which the loss scale doubles.
+        whole_norm: returns the gradient's 2-norm where a rank holds only a part; ``None`` computes it here.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Update:
         return self._scaler.get_scale() if self.scaled else 1.0
 
     def begin(self, micro_batches: int) -> None:
-        """Note how many micro-batches the next update has; for updates that must know the last one."""
+        """Announce the number of micro-batches of the next update, for updates that must know the last one."""
 
     def backward(self, loss: torch.Tensor, weight: float) -> None:
         """Accumulate the gradient of one micro-batch.
@@ -215,7 +215,7 @@ class Update:
         weighed.backward()
 
     def average(self, factor: float) -> None:
-        """Multiply the accumulated gradients, where their weights did not sum to 1; before :meth:`unscale`."""
+        """Multiply the accumulated gradients, whose weights did not sum to 1; call it before :meth:`unscale`."""
         if factor == 1.0:
             return
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
@@ -239,7 +239,7 @@ class Update:
         """Scale the gradients down to ``clip_norm``.
 
         Args:
-            norm: what :meth:`unscale` returned; one that is not finite clips nothing.
+            norm: result of :meth:`unscale`; nothing is clipped if it is not finite.
         """
         # torch divides by the norm plus 1e-6, so that it also scales gradients that are that little below.
         if self.clip_norm is not None and self.clip_norm < norm + 2e-6 and norm < math.inf:
@@ -250,9 +250,12 @@ class Update:
             for alike in _by_mesh(owners, gradients):
                 nn.utils.clip_grads_with_norm_(alike, self.clip_norm, torch.tensor(norm, dtype=dtype, device="cpu"))
 
+    def learning_rate_times(self, factor: float) -> AbstractContextManager[None]:
+        """Run the body with every learning rate multiplied by a factor, and restore the rates."""
+        return nullcontext() if factor == 1.0 else self._learning_rate_times(factor)
+
     @contextmanager
-    def learning_rate_times(self, factor: float) -> Iterator[None]:
-        """Run the body with every learning rate multiplied, and put back what a schedule set."""
+    def _learning_rate_times(self, factor: float) -> Iterator[None]:
         rates = [group["lr"] for group in self.optimizer.param_groups]
         try:
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
@@ -266,8 +269,8 @@ class Update:
         """Step and clear the gradients; skip the step if the gradient is not finite.
 
         Args:
-            norm: what :meth:`unscale` returned.
-            abandon: skip the step in any case, for example for a loss that was not finite.
+            norm: result of :meth:`unscale`.
+            abandon: whether to skip the step in any case, for example for a loss that is not finite.
 
         Returns:
             Whether the optimizer stepped.
@@ -278,14 +281,14 @@ class Update:
         elif self.scaled and self._accumulating and (stepping or not math.isfinite(norm)):
             if stepping:
                 self._scaler.step(self.optimizer)
-            # Grows after enough good steps, and backs off by itself where unscaling met overflow.
+            # Grows after enough finite steps, and backs off if unscaling met an overflow.
             self._scaler.update()
             self._accumulating = False
         self.discard()
         return stepping
 
     def discard(self) -> None:
-        """Drop what was accumulated, as if the step had not begun; the loss scale stays."""
+        """Drop the accumulated gradients, as if the step had not begun; the loss scale stays."""
         self.optimizer.zero_grad(set_to_none=True)
         if self.scaled and self._accumulating:
             # Setting the scale to itself clears the scaler's record of this step and nothing else.
@@ -297,7 +300,7 @@ class Update:
         return self.optimizer.state_dict()
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`optimizer_state` returned; the optimizer may take the tensors as its own."""
+        """Restore the result of :meth:`optimizer_state`; the optimizer may keep its tensors."""
         self.optimizer.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
@@ -305,7 +308,7 @@ class Update:
         return self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the result of :meth:`state_dict`."""
         self._scaler.load_state_dict(state)
 
 
@@ -317,7 +320,7 @@ def _by_mesh(values: Sequence[_T], gradients: Sequence[torch.Tensor]) -> list[li
         gradients: tensors; DTensors have a mesh.
     """
     if set(map(type, gradients)) == {torch.Tensor}:
-        # To ask each of hundreds for what it lacks takes a tenth of what their norm does.
+        # Asking hundreds of tensors for a missing attribute takes a tenth of the time of their norm.
         return [list(values)]
     groups: dict[Any, list[_T]] = {}
     for value, gradient in zip(values, gradients, strict=True):

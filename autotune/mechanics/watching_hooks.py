@@ -1,4 +1,4 @@
-"""Hooks for whoever only watches: they give way to what forbids them, and leave nothing in copies of a model."""
+"""Hooks that only observe: they are removed where hooks are forbidden, and do nothing in copies of a model."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import nn
 
 Pack = Callable[[torch.Tensor], torch.Tensor]
 
-# Takes whatever a hook takes, does nothing, and belongs to the standard library: what a pickled hook becomes.
+# A pickled hook becomes this function of the standard library, which takes any arguments and does nothing.
 _INERT = nullcontext().__exit__
 
 
 class WatchingHook:
-    """A hook on a module that is never copied or pickled with the module.
+    """A hook on a module that is not copied or pickled with the module.
 
     Args:
-        watch: Is called as the hook.
+        watch: Called as the hook.
         watched: The module.
-        copies: Takes in the copies that are made of the module, for :func:`clear_copies`; ``None`` leaves what does
-            nothing in them.
+        copies: List to which references to copies of the module are added, for :func:`clear_copies`; ``None`` leaves
+            a function that does nothing in the copies.
     """
 
     def __init__(
@@ -38,19 +38,19 @@ class WatchingHook:
         self._watch(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        """Return what does nothing."""
+        """Return a function that does nothing."""
         copied = memo.get(id(self._module))
         if copied is not None and self._copies is not None:
             self._copies.append(weakref.ref(copied))
         return _INERT
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as what does nothing, for which no package of ours is needed."""
+        """Pickle as a function that does nothing, which loads without this package."""
         return getattr, (nullcontext(), "__exit__")
 
 
 def clear_copies(copies: list[Any]) -> None:
-    """Take off copied modules what became of the hooks in them.
+    """Remove what is left of the hooks from copied modules.
 
     Args:
         copies: References to the modules.
@@ -68,13 +68,13 @@ def clear_copies(copies: list[Any]) -> None:
 
 @contextmanager
 def yielding_saved_hooks(pack: Pack, gave_way: Callable[[], None]) -> Iterator[None]:
-    """Show what autograd saves for backward while the body runs, unless the body forbids to look.
+    """Observe the tensors that autograd saves for backward while the body runs, unless the body forbids hooks.
 
-    ``torch.func`` and ``disable_saved_tensors_hooks()`` refuse to begin under anybody's hooks, so these are taken off.
+    ``torch.func`` and ``disable_saved_tensors_hooks()`` raise if hooks are set, so these are removed before.
 
     Args:
-        pack: Is handed each tensor, and returns what is saved in its place.
-        gave_way: Is called when the hooks are taken off.
+        pack: Is passed each tensor, and returns the one that is saved.
+        gave_way: Is called when the hooks are removed.
     """
     autograd: Any = torch._C._autograd
     hooks = (pack, _unpacked)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-# Steps that what is paid once is spread over.
+# One-off costs are spread over so many steps.
 _SPREAD_OVER = 1000
-# Steps before the share is judged; the profile is paid by then.
+# The share is judged after so many steps, when profiling is over.
 _JUDGED_AFTER = 200
 
 
 class OwnTime:
-    """Counts the seconds that the tuner takes for itself, and those of the run.
+    """Counter of the tuner's own seconds and those of the run.
 
     Attributes:
-        run_s: Seconds that the run's steps took.
-        learns: Whether what is counted now is paid once, for the profile.
+        run_s: Seconds of the run's steps.
+        learns: Whether the seconds counted now are one-off costs of the profile.
 
     Args:
-        total_steps: The length of the run in optimizer steps; ``None`` if it is not known.
+        total_steps: Length of the run in optimizer steps; ``None`` if it is not known.
     """
 
     def __init__(self, total_steps: int | None) -> None:
@@ -27,7 +27,7 @@ class OwnTime:
         self._once_s = 0.0
 
     def spend(self, seconds: float) -> None:
-        """Count seconds that the tuner took for itself."""
+        """Add seconds of the tuner's own."""
         if self.learns:
             self._once_s += seconds
         else:
@@ -37,8 +37,8 @@ class OwnTime:
         """Return the tuner's share of the run's time; the profile is spread over 1,000 steps at least.
 
         Args:
-            steps: The steps so far.
-            probe_s: Seconds of the run's steps that probes took, which are no less the tuner's.
+            steps: Number of steps so far.
+            probe_s: Seconds of the run's steps that probes took, which count as the tuner's.
         """
         if not self.run_s:
             return 0.0

@@ -1,8 +1,8 @@
-"""Read, on an accelerator, what each step of a live run needed; the user's own statistics of peaks are left alone.
+"""Peak memory of each step of a live run on an accelerator, read without resetting the user's own statistics.
 
-The allocator tells the largest peak since the user last forgot it. Where a step raised it, that is the step's own peak.
-Where it did not, the step is taken to need what its plan did for a batch at least as small: what happens between steps,
-such as an evaluation, is not caused by a plan.
+The allocator reports the largest peak since the user last reset it. If a step raised that peak, it is the step's own.
+If not, the step is assumed to need as much as its plan did for a batch of at most this size: peaks between steps, for
+example in an evaluation, are not caused by a plan.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from autotune.plan import Plan
 
 
 class StepPeaks:
-    """The peaks of the steps of a window.
+    """Peaks of the steps of a window.
 
     Attributes:
         news: whether a step has raised the peak since :meth:`correct`.
-        unforeseen: bytes that steps needed beyond what their plans are predicted to need (a library's workspace, say).
+        unforeseen: bytes that steps needed beyond the predictions for their plans, for example a library's workspace.
         pressure: the largest peak over the budget of its step; ``None`` while none is known.
-        retries: allocations, since the process began, for which the cache had to be given back first.
+        retries: number of allocations since the process began for which the cache had to be released first.
 
     Args:
-        device: where the run trains; on a CPU nothing is known.
+        device: device of the run; a CPU reports no peaks.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,24 +36,24 @@ class StepPeaks:
         self.unforeseen = 0
         self.retries = 0
         self._largest: int | None = None
-        # Size of the largest batch for which a plan's peak was seen, and that peak.
+        # For each plan, the size of the largest batch with a known peak, and that peak.
         self._known: dict[Plan, tuple[int, int]] = {}
         self._running: tuple[Plan, int, int | None, int] | None = None
 
     def begin(self, plan: Plan, size: int, budget_bytes: int | None, *, counts: bool = True) -> None:
-        """Note what a step begins with.
+        """Begin a step.
 
         Args:
-            plan: the plan that it runs under.
+            plan: plan of the step.
             size: bytes of its largest batch.
-            budget_bytes: the budget of the moment; ``None`` for none.
-            counts: whether its peak is the plan's: no pass runs beside it, and the plan is one that should fit.
+            budget_bytes: the current budget; ``None`` for none.
+            counts: whether its peak is due to the plan: no passes run beside it, and the plan should fit.
         """
         seen = devices.allocated(self._device)
         self._running = None if seen is None or not counts else (plan, size, budget_bytes, seen.peak)
 
     def end(self) -> int | None:
-        """Return what the step that began last needed; ``None`` if nobody can tell, or if it does not count."""
+        """Return the peak of the step that began last; ``None`` if it is unknown or does not count."""
         seen = devices.allocated(self._device)
         if seen is not None:
             self.retries = seen.retries
@@ -72,10 +72,10 @@ class StepPeaks:
         return peak
 
     def correct(self, predicted: Callable[[Plan, int], float | None]) -> None:
-        """Compare the peaks that are known with predicted ones.
+        """Compare known peaks with predicted ones.
 
         Args:
-            predicted: returns a plan's predicted peak with a batch of a size, in bytes; infinite or ``None`` for none.
+            predicted: returns the predicted peak in bytes of a plan and a batch size; infinite or ``None`` for none.
         """
         self.news, self.unforeseen = False, 0
         for plan, (size, peak) in self._known.items():
@@ -84,6 +84,6 @@ class StepPeaks:
                 self.unforeseen = max(self.unforeseen, math.ceil(peak - expected))
 
     def take(self) -> int | None:
-        """Return the window's largest peak, as far as it is known, and begin another window."""
+        """Return the window's largest known peak, and begin another window."""
         largest, self._largest, self.pressure = self._largest, None, None
         return largest

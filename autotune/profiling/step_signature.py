@@ -1,8 +1,8 @@
-"""Tell what a step's memory depends on before it runs: its batch's shapes, what is trained, how often it is called.
+"""What the memory of a step depends on, known before it runs: shapes, trained parameters, and calls of units.
 
-Bytes alone do not tell: 8 sequences of 256 tokens take as many as 64 of 32, and their attention weights eight times
-the room. A batch that is in every dimension as large as one that was measured, or smaller, or larger, needs what its
-bytes tell; one that is larger in one dimension and smaller in another has to be measured itself.
+Bytes do not suffice: 8 sequences of 256 tokens have as many as 64 of 32, but their attention weights take eight times
+the memory. The bytes of a batch predict its memory if another batch was measured that is larger, or smaller, in every
+dimension. A batch that is larger in one dimension and smaller in another has to be measured itself.
 """
 
 from __future__ import annotations
@@ -22,34 +22,37 @@ from autotune.mechanics.trees import tensors
 
 # Steps after which a model's parameters are listed anew.
 _WALK_EVERY = 16
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+
+Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a step's memory depends on besides the bytes of its batch.
+    """What the memory of a step depends on besides the bytes of its batch.
 
     Attributes:
-        shapes: of the batch's tensors.
-        trained: number of parameters that require a gradient, and of those that the optimizer keeps a state for.
-        calls: how many times as often as when it was profiled a forward pass may call a unit.
+        shapes: shapes of the batch's tensors.
+        trained: number of parameters that require a gradient, and of those with a state in the optimizer.
+        calls: calls of a unit in a forward pass, divided by those when it was profiled.
     """
 
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: Shapes
     trained: tuple[int, int]
     calls: int = 1
 
     def is_kin_to(self, other: Signature) -> bool:
-        """Tell whether steps with the two differ by their batches alone."""
+        """Tell whether steps with the two signatures differ only in their batches."""
         return (self.trained, self.calls) == (other.trained, other.calls)
 
     def tells_of(self, other: Signature) -> bool:
-        """Tell whether, once a step with this signature was measured, bytes tell what one with the other needs."""
+        """Tell whether a measured step with this signature predicts, by bytes, one with the other."""
         if self == other:
             return True
         return self.covers(other) or other.covers(self)
 
     def covers(self, other: Signature) -> bool:
-        """Tell whether a step with this signature needs at least as much as one with the other, being no smaller."""
+        """Tell whether a step with this signature is at least as large as one with the other in every dimension."""
         if not self.is_kin_to(other) or [len(s) for s in self.shapes] != [len(s) for s in other.shapes]:
             return False
         own, its = ([size for shape in one.shapes for size in shape] for one in (self, other))
@@ -57,10 +60,10 @@ class Signature:
 
 
 class Trained:
-    """Count the parameters of a model that require a gradient, without walking over its modules at each step.
+    """Counter of the parameters that require a gradient, which rarely walks over the model's modules.
 
-    Parameters that were added, replaced or taken away are noticed at once where the optimizer got others, and at the
-    latest after so many steps as ``_WALK_EVERY`` says.
+    Parameters that were added, replaced or removed are noticed at once if the optimizer's number of parameters has
+    changed, and otherwise within ``_WALK_EVERY`` steps.
 
     Args:
         model: the model.
@@ -72,44 +75,59 @@ class Trained:
         self._owned = self._steps = 0
 
     def count(self, owned: int) -> int:
-        """Return how many there are; one that several modules share counts for each.
+        """Return the number; a parameter that several modules share counts for each.
 
         Args:
-            owned: how many parameters the optimizer has.
+            owned: number of the optimizer's parameters.
         """
         if self._steps % _WALK_EVERY == 0 or owned != self._owned:
             held = (one for module in self._model.modules() for one in module._parameters.values())
             self._parameters = [parameter for parameter in held if parameter is not None]
         self._owned, self._steps = owned, self._steps + 1
-        return [parameter.requires_grad for parameter in self._parameters].count(True)
+        return sum(map(_REQUIRES_GRAD, self._parameters))
 
 
-def signature_of(batch: Any, trained: Trained, optimizer: torch.optim.Optimizer, calls: int) -> Signature:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What a batch holds, found in one walk over it.
+
+    Attributes:
+        shapes: shapes of its tensors; of a batch without tensors, of its arrays and texts.
+        num_bytes: bytes of the same, at least 1.
+        samples: number of samples; 1 where the batch holds no tensor that tells.
+    """
+
+    shapes: Shapes
+    num_bytes: int
+    samples: int
+
+
+def contents_of(batch: Any) -> Contents:
+    """Return what a batch holds."""
+    found = tensors(batch)
+    if not found:
+        shapes = _shapes_of_others(batch)
+        return Contents(shapes=shapes, num_bytes=max(sum(map(math.prod, shapes)), 1), samples=1)
+    shapes = tuple([tuple(leaf.shape) for leaf in found])
+    samples = next((shape[0] for shape in shapes if shape), 1)
+    return Contents(shapes=shapes, num_bytes=max(content_bytes(found), 1), samples=max(samples, 1))
+
+
+def signature_of(shapes: Shapes, trained: Trained, optimizer: torch.optim.Optimizer, calls: int) -> Signature:
     """Return the signature of a step.
 
     Args:
-        batch: its batch, or the first that the caller accumulates.
+        shapes: shapes of the tensors of its batch, or of the first batch that the caller accumulates.
         trained: counts the model's parameters.
-        optimizer: its optimizer.
-        calls: as :attr:`Signature.calls`.
+        optimizer: the model's optimizer.
+        calls: value of :attr:`Signature.calls`.
     """
     owned = sum(len(group["params"]) for group in optimizer.param_groups)
-    return Signature(_shapes(batch), (trained.count(owned), len(optimizer.state)), calls)
+    return Signature(shapes, (trained.count(owned), len(optimizer.state)), calls)
 
 
-def bytes_of(batch: Any) -> int:
-    """Return the bytes of a batch's tensors, or, of one without any, what is most like them; at least 1."""
-    found = tensors(batch)
-    if found:
-        return max(content_bytes(found), 1)
-    return max(sum(math.prod(shape) for shape in _shapes(batch)), 1)
-
-
-def _shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of a batch's tensors, or, of one without any, of its arrays and texts."""
-    found = tensors(batch)
-    if found:
-        return tuple(tuple(leaf.shape) for leaf in found)
+def _shapes_of_others(batch: Any) -> Shapes:
+    """Return the shapes of a batch's arrays and texts."""
     leaves = [
         getattr(leaf, "shape", (len(leaf),) if isinstance(leaf, str | bytes) else ()) for leaf in tree_leaves(batch)
     ]

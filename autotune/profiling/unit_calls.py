@@ -1,4 +1,4 @@
-"""How often a run's forward passes call its units: more often, in an auxiliary loss say, they need more memory."""
+"""Calls of units per forward pass: more calls, for example in an auxiliary loss, need more memory."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections import deque
 
 from autotune.mechanics.controls import Switcher
 
-# Recent steps whose calls the next ones may repeat.
+# Number of recent steps whose calls may recur.
 _STEPS = 64
 
 
 class UnitCalls:
-    """Counts the calls of one unit, which stands for all.
+    """Counts the calls of one unit, which represents all units.
 
     Args:
-        switcher: Counts them.
+        switcher: The switcher that counts them.
     """
 
     def __init__(self, switcher: Switcher) -> None:
         self._switcher = switcher
-        # Of each recent step, how many times as often as usual the unit was called in a forward pass.
+        # For each recent step, calls per forward pass divided by the usual number.
         self._ratios: deque[int] = deque([1], maxlen=_STEPS)
         self._usual: int | None = None
         self._passes = 0
 
     @property
     def ratio(self) -> int:
-        """How many times as often as usual a forward pass may call a unit, as recent ones did."""
+        """Largest number of calls per forward pass in recent steps, divided by the usual number."""
         return max(self._ratios)
 
     @property
@@ -40,7 +40,7 @@ class UnitCalls:
 
         Args:
             name: The unit.
-            usual: How often a forward pass called it when it was profiled.
+            usual: Calls per forward pass when the run was profiled.
         """
         self._usual = max(usual, 1)
         self._switcher.count(name)
@@ -54,7 +54,7 @@ class UnitCalls:
         self._passes += 1
 
     def end_step(self) -> None:
-        """Take in the step's calls."""
+        """Add the calls of the step."""
         calls, passes, self._passes = self._switcher.calls(), self._passes, 0
         if calls and passes and self._usual is not None:
             self._ratios.append(max(math.ceil(calls / passes / self._usual), 1))

@@ -23,7 +23,7 @@ from autotune.mechanics import devices, randomness
 from autotune.mechanics.buffers import copy_buffers, drop_constants, write_buffers
 from autotune.mechanics.trees import tensors
 from autotune.plan import Plan
-from autotune.profiling.step_signature import Signature, Trained, signature_of
+from autotune.profiling.step_signature import Signature, Trained, contents_of, signature_of
 
 Pass = Callable[[Any], torch.Tensor]
 
@@ -247,7 +247,7 @@ class _Ranks:
             return False
         plan = self._tuner.plan
         # The first update makes the optimizer's states, which take room as well.
-        signature = signature_of(batch, self._trained, self._optimizer, 1)
+        signature = signature_of(contents_of(batch).shapes, self._trained, self._optimizer, 1)
         known = self._known.setdefault(plan, [])
         is_new = not any(former.covers(signature) for former in known)
         found = self._tuner.largest([float(is_new)])
