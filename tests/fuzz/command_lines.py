@@ -90,7 +90,8 @@ def verbs() -> dict[Verb, list[Option]]:
 
 
 def _options(command: Any) -> Iterator[Option]:
-    hints = typing.get_type_hints(inspect.unwrap(command.callback))
+    signature = inspect.signature(inspect.unwrap(command.callback, stop=_is_signed), eval_str=True)
+    hints = {name: parameter.annotation for name, parameter in signature.parameters.items()}
     for parameter in command.params:
         flags = () if parameter.param_type_name == "argument" else (*parameter.opts, *parameter.secondary_opts)
         yield Option(
@@ -99,6 +100,10 @@ def _options(command: Any) -> Iterator[Option]:
             kind=_kind(hints.get(parameter.name, bool)),
             required=parameter.required,
         )
+
+
+def _is_signed(function: Any) -> bool:
+    return hasattr(function, "__signature__")
 
 
 def _kind(hint: Any) -> str:
