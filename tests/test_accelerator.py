@@ -29,8 +29,8 @@ from autotune.measurement import Failure
 from autotune.mechanics import devices
 from autotune.mechanics.step_trace import StepTracer
 from autotune.profiling.flops import matmul_peak
-from autotune.profiling.probe import storage_lock
 from autotune.profiling.profiler import ProfilerOptions, profile
+from autotune.profiling.recompute_probe import storage_lock
 from autotune.profiling.tracing_engine import WatchedEngine
 
 DEVICE = "fake"

@@ -12,8 +12,8 @@ import torch
 
 from autotune.agents.planner_policy import Ranges
 from autotune.agents.policy_folder import LeverTraining, save_levers
-from autotune.agents.policy_network import LeverNetwork
 from autotune.agents.recipe import JobsRecipe, Recipe
+from autotune.agents.shipped_network import LeverNetwork
 from autotune.bench.bench_policy import bench_policy
 from autotune.campaign.moving_worlds import GROUPS, ToldRises, drive, period_rule, strengths_of
 from autotune.campaign.policy_judging import BenchSettings, load_judged

@@ -15,8 +15,8 @@ import pytest
 import tiny_job
 
 from autotune import InputError, Measurement, Plan
-from autotune.agents.methods import METHODS, PlanningMethod
 from autotune.agents.rules import rule_plan
+from autotune.agents.search_methods import METHODS, PlanningMethod
 from autotune.bench import bench_search as bench
 from autotune.bench import search_judging as judging
 from autotune.cli.main import run

@@ -11,10 +11,10 @@ from test_env import plain_window
 
 from autotune import GradientStatistics, Measurement, Plan
 from autotune.agents import policy_folder
-from autotune.agents.plan_network import LearnedPolicy, PolicyNetwork
 from autotune.agents.policies import POLICIES, make_policy
 from autotune.agents.policy import PlanningPolicy, Policy, StaticPolicy
 from autotune.agents.rules import RULES, rule_policy
+from autotune.agents.scratch_network import LearnedPolicy, PolicyNetwork
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.gym.observation import Observation
 from autotune.live.deciding import RecordedPolicy, SolvingPolicy

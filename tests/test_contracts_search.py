@@ -9,8 +9,8 @@ from known_problem import KnownEngine
 from test_env import plain_window
 
 from autotune import Measurement, Plan
-from autotune.agents.methods import METHODS, PlanningMethod, SearchMethod, make_search
 from autotune.agents.search import Search, SearchContext
+from autotune.agents.search_methods import METHODS, PlanningMethod, SearchMethod, make_search
 from autotune.budget import MemoryBudget
 from autotune.campaign import plan_search
 from autotune.campaign.baselines import measure_references

@@ -21,12 +21,12 @@ from test_env import SPACE, plain_window, replay_env
 from autotune import GradientStatistics, Measurement, Plan, PolicyFileError, Precision, Storage
 from autotune.agents import policy_folder, ppo
 from autotune.agents.optuna_search import OptunaSearch
-from autotune.agents.plan_network import Layout, LearnedPolicy, PolicyNetwork, most_likely
 from autotune.agents.policy import Policy
 from autotune.agents.rules import PAPER_ACCUMULATION, RULES, PaperPolicy, rule_plan, rule_policy
+from autotune.agents.scratch_network import Layout, LearnedPolicy, PolicyNetwork, most_likely
 from autotune.agents.study_store import STORAGE_FILE
+from autotune.gym.job_env import TuningEnv
 from autotune.gym.observation import Observation
-from autotune.gym.plan_env import TuningEnv
 from autotune.measurement import Failure
 from autotune.plan import PlanSpace
 from autotune.simulator.random_jobs import draw_job

@@ -12,8 +12,8 @@ from stable_baselines3.common.env_checker import check_env as check_sb3
 
 from autotune import Failure, GradientStatistics, InputError, Measurement, PlanError, UnitGradient
 from autotune.cost_model.paper_equations import Weights
+from autotune.gym.job_env import TuningEnv
 from autotune.gym.observation import GLOBAL_FEATURES, LIMIT, UNIT_FEATURES
-from autotune.gym.plan_env import TuningEnv
 from autotune.gym.reward import FAILURE_COST, Objective
 from autotune.plan import Plan, PlanSpace, Precision
 from autotune.units import Unit

@@ -37,7 +37,7 @@ HEAVY = {
     "mlflow": {"records/tracking.py"},
     "deepspeed": {"engines/deepspeed_library.py"},
     "ray": {"engines/ray_cluster.py"},
-    "matplotlib": {"report/figures.py"},
+    "matplotlib": {"report/png_figures.py"},
     "jinja2": {"report/rendering.py"},
     "pyarrow": {"report/sheets.py"},
     "transformers": {"live/integrations/transformers.py"},

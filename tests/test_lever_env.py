@@ -15,9 +15,9 @@ from autotune.agents.priced_plans import PricedPlans
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.solver import SAFETY_MARGIN, Goal, solve
 from autotune.errors import InputError
+from autotune.gym.job_env import TuningEnv
 from autotune.gym.lever_env import LeverEnv
 from autotune.gym.levers import NEUTRAL, SIZES
-from autotune.gym.plan_env import TuningEnv
 from autotune.simulator.random_jobs import draw_job
 
 

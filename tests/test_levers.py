@@ -11,10 +11,10 @@ import pytest
 import torch
 from lever_gains import evaluate, summary
 
-from autotune.agents.policy_network import LeverNetwork
 from autotune.agents.ppo import train_levers
 from autotune.agents.recipe import LeverRecipe
 from autotune.agents.saved_training import SavedTraining
+from autotune.agents.shipped_network import LeverNetwork
 from autotune.gym.levers import (
     LIMIT,
     NEUTRAL,

@@ -15,7 +15,7 @@ from test_live import RESTLESS, Wanders, deep_gpt, gpt_loss, seeded, token_batch
 from torch import nn
 
 import autotune
-from autotune.agents.plan_network import LearnedPolicy, PolicyNetwork
+from autotune.agents.scratch_network import LearnedPolicy, PolicyNetwork
 from autotune.mechanics.controls import ControlledForward, recomputations
 from autotune.mechanics.precision import excluded_precisions, useful_precisions
 from autotune.plan import Precision, Storage

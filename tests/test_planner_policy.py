@@ -17,7 +17,7 @@ from simulation import MOVING
 from autotune import GradientStatistics, InputError, Measurement, Plan, Precision, TorchEngine
 from autotune.agents.planner_policy import PlannerPolicy, Ranges
 from autotune.agents.policy import Policy
-from autotune.agents.policy_network import BareNetwork, LeverNetwork
+from autotune.agents.shipped_network import BareNetwork, LeverNetwork
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import SAFETY_MARGIN, Goal, smallest, solve, solve_each

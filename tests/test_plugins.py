@@ -10,9 +10,9 @@ import pytest
 from test_env import SPACE
 
 from autotune import AttachError, InputError, Plan, PlanSpace, RunDirectoryError
-from autotune.agents.methods import METHODS, find_method
-from autotune.agents.registry import Registry
+from autotune.agents.entry_points import Registry
 from autotune.agents.rules import RULES, Rule, rule_plan
+from autotune.agents.search_methods import METHODS, find_method
 from autotune.campaign.trusted_inputs import TrustedInputs
 from autotune.cli.main import run
 from autotune.live.deciding import find_policy

@@ -37,7 +37,7 @@ from autotune.agents.policy_folder import (
     save_levers,
     shipped_policy,
 )
-from autotune.agents.policy_network import LeverNetwork
+from autotune.agents.shipped_network import LeverNetwork
 from autotune.catalog import load_job
 from autotune.cli.main import run
 from autotune.gym.levers import RUN_FEATURES, UNIT_FEATURES

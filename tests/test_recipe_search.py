@@ -22,9 +22,9 @@ from test_train import Told, put, recipe_file, wait_until
 
 import autotune.commands
 from autotune.agents.optuna_search import Outcome, Proposal, RecipeStudy
-from autotune.agents.policy_network import LeverNetwork
 from autotune.agents.recipe import JobsRecipe, LeverRecipe, Recipe, read_recipe, recipe_of
 from autotune.agents.recipe_space import PPO_SPACE, Choice, Range, own_values, space_around, with_values
+from autotune.agents.shipped_network import LeverNetwork
 from autotune.campaign.policy_training import train_seed
 from autotune.campaign.recipe_search import (
     Search,

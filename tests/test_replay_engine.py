@@ -10,7 +10,7 @@ import tiny_job
 from replay_engine import ReplayEngine, read_trace, space_of
 
 from autotune.errors import EngineError, InputError
-from autotune.gym.plan_env import TuningEnv
+from autotune.gym.job_env import TuningEnv
 from autotune.measurement import Failure
 
 DATA = Path(__file__).parent / "traces"

@@ -24,12 +24,12 @@ from autotune.errors import InputError, JobError
 from autotune.optimizers import KINDS
 from autotune.paper import experiments as experiments_module
 from autotune.paper import paper_numbers as paper
-from autotune.paper.ablation import COMPONENTS, component_arms, component_plans
-from autotune.paper.efficiency import tuned_arm
 from autotune.paper.error_analysis import early_share, gain_shares
 from autotune.paper.experiments import CONVOLUTION, SCALES, TRANSFORMER, Experiment
 from autotune.paper.rows import TableRow, over
+from autotune.paper.table_3_ablation import COMPONENTS, component_arms, component_plans
 from autotune.paper.table_comparisons import baseline_arm, paper_arm, samples_needed, summarised
+from autotune.paper.tables_1_2_efficiency import tuned_arm
 from autotune.plan import Precision, Storage
 from autotune.profiling.profiler import ProfilerOptions
 from autotune.profiling.profiler import profile as lean_profile

@@ -99,7 +99,7 @@ def test_events_change_length_budget_and_noise() -> None:
 def test_the_single_environment_runs_on_a_simulated_engine() -> None:
     import tiny_job
 
-    from autotune.gym.plan_env import TuningEnv
+    from autotune.gym.job_env import TuningEnv
 
     (job,) = some_jobs(1)
     env = TuningEnv(

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.agents.methods import METHODS
 from autotune.agents.planner import close_plans, greedy_plan
+from autotune.agents.search_methods import METHODS
 from autotune.cost_model import solver
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.paper_equations import Weights

@@ -20,8 +20,8 @@ from test_tracking import runs_in
 import autotune.commands
 from autotune.agents.planner_policy import PlannerPolicy
 from autotune.agents.policy_folder import load_policy
-from autotune.agents.policy_network import LeverNetwork
 from autotune.agents.recipe import JobsRecipe, LeverRecipe, Recipe, read_recipe
+from autotune.agents.shipped_network import LeverNetwork
 from autotune.campaign.policy_training import (
     jobs_of,
     train_seed,

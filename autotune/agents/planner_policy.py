@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.agents.policy_network import BareNetwork, LeverNetwork
+from autotune.agents.shipped_network import BareNetwork, LeverNetwork
 from autotune.cost_model.profile import Profile
 from autotune.errors import InputError
 from autotune.gym.levers import NEUTRAL, RUN_FEATURES, SIZES, Actions, Features, levers_of
@@ -30,7 +30,7 @@ _BEYOND, _BEYOND_LEAST = 0.1, 0.25
 
 
 class LeverChooser(Protocol):
-    """Chooses levers from features, as :class:`autotune.agents.policy_network.LeverNetwork` does."""
+    """Chooses levers from features, as :class:`autotune.agents.shipped_network.LeverNetwork` does."""
 
     def most_likely(self, features: tuple[Features, Features]) -> Actions:
         """Return the choice of each lever, shape (n, levers)."""

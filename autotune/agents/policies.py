@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from autotune.agents.entry_points import POLICY_GROUP, Registry
 from autotune.agents.policy import PlanningPolicy, Policy
-from autotune.agents.registry import POLICY_GROUP, Registry
 from autotune.errors import InputError
 
 

@@ -22,10 +22,10 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import nn
 
-from autotune.agents.plan_network import Layout, LearnedPolicy, PolicyNetwork, most_likely
 from autotune.agents.planner_policy import PlannerPolicy, Ranges
 from autotune.agents.policy import Policy
-from autotune.agents.policy_network import LeverNetwork
+from autotune.agents.scratch_network import Layout, LearnedPolicy, PolicyNetwork, most_likely
+from autotune.agents.shipped_network import LeverNetwork
 from autotune.catalog import content_folder
 from autotune.errors import InputError, PolicyFileError
 from autotune.gym import levers

@@ -25,16 +25,16 @@ from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import VecEnv
 from torch import nn
 
-from autotune.agents.plan_network import Layout, PolicyNetwork
-from autotune.agents.policy_network import LeverNetwork
 from autotune.agents.recipe import LeverRecipe
 from autotune.agents.saved_training import MOMENTS, SavedTraining
+from autotune.agents.scratch_network import Layout, PolicyNetwork
+from autotune.agents.shipped_network import LeverNetwork
 from autotune.engines.budgeted_engine import StepsSpentError
+from autotune.gym.job_env import TuningEnv
 from autotune.gym.lever_env import LeverEnv
 from autotune.gym.levers import LIMIT, RUN_FEATURES, SIZES, UNIT_FEATURES, Features
 from autotune.gym.moving_env import MovingEnv
 from autotune.gym.observation import Array
-from autotune.gym.plan_env import TuningEnv
 from autotune.plan import Plan
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.agents.entry_points import RULE_GROUP, Registry
 from autotune.agents.policy import Policy, StaticPolicy
-from autotune.agents.registry import RULE_GROUP, Registry
 from autotune.cost_model.noise_scale import adaptive_accumulation
 from autotune.cost_model.paper_equations import kept_layers
 from autotune.gym.observation import Observation

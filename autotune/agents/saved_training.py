@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
-from autotune.agents.policy_network import LeverNetwork
 from autotune.agents.recipe import LeverRecipe
+from autotune.agents.shipped_network import LeverNetwork
 from autotune.errors import InputError
 from autotune.io.files import parse_json
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.agents.policy_network import BareNetwork
 from autotune.agents.recipe import Recipe
+from autotune.agents.shipped_network import BareNetwork
 from autotune.bench.harness import SILENT, document_of
 from autotune.campaign.moving_worlds import moving_tables
 from autotune.campaign.policy_judging import MOVING_SEED, BenchSettings, Judged

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.agents.methods import METHODS as TUNING_METHODS
-from autotune.agents.methods import PlanningMethod
+from autotune.agents.search_methods import METHODS as TUNING_METHODS
+from autotune.agents.search_methods import PlanningMethod
 from autotune.bench.harness import SILENT, alternating, document_of
 from autotune.bench.search_judging import (
     CLOSE_FRAC,

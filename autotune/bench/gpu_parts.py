@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from autotune.agents.methods import METHODS, PlanningMethod
 from autotune.agents.rules import RULES, rule_plan
+from autotune.agents.search_methods import METHODS, PlanningMethod
 from autotune.bench.bench_attach import bench_overhead_attached
 from autotune.bench.gpu_jobs import gpu_jobs
 from autotune.bench.gpu_windows import PlanWindows

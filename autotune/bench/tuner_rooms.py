@@ -37,7 +37,7 @@ from autotune.mechanics.controls import Switcher
 from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe
 from autotune.mechanics.step_trace import StepWatch
 from autotune.mechanics.stepping import Update
-from autotune.profiling import probe
+from autotune.profiling import recompute_probe
 from autotune.profiling.step_peaks import StepPeaks
 from autotune.profiling.unit_calls import UnitCalls
 
@@ -71,7 +71,7 @@ ROOMS: Mapping[str, tuple[tuple[Any, tuple[str, ...]], ...]] = {
     "policy": ((Decider, ("ask",)),),
     "profile": ((Pilot, ("_take_profile",)), (Knowledge, ("profile",))),
     TRACING: ((LiveProfiler, ("begin", "phase", "end")), (StepWatch, ("_see", "_go"))),
-    PROBE: ((probe, ("storage_lock",)), (ProbeResults, ("read",))),
+    PROBE: ((recompute_probe, ("storage_lock",)), (ProbeResults, ("read",))),
     SHADOW: ((Pilot, ("take_shadows",)),),
     "bookkeeping": (
         (Pilot, ("before_step", "before_update", "after_step", "tell_phase", "_take")),
@@ -188,7 +188,10 @@ class Rooms:
                         self._replace(stack, owner, name, self.timed(room, vars(owner)[name]))
             note = GradientProbe._note
             self._replace(
-                stack, GradientProbe, "_note", lambda probe, index: self.timed(STATISTICS, note(probe, index))
+                stack,
+                GradientProbe,
+                "_note",
+                lambda probe, index: self.timed(STATISTICS, note(probe, index)),
             )
             gc.callbacks.append(self._collecting)
             stack.callback(gc.callbacks.remove, self._collecting)

@@ -7,8 +7,8 @@ import gc
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autotune.agents.methods import METHODS
 from autotune.agents.policies import POLICIES
+from autotune.agents.search_methods import METHODS
 from autotune.budget import MemoryBudget, format_bytes
 from autotune.campaign.arms import is_live, live_arm, named_arm, needs_profile, static_arm
 from autotune.campaign.baselines import References

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from autotune.agents.methods import METHODS
 from autotune.agents.policies import POLICIES, make_policy
 from autotune.agents.policy import PlanningPolicy, StaticPolicy
 from autotune.agents.rules import RULES, rule_plan, rule_policy
+from autotune.agents.search_methods import METHODS
 from autotune.campaign.comparison import GATE
 from autotune.cost_model.profile import Profile
 from autotune.errors import InputError

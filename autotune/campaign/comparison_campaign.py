@@ -24,7 +24,7 @@ from autotune.records.protocol import Arm, Protocol
 from autotune.records.requests import CompareRequest
 from autotune.records.run_directory import RunDirectory, require_writable
 from autotune.records.tracking import Tracker
-from autotune.report.figures import draw_comparison
+from autotune.report.png_figures import draw_comparison
 
 _FIGURE = "comparison.png"
 

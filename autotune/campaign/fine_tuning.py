@@ -11,13 +11,13 @@ import numpy as np
 
 from autotune.agents.planner_policy import PlannerPolicy
 from autotune.agents.policy_folder import LeverTraining, load_policy, save_levers
-from autotune.agents.policy_network import LeverNetwork
 from autotune.agents.ppo import FineTuning, fine_tune
+from autotune.agents.shipped_network import LeverNetwork
 from autotune.campaign.policy_training import POLICY
 from autotune.cost_model.profile import Profile
 from autotune.errors import PolicyFileError
+from autotune.gym.job_env import TuningEnv
 from autotune.gym.lever_env import LeverEnv
-from autotune.gym.plan_env import TuningEnv
 from autotune.io.progress import Reporter
 from autotune.job import Job
 from autotune.records.run_directory import RunDirectory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autotune.agents.methods import METHODS
+from autotune.agents.search_methods import METHODS
 from autotune.campaign.arms import needs_profile
 from autotune.campaign.setup import Campaign
 from autotune.cost_model.memory_model import peak_bytes

@@ -14,7 +14,9 @@ from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.agents.methods import (
+from autotune.agents.rules import rule_plan
+from autotune.agents.search import SearchContext
+from autotune.agents.search_methods import (
     METHODS,
     Method,
     PlanningMethod,
@@ -23,8 +25,6 @@ from autotune.agents.methods import (
     find_method,
     make_search,
 )
-from autotune.agents.rules import rule_plan
-from autotune.agents.search import SearchContext
 from autotune.agents.study_store import StudyStore
 from autotune.campaign.baselines import References
 from autotune.cost_model.profile import Profile
@@ -33,8 +33,8 @@ from autotune.engines.budgeted_engine import BudgetedEngine, StepsSpentError
 from autotune.engines.engine import Engine
 from autotune.engines.tuning_windows import WINDOW_STEPS, merge_windows
 from autotune.errors import InputError
+from autotune.gym.job_env import TuningEnv
 from autotune.gym.observation import Observation
-from autotune.gym.plan_env import TuningEnv
 from autotune.gym.reward import Objective
 from autotune.io.documents import LARGEST_SEED
 from autotune.job import Job
@@ -134,7 +134,7 @@ def tune(
 
     Args:
         job: the job.
-        method: the name of a method; see :func:`autotune.agents.methods.find_method`.
+        method: the name of a method; see :func:`autotune.agents.search_methods.find_method`.
         engine: engine that measures plans; it stays open.
         references: result of :func:`autotune.campaign.baselines.measure_references` for the same engine.
         settings: limits and objective.
@@ -275,7 +275,7 @@ class _Tuning:
     def _train(self, method: TrainingMethod, env: TuningEnv) -> Plan:
         """Train a policy from the best rule that fits; return the plan that the trained policy chooses."""
         from autotune.agents import policy_folder
-        from autotune.agents.plan_network import LearnedPolicy
+        from autotune.agents.scratch_network import LearnedPolicy
 
         env.reset(seed=self.settings.seed)
         start = self._best_rule(env)

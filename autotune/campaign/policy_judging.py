@@ -15,7 +15,7 @@ from safetensors.torch import load as load_tensors
 
 from autotune.agents.planner_policy import PlannerPolicy, Ranges
 from autotune.agents.policy_folder import MANIFEST, WEIGHTS, load_policy
-from autotune.agents.policy_network import LeverNetwork
+from autotune.agents.shipped_network import LeverNetwork
 from autotune.errors import PolicyFileError, RunDirectoryError, first_line
 from autotune.gym.levers import (
     NEUTRAL,

@@ -19,9 +19,9 @@ import numpy as np
 from annotated_types import Interval, Len
 
 from autotune.agents.policy_folder import fill
-from autotune.agents.policy_network import LeverNetwork
 from autotune.agents.recipe import Recipe
 from autotune.agents.saved_training import SavedTraining
+from autotune.agents.shipped_network import LeverNetwork
 from autotune.cost_model.cost_arrays import Floats, Indices
 from autotune.errors import InputError, RunDirectoryError
 from autotune.gym.levers import RUN_FEATURES

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from autotune.agents.methods import METHODS
 from autotune.agents.policies import POLICIES
 from autotune.agents.rules import RULES
+from autotune.agents.search_methods import METHODS
 from autotune.campaign.arms import OWN_ARMS
 from autotune.catalog import is_catalog_reference
 from autotune.engines.ray_cluster import ClusterOptions

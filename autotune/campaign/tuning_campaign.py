@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from autotune.agents.methods import METHODS, Method, PlanningMethod, find_method
 from autotune.agents.planner import close_plans
+from autotune.agents.search_methods import METHODS, Method, PlanningMethod, find_method
 from autotune.campaign.baselines import References
 from autotune.campaign.job_profile import keep_profile, profile_first, profile_for, refuse_small_budget
 from autotune.campaign.plan_search import TuningResult

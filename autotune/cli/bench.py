@@ -209,7 +209,7 @@ def search(
     from autotune.budget import MemoryBudget
     from autotune.catalog import load_job
     from autotune.profiling.profiler import ProfilerOptions
-    from autotune.report.figures import draw_search
+    from autotune.report.png_figures import draw_search
 
     found, budget = load_job(job), MemoryBudget.parse(memory_budget)
     settings = SearchBenchSettings(

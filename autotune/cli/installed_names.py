@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer.core
 
-from autotune.agents.registry import POLICY_GROUP, RULE_GROUP, SEARCH_GROUP, installed_names
+from autotune.agents.entry_points import POLICY_GROUP, RULE_GROUP, SEARCH_GROUP, installed_names
 
 _GROUPS = {"method": (SEARCH_GROUP, POLICY_GROUP), "arms": (RULE_GROUP, SEARCH_GROUP, POLICY_GROUP)}
 

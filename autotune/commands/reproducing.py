@@ -14,7 +14,7 @@ from autotune.records.protocol import paired_seeds
 from autotune.records.run_directory import RunDirectory, require_writable
 from autotune.records.run_documents import TableRequest
 from autotune.records.tracking import Tracker
-from autotune.report.figures import draw_reproduction
+from autotune.report.png_figures import draw_reproduction
 
 
 def reproduce(

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from autotune.cost_model.profile import Profile
 from autotune.errors import InputError
+from autotune.gym.job_env import TuningEnv
 from autotune.gym.levers import SIZES, Features, levers_of
-from autotune.gym.plan_env import TuningEnv
 from autotune.gym.planned_run import PlannedRun
 from autotune.gym.spaces import lever_spaces
 from autotune.simulator.online_planner import PlannerSettings, Situation

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-_ENTRY_POINT = "autotune.gym.plan_env:TuningEnv"
+_ENTRY_POINT = "autotune.gym.job_env:TuningEnv"
 _REGISTRY = "gymnasium.envs.registration"
 
 

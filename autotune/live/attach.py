@@ -36,7 +36,8 @@ from autotune.live.controller import Pilot
 from autotune.live.deciding import find_policy
 from autotune.live.decision_log import LOG_NAME, LOG_VERSION, DecisionLog, make_run_folder
 from autotune.live.deepspeed_engines import held_bytes, is_engine
-from autotune.live.limits import KILL_VARIABLE, Limits, Mode, Stage, is_disabled
+from autotune.live.kill_switches import KILL_VARIABLE, is_disabled, stop_file_in
+from autotune.live.limits import Limits, Mode, Stage
 from autotune.live.mlflow_process import follow
 from autotune.live.rank_channel import Ranks, is_flattened
 from autotune.live.settings import Settings, settings_of, without_settings
@@ -47,8 +48,6 @@ from autotune.mechanics.sharded import ShardedUpdate
 from autotune.mechanics.stepping import Update
 from autotune.plan import PlanSpace, Precision
 from autotune.units import Unit, units_of
-
-_STOP_FILE = "STOP"
 
 # The tuner of each model. A tuner holds its model, so only weak references are kept here.
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ReferenceType[LiveTuner]] = weakref.WeakKeyDictionary()
@@ -176,7 +175,7 @@ def attach(
         model,
         sharded or _update(facts.device, inner, optimizer, clip_norm),
         pilot,
-        stop_file=None if folder is None else folder / _STOP_FILE,
+        stop_file=stop_file_in(folder),
         folder=folder,
         on_detach=functools.partial(_forget, weakref.ref(inner), leaving),
     )

@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from autotune.errors import AttachError
-
-# If set to anything but "" or 0, no tuner attaches, and attached ones detach within a step.
-KILL_VARIABLE = "AUTOTUNE_DISABLE"
-
-
-def is_disabled() -> bool:
-    """Tell whether the environment forbids live tuners."""
-    return os.environ.get(KILL_VARIABLE, "0") not in ("", "0")
 
 
 class Mode(StrEnum):

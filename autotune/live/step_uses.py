@@ -18,7 +18,7 @@ from autotune.mechanics import devices
 from autotune.mechanics.memory_meter import resident_tensors, storages, tensor_bytes
 from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch
 from autotune.plan import Plan
-from autotune.profiling.probe import UnitProbe
+from autotune.profiling.recompute_probe import UnitProbe
 
 
 class Use:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -25,7 +24,8 @@ from autotune.errors import AttachError
 from autotune.live.attached import Attached, Step, StepAhead
 from autotune.live.batch_pieces import counted, cut, nothing_to_learn, num_samples
 from autotune.live.controller import Pilot
-from autotune.live.limits import KILL_VARIABLE, Mode, is_disabled
+from autotune.live.kill_switches import reason_to_stop
+from autotune.live.limits import Mode
 from autotune.live.running_step import RunningStep
 from autotune.live.scaled_loss import is_scaled
 from autotune.mechanics import controls, devices
@@ -77,7 +77,7 @@ class LiveTuner:
         update: Update,
         pilot: Pilot | None,
         *,
-        stop_file: Path | None,
+        stop_file: str | None,
         folder: Path | None,
         on_detach: Callable[[], None],
     ) -> None:
@@ -85,7 +85,7 @@ class LiveTuner:
         self._model = model
         self._update = update
         self._pilot = pilot
-        self._stop_file = None if stop_file is None else str(stop_file)
+        self._stop_file = stop_file
         self._on_detach = on_detach
         self.folder = folder
         self.attached = pilot is not None
@@ -471,14 +471,11 @@ class LiveTuner:
             self._safely(lambda pilot: pilot.abandon_step())
         running = self._running = RunningStep(time.perf_counter())
         running.add(batch)
-        if self._pilot is not None and is_disabled():
-            self.detach(f"{KILL_VARIABLE} is set")
+        stopped = None if self._pilot is None else reason_to_stop(self._stop_file)
+        if stopped is not None:
+            self.detach(stopped)
         if self._pilot is not None and self._parallel and _joins(self._model):
             self._leave_join()
-        # Path.exists() raises where a folder may not be looked into, or its disk is gone.
-        stop = self._stop_file
-        if stop is not None and self._pilot is not None and os.path.exists(stop):  # noqa: PTH110
-            self.detach(f"{stop} exists")
         self._look_at_modules()
         # Storage may be switched while gradients are alive; k and precisions may not.
         free = bounded or (ended and self._facts.mode is Mode.EXACT)

@@ -24,7 +24,7 @@ from autotune.mechanics.devices import device_kind
 from autotune.paper.experiments import Experiment
 from autotune.paper.paper_numbers import MEMORY, QUALITY, SAMPLES, THROUGHPUT, TIME
 from autotune.paper.rows import Table, TableRow
-from autotune.paper.scaling import measure
+from autotune.paper.table_4_ranks import measure
 from autotune.paper.table_comparisons import Campaign, number_of, samples_needed, summarised, verdict_notes
 from autotune.plan import Launch
 from autotune.records.protocol import Arm

@@ -10,7 +10,10 @@ from typing import Any
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.time_model import seconds_by_operation, seconds_per_step
 from autotune.paper import paper_numbers as paper
-from autotune.paper.ablation import (
+from autotune.paper.experiments import TRANSFORMER, Experiment
+from autotune.paper.rows import Table, TableRow, over
+from autotune.paper.speedup_equations import NOTES, outlook
+from autotune.paper.table_3_ablation import (
     ACCUMULATION,
     BASELINE,
     CHECKPOINTS,
@@ -19,10 +22,7 @@ from autotune.paper.ablation import (
     ablation,
     component_plans,
 )
-from autotune.paper.experiments import TRANSFORMER, Experiment
-from autotune.paper.rows import Table, TableRow, over
-from autotune.paper.scaling import measure
-from autotune.paper.speedup_equations import NOTES, outlook
+from autotune.paper.table_4_ranks import measure
 from autotune.paper.table_comparisons import Campaign, summarised
 
 # Ranks whose communication is added to the operations of one process.

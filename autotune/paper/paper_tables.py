@@ -9,15 +9,15 @@ from autotune.engines.deepspeed_library import imported
 from autotune.errors import InputError
 from autotune.job import DataSource
 from autotune.mechanics.devices import device_name
-from autotune.paper.ablation import ablation
 from autotune.paper.cross_layer import cross_layer
-from autotune.paper.efficiency import efficiency
 from autotune.paper.error_analysis import error_analysis
 from autotune.paper.experiments import CONVOLUTION, TRANSFORMER, Experiment, experiments_of
 from autotune.paper.paper_numbers import TABLE_1, TABLE_2
 from autotune.paper.rows import Table
-from autotune.paper.scaling import scaling
+from autotune.paper.table_3_ablation import ablation
+from autotune.paper.table_4_ranks import scaling
 from autotune.paper.table_comparisons import Campaign
+from autotune.paper.tables_1_2_efficiency import efficiency
 from autotune.records.protocol import FEWEST_FOR_A_CLAIM
 
 TABLES: Mapping[str, tuple[str, ...]] = {

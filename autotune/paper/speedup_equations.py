@@ -7,9 +7,9 @@ from typing import Any
 
 from autotune.cost_model.paper_equations import cycles_to_double, net_speedup
 from autotune.paper import paper_numbers as paper
-from autotune.paper.ablation import BASELINE, CHECKPOINTS, SCHEDULE
 from autotune.paper.experiments import Experiment
 from autotune.paper.rows import TableRow, over
+from autotune.paper.table_3_ablation import BASELINE, CHECKPOINTS, SCHEDULE
 from autotune.paper.table_comparisons import summarised
 
 NOTES = (

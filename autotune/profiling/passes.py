@@ -18,7 +18,7 @@ from autotune.mechanics.activations import WRITTEN, Recomputation, undone
 from autotune.mechanics.copies import CopyError, Loans, TensorCopy, Weights, copied, dissolve, state_of, twin_of
 from autotune.mechanics.kept import flattened
 from autotune.mechanics.memory_meter import strided
-from autotune.profiling.surroundings import Surroundings, own_attributes
+from autotune.profiling.outside_state import Surroundings, own_attributes
 
 # Relative differences, by 2-norms, up to which two passes over one input differ by rounding alone: so many units in the
 # last place (sums that cancel lose as many), and never what dropout does (a rate of 0.1 differs by 0.4).

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from autotune.agents.methods import METHODS, PlanningMethod
 from autotune.agents.rules import RULES, Rule
+from autotune.agents.search_methods import METHODS, PlanningMethod
 from autotune.budget import format_bytes
 from autotune.cost_model.profile import Profile, choice_name
 from autotune.plan import Plan, PlanSpace, Precision, Storage

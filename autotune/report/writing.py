@@ -13,8 +13,8 @@ from autotune.records.tracking import Tracker
 from autotune.report.campaign_page import CampaignPage
 from autotune.report.campaign_run import CampaignRun, read_campaign
 from autotune.report.comparison_page import comparison_page
-from autotune.report.figures import draw, draw_comparison
 from autotune.report.pareto import front_of
+from autotune.report.png_figures import draw, draw_comparison
 from autotune.report.svg import Figure
 from autotune.report.tuning_page import tuning_page
 

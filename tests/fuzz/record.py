@@ -126,8 +126,8 @@ def _attached(runs: Path) -> Path:
 
 def _policy(folder: Path) -> None:
     """Save a policy that chooses plans by itself, narrow enough to be small."""
-    from autotune.agents.plan_network import PolicyNetwork
     from autotune.agents.policy_folder import Training, save_policy
+    from autotune.agents.scratch_network import PolicyNetwork
 
     training = Training(job="tiny", seed=0, windows=4, steps=8, memory_budget_bytes=None)
     save_policy(folder, PolicyNetwork(8), training)

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from autotune.mechanics.copies import attributes_of, same_bits, slots_of
-from autotune.profiling.reachable import (
+from autotune.profiling.reachable_code import (
     HOOKS,
     bound_in,
     forward_of,

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from autotune.agents.plan_network import linear
+from autotune.agents.scratch_network import linear
 from autotune.gym.levers import NEUTRAL, RUN_FEATURES, SIZES, UNIT_FEATURES, Actions, Features
 
 Weights = NDArray[np.float32]

@@ -29,9 +29,9 @@ from autotune.mechanics.devices import is_out_of_memory
 from autotune.mechanics.kept import Kept, flattened, is_carrier
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.stand_ins import StandIn
+from autotune.profiling.outside_state import Surroundings, own_attributes
 from autotune.profiling.passes import DRAWS, Unit, compared, distance, tensors_in
-from autotune.profiling.reachable import source_of
-from autotune.profiling.surroundings import Surroundings, own_attributes
+from autotune.profiling.reachable_code import source_of
 
 
 class UnitProbe(StandIn):

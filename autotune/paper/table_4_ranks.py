@@ -64,7 +64,7 @@ def measure(
 
 
 def _on_ranks(asked: Mapping[str, Any], count: int) -> dict[str, Any]:
-    return run_on_ranks("autotune.paper.scaling", asked, ranks=count)
+    return run_on_ranks("autotune.paper.table_4_ranks", asked, ranks=count)
 
 
 def _median(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

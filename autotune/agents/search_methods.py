@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from autotune.agents.entry_points import SEARCH_GROUP, Registry
 from autotune.agents.planner import close_plans, greedy_plan, policy_plans
 from autotune.agents.policies import POLICIES, planning_policy
-from autotune.agents.registry import SEARCH_GROUP, Registry
 from autotune.agents.search import RandomSearch, Search, SearchContext
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import Goal
@@ -23,7 +23,7 @@ from autotune.plan import Plan
 
 if TYPE_CHECKING:
     from autotune.agents.ppo import Trained
-    from autotune.gym.plan_env import TuningEnv
+    from autotune.gym.job_env import TuningEnv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
