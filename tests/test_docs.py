@@ -1,0 +1,59 @@
+"""The pages in docs/ hold: their code runs, and the files that they name exist."""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autotune.cli.main import run
+
+ROOT = Path(__file__).parent.parent
+EXTENDING = (ROOT / "docs" / "extending.md").read_text()
+TINY = f"{Path(__file__).parent / 'tiny_job.py'}:job"
+
+
+def block(language: str) -> str:
+    found = re.findall(rf"```{language}\n(.*?)```", EXTENDING, flags=re.DOTALL)
+    assert len(found) == 1
+    return str(found[0])
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Install the page's module and entry points as a package."""
+    metadata = tmp_path / "packages" / "my_tuning-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata.parent / "my_tuning.py").write_text(block("python"))
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-tuning\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        block("toml").replace('[project.entry-points."', "[").replace('"]', "]").replace('"', "")
+    )
+    monkeypatch.syspath_prepend(metadata.parent)
+    yield
+    sys.modules.pop("my_tuning", None)
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_page_on_extending_adds_a_search_a_rule_and_a_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arms = ["every-second", "fewest", "lean-under-pressure"]
+    more = ["--steps", "45", "--seeds", "2", "--runs-dir", str(tmp_path / "runs"), "--json"]
+    assert run(["compare", TINY, "--arms", ",".join(arms), *more]) == 0
+    found = {arm["name"]: arm for arm in json.loads(capsys.readouterr().out)["arms"]}
+    assert list(found) == ["baseline", *arms]
+    assert set(found["every-second"]["plan"]["storage"].values()) == {"recompute", "save"}
+    assert found["fewest"]["tuning_steps"] > 0
+
+
+def test_every_file_that_the_pages_name_exists() -> None:
+    named = [
+        name
+        for page in (ROOT / "docs").glob("*.md")
+        for name in re.findall(r"`((?:autotune|tests)/[\w./]+)`", page.read_text())
+    ]
+    assert len(named) > 10
+    assert [name for name in named if not (ROOT / name).exists()] == []
