@@ -272,7 +272,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Any], object], str]] = {
         "arms[0].runs[1].curve[2]",
     ),
     "no verdict": ("comparison.json", lambda d: d["against_baseline"][0].pop("verdict"), "against_baseline[0].verdict"),
-    "a verdict on nobody": ("comparison.json", _rename, "do not belong together"),
+    "a verdict on nobody": ("comparison.json", _rename, "are inconsistent"),
     "a key that nobody wrote": ("comparison.json", lambda d: d.update(extra=1), "unknown key 'extra'"),
     "a year that dates do not have": (
         "comparison.json",

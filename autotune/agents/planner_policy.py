@@ -1,6 +1,6 @@
-"""A policy for real runs: a planner that decides window by window, adjusted by a network if there is one.
+"""A policy for real runs: a planner that chooses a plan for each window, optionally adjusted by a neural network.
 
-The planner, its features and its levers are those of the simulator.
+It uses the same planner, features and levers as the simulator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autotune.simulator.online_planner import PlannerSettings, Situation
 
 logger = logging.getLogger(__name__)
 
-# How far a feature may lie outside its range in training: a share of that range, and a minimum.
+# How far a feature may lie outside its training range: this share of the range, or the minimum if that is larger.
 _BEYOND, _BEYOND_LEAST = 0.1, 0.25
 
 
@@ -39,13 +39,13 @@ class LeverChooser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """The range of each feature in training; arrays of shape (len(RUN_FEATURES),)."""
+    """The range of each feature seen in training; arrays of shape (len(RUN_FEATURES),)."""
 
     lowest: NDArray[np.float64]
     highest: NDArray[np.float64]
 
     def outside(self, run: Features) -> str | None:
-        """Return the name of a feature outside its range; ``None`` if there is none.
+        """Return the name of the first feature that is too far outside its range, or ``None``.
 
         Args:
             run: features of the run, shape (1, len(RUN_FEATURES)).
@@ -62,15 +62,16 @@ class PlannerPolicy:
         name: name of the policy.
         settings: settings of the planner.
         network: chooses the planner's levers; ``None`` keeps them neutral.
-        ranges: ranges of the network's features in training, outside of which the planner acts alone.
+        ranges: training ranges of the features; outside them, the planner acts without the network.
 
     Attributes:
         name: name of the policy.
         settings: settings of the planner.
         network: chooses the planner's levers; ``None`` if they stay neutral.
-        ranges: ranges of the network's features in training.
-        alone_because: why the planner acted alone last time: a feature's name or an error; ``None`` if it did not.
-        alone: number of windows of the run in which the planner acted alone, by reason.
+        ranges: training ranges of the features.
+        alone_because: why the last decision was made without the network: the name of a feature, or an error; ``None``
+            if the network was used or there is none.
+        alone: number of decisions in this run that were made without the network, by reason.
         reserve_frac: share of the device's memory that the last decision leaves free.
     """
 
@@ -109,7 +110,7 @@ class PlannerPolicy:
         """Return the plan to launch with.
 
         Raises:
-            InputError: before :meth:`begin`.
+            InputError: if :meth:`begin` has not been called.
         """
         run = self._started()
         return run.plan_of(run.planner.plan if run.planner.seen is not None else run.first)
@@ -118,14 +119,14 @@ class PlannerPolicy:
         """Return the plan for the next window.
 
         Raises:
-            InputError: before :meth:`begin`.
+            InputError: if :meth:`begin` has not been called.
         """
         run = self._started()
         run.observe(observation)
         return run.plan_of(self._choose(run, run.situation(observation)))
 
     def reset(self) -> None:
-        """Forget the run; the profile stays."""
+        """Forget the run, but keep the profile."""
         self._run = None
         self.alone = Counter()
         self.reserve_frac = 0.0
@@ -146,7 +147,7 @@ class PlannerPolicy:
             if self.alone_because is None:
                 actions = self._asked(self._chooser, features)
             else:
-                logger.info("the planner acts alone: %s lies outside what was trained on", self.alone_because)
+                logger.info("the planner acts alone: %s is outside its training range", self.alone_because)
             if self.alone_because is not None:
                 self.alone[self.alone_because] += 1
         levers = levers_of(actions)
@@ -154,12 +155,12 @@ class PlannerPolicy:
         return run.planner.decide(situation, levers)
 
     def _asked(self, chooser: LeverChooser, features: tuple[Features, Features]) -> Actions:
-        """Return the network's choices; if it fails in any way, neutral ones, so that the planner acts alone."""
+        """Return the network's choices, or neutral ones if it fails in any way, so that the planner acts alone."""
         try:
             actions = np.asarray(chooser.most_likely(features))
             if actions.shape != (1, len(SIZES)) or not ((actions >= 0) & (actions < np.array(SIZES))).all():
                 raise ValueError(f"actions are {actions.tolist()}")
-        except Exception as error:  # noqa: BLE001 - whatever it is, the run must go on
+        except Exception as error:  # noqa: BLE001 - whatever the error, the run must go on
             self.alone_because = f"{type(error).__name__}: {error}"
             logger.warning("the planner acts alone: the network failed (%s)", self.alone_because)
             return np.array([NEUTRAL], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Copies of a job that train side by side, a batch at a time: unattached, under given plans, or with a tuner."""
+"""Copies of a job that train side by side, one batch at a time: unchanged, under given plans, or with a tuner."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from autotune.plan import Plan
 
 
 class Arm:
-    """One copy of a job, which trains a step at a time on random generators of its own.
+    """One copy of a job that trains one batch at a time, with its own state of the random number generators.
 
     Attributes:
         seconds: wall-clock seconds of each batch.
-        cpu_seconds: processor seconds of each batch, on which other processes have little influence.
-        losses: loss of each batch; of a batch that is cut, the loss of its last piece.
+        cpu_seconds: CPU seconds of each batch, which other processes hardly affect.
+        losses: loss of each batch; if a batch is split, the loss of its last piece.
 
     Args:
         job: the job.
@@ -84,7 +84,7 @@ class PlacedArm(Arm):
     Args:
         job: the job.
         seed: random seed for the weights.
-        choose: returns the plan of a batch.
+        choose: returns the plan for a batch.
     """
 
     def __init__(self, job: Job, seed: int, choose: Callable[[Any], Plan]) -> None:
@@ -107,7 +107,8 @@ class LiveArm(Arm):
     Attributes:
         tuner: the tuner.
         plans: plan of each batch.
-        updated: whether each batch ended with an update; not all do where a step consumes several.
+        updated: whether the optimizer stepped after each batch; it does not until the last batch of a step that
+            consumes several.
         learning: whether each batch was used to profile the run.
 
     Args:
@@ -125,7 +126,7 @@ class LiveArm(Arm):
         self.learning: list[bool] = []
 
     def take(self, batch: Any) -> None:
-        """Train on one batch, and record the time and whether it was used to profile."""
+        """Train on one batch, and record the time and whether the batch was used to profile the run."""
         super().take(batch)
         self.learning.append(self.tuner.learning)
 
@@ -140,7 +141,7 @@ class LiveArm(Arm):
 
 
 def take_turns(arms: Mapping[str, Arm], batch: Any, number: int) -> None:
-    """Let every arm take a batch, in an order that changes from step to step."""
+    """Train every arm on the same batch, in an order that changes from step to step."""
     names = list(arms)
     names = names[number % len(names) :] + names[: number % len(names)]
     for name in names if (number // len(names)) % 2 == 0 else reversed(names):
@@ -148,5 +149,5 @@ def take_turns(arms: Mapping[str, Arm], batch: Any, number: int) -> None:
 
 
 def endless(job: Job, seed: int) -> Iterator[Any]:
-    """Yield a job's batches without end: each pass has another seed."""
+    """Yield a job's batches endlessly, with a different seed for each pass over them."""
     return itertools.chain.from_iterable(job.batches(seed + number) for number in itertools.count())

@@ -1,4 +1,4 @@
-"""Options, progress bars and output streams that the verbs share.
+"""Options, progress bars and output streams that the commands share.
 
 With ``--json``, stdout carries one document and nothing else; bars are drawn only on a terminal.
 """
@@ -32,7 +32,7 @@ RunsOption = Annotated[Path, typer.Option("--runs-dir", help="Folder in which ru
 LeanOption = Annotated[
     bool, typer.Option("--lean/--full", help="Profile in a tenth of the steps, or measure each plan several times.")
 ]
-# Larger numbers are mistakes that would only be noticed after hours, or when memory runs out.
+# Larger values are surely mistakes, and would otherwise be noticed only after hours or when memory runs out.
 MOST_STEPS = 1_000_000
 LONGEST_S = 86_400
 MOST_WATTS = 1_000_000
@@ -43,7 +43,7 @@ SeedOption = Annotated[
 BudgetOption = Annotated[
     str | None,
     typer.Option(
-        "--memory-budget", help="Memory: a size (20GiB, 900MiB) or a share of the FP32 baseline's peak (75%)."
+        "--memory-budget", help="Memory limit: a size (20GiB, 900MiB) or a share of the FP32 baseline's peak (75%)."
     ),
 ]
 StepsOption = Annotated[
@@ -97,7 +97,7 @@ def console(*, as_json: bool) -> Console:
 
 
 def table(**settings: Any) -> Table:
-    """Return an empty Rich table; importing Rich takes a while."""
+    """Return an empty Rich table, importing Rich only when needed because it is slow to import."""
     from rich.table import Table
 
     return Table(**settings)
@@ -116,7 +116,7 @@ _document_stream: TextIO | None = None
 
 
 def keep_stdout_for_json() -> None:
-    """Redirect all further output of this process, C libraries included, to stderr, except the JSON document."""
+    """Redirect all further output except the JSON document to stderr, including the output of C libraries."""
     global _document_stream
     sys.stdout.flush()
     _document_stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -124,14 +124,14 @@ def keep_stdout_for_json() -> None:
 
 
 def open_closed_streams() -> None:
-    """Open the standard streams that are closed: otherwise the next file that is opened would take their place."""
+    """Open closed standard streams on the null device, since the next opened file would otherwise take their place."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
 
 
 def let_go_of_stdout() -> None:
-    """Discard further output to stdout, which nobody reads, including what is still buffered."""
+    """Discard all further output to stdout, including what is still buffered, once nobody reads it."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in _document_streams():
         os.dup2(null, stream.fileno())
@@ -139,7 +139,7 @@ def let_go_of_stdout() -> None:
 
 
 def stdout_has_no_reader() -> bool:
-    """Return whether the reader of stdout has ended, as in ``autotune ... | head``."""
+    """Return whether the process reading stdout has exited, as in ``autotune ... | head``."""
     poller = select.poll()
     for stream in _document_streams():
         poller.register(stream.fileno(), 0)
@@ -207,7 +207,7 @@ class Bars:
 
 
 def ranks(engine: str, count: int | None, zero_stage: str, config: Path | None) -> RankOptions | None:
-    """Return the options of an engine of several ranks; ``None`` for the default engine.
+    """Return the options of an engine that runs on several ranks; ``None`` for the default engine.
 
     Args:
         engine: value of ``--engine``.
@@ -216,7 +216,7 @@ def ranks(engine: str, count: int | None, zero_stage: str, config: Path | None) 
         config: value of ``--ds-config``.
 
     Raises:
-        InputError: if an option is wrong, or cannot be combined with the engine.
+        InputError: if an option is invalid, or cannot be combined with the engine.
     """
     from autotune.engines.registry import DEFAULT_ENGINE, ENGINES, RankOptions
     from autotune.io.files import read_json

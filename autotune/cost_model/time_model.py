@@ -1,4 +1,4 @@
-"""Seconds of a step under any plan, predicted from a profile as a calibrated sum of measured parts."""
+"""Predict the seconds of a step under any plan from a profile, as a calibrated sum of measured parts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def summed_seconds(profile: Profile, plan: Plan) -> float:
 def seconds_by_operation(profile: Profile, plan: Plan) -> dict[str, float]:
     """Return the seconds of a step by operation: ``forward``, ``backward`` (recomputation included), ``optimizer``.
 
-    These are the measured parts, without the calibration of their sum.
+    These are the measured seconds; the calibration, which applies only to their sum, is left out.
     """
     table = profile.table_for(plan)
     pieces = zip(table.segments, choices(table.segments, plan), strict=True)
@@ -49,8 +49,8 @@ def seconds_by_operation(profile: Profile, plan: Plan) -> dict[str, float]:
 def calibrated(profile: Profile, measured: Sequence[tuple[Plan, float]]) -> Profile:
     """Return the profile with a calibration fitted to measured plans.
 
-    The three coefficients are regularized towards (1, 0, 0), so that few or noisy plans cannot change them much. A
-    higher cost never lowers a prediction.
+    The three coefficients are regularized towards (1, 0, 0), so that few or noisy plans cannot change them much. The
+    scale stays positive, so that raising the cost of a part never lowers a prediction.
 
     Args:
         profile: the profile.
@@ -70,7 +70,8 @@ def _fitted(profile: Profile, measured: Sequence[tuple[Plan, float]]) -> Calibra
     sums = np.array([summed_seconds(profile, plan) for plan, _ in measured])
     steps = np.array([float(plan.accumulation_steps) for plan, _ in measured])
     seconds = np.array([value for _, value in measured])
-    # Ridge regression on relative errors; the penalty of each coefficient weighs as much as one plan.
+    # Ridge regression on relative errors. A penalty of 1 weighs about as much as one measured plan, so the two added
+    # terms are kept near 0 much more strongly than the scale is kept near 1.
     size = seconds.mean()
     design = np.stack([sums, steps * size, np.full_like(sums, size)], axis=1) / seconds[:, None]
     rest = (seconds - sums) / seconds

@@ -1,7 +1,8 @@
 """Simulated training runs as Gymnasium environments, in which the shipped policy is trained.
 
 An action sets a planner's levers for one window of a run; observations and rewards are those of
-:class:`autotune.gym.moving_env.MovingEnv`. Lengths, budgets, noise and the machine's speed change during a run.
+:class:`autotune.gym.moving_env.MovingEnv`. Sequence lengths, memory budgets, noise and the machine's speed change
+during a run.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ from autotune.simulator.online_planner import PlannerSettings
 from autotune.simulator.random_jobs import draw_job
 from autotune.simulator.simulated_job import SimulatedJob
 
-# Number of jobs to draw if none are given, and the range of their recomputable units.
+# Number of jobs to draw if none are given, and the range of the number of recomputable units in each.
 _JOBS, _DEPTH = 16, (2, 16)
 
 
 class SimulatedVectorEnv(VectorEnv[dict[str, Features], Actions, Any]):
-    """Many simulated runs at once; one ``step`` is a window of each.
+    """Many simulated runs at once; one ``step`` advances each of them by one window.
 
     All runs have the same number of windows and end together. The step that ends them starts new runs, and its
     ``infos`` contain the last observation as ``final_obs``. They also contain ``seconds``, the duration of each window,
     and ``ran_out``, whether it ran out of memory.
 
     Args:
-        jobs: the jobs that runs are drawn from; ``None`` draws 16.
+        jobs: the jobs that runs are drawn from; ``None`` draws 16 random jobs.
         num_envs: number of runs.
-        strengths: how strongly conditions move.
-        windows: windows of a run.
+        strengths: how strongly the conditions change during a run.
+        windows: number of windows in a run.
         settings: settings of the planner.
         seed: random seed for jobs and runs, until ``reset`` gives a new one for the runs.
 
     Raises:
-        InputError: if a number is below 1.
+        InputError: if ``num_envs``, ``windows`` or the number of jobs is below 1.
     """
 
     def __init__(
@@ -87,14 +88,15 @@ class SimulatedVectorEnv(VectorEnv[dict[str, Features], Actions, Any]):
     def step(
         self, actions: Actions
     ) -> tuple[dict[str, Features], NDArray[np.float32], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]:
-        """Run a window of every run under the planner's plans with these levers.
+        """Advance every run by one window, under the plans that the planner chooses with these levers.
 
         Args:
             actions: shape (num_envs, len(SIZES)).
 
         Returns:
-            Observations; rewards, the time saved against the planner alone in percent of its run; whether runs ended at
-            their target; whether they were truncated, which never happens; and ``infos``.
+            Observations; rewards, each the time saved in this window compared with the planner alone, as a percentage
+            of the time of the planner's whole run; whether the runs ended at their target; whether they were truncated,
+            which never happens; and ``infos``.
 
         Raises:
             InputError: if an action lies outside the action space.
@@ -112,14 +114,14 @@ class SimulatedEnv(gymnasium.Env[dict[str, Features], NDArray[np.int64]]):
     """One simulated run; see :class:`SimulatedVectorEnv`.
 
     Args:
-        jobs: the jobs that runs are drawn from; ``None`` draws 16.
-        strengths: how strongly conditions move.
-        windows: windows of a run.
+        jobs: the jobs that runs are drawn from; ``None`` draws 16 random jobs.
+        strengths: how strongly the conditions change during a run.
+        windows: number of windows in a run.
         settings: settings of the planner.
         seed: random seed for jobs and runs, until ``reset`` gives a new one for the runs.
 
     Raises:
-        InputError: if a number is below 1.
+        InputError: if ``windows`` or the number of jobs is below 1.
     """
 
     metadata = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own attribute
@@ -152,7 +154,7 @@ class SimulatedEnv(gymnasium.Env[dict[str, Features], NDArray[np.int64]]):
         return _first(_observation(self._env.reset())), {}
 
     def step(self, action: NDArray[np.int64]) -> tuple[dict[str, Features], float, bool, bool, dict[str, Any]]:
-        """Run one window under the planner's plan with these levers.
+        """Run one window under the plan that the planner chooses with these levers.
 
         Args:
             action: shape (len(SIZES),).

@@ -1,4 +1,4 @@
-"""Communication by which ranks agree: one decision for all, checked by its hash, and no wait without a limit.
+"""Let all ranks agree on one decision, verified by its hash, with a timeout on every wait.
 
 The tuner has a process group of its own, so that its failures cannot disturb the run's own collectives.
 """
@@ -18,8 +18,8 @@ from torch import nn
 
 from autotune.live.deepspeed_engines import is_engine
 
-# Every agreement has the same number of values, so that the message of a leaving rank matches the others' next one. The
-# first value tells whether a rank leaves.
+# Every message has the same number of values, so that the message of a departing rank can be combined with the next one
+# of the others. The first value says whether a rank is leaving.
 _WIDTH = 16
 
 
@@ -29,7 +29,7 @@ def is_spread(model: nn.Module) -> bool:
 
 
 def is_flattened(model: nn.Module) -> bool:
-    """Tell whether a model is in ``FullyShardedDataParallel``, which flattens weights; ``fully_shard()`` does not."""
+    """Tell whether ``FullyShardedDataParallel`` flattens a model's weights; ``fully_shard()`` does not flatten them."""
     return type(model).__name__ == "FullyShardedDataParallel"
 
 
@@ -38,7 +38,7 @@ class RanksError(Exception):
 
 
 class Ranks:
-    """One rank of several, or the only one.
+    """The connection of this rank to the others, if there are any.
 
     Attributes:
         rank: number of this rank.
@@ -51,7 +51,7 @@ class Ranks:
 
     def __init__(self, model: nn.Module, timeout_s: float) -> None:
         self._group: Any = None
-        # Kept, because it is sent while the run goes on.
+        # The handle of the asynchronous message sent on leaving, kept alive until it has been sent.
         self._farewell: Any = None
         self.rank, self.world = 0, 1
         theirs: Any = None
@@ -99,10 +99,10 @@ class Ranks:
         """Return the first rank's document, checked by its hash.
 
         Args:
-            document: the document; ignored on other ranks.
+            document: the first rank's document; ignored on the others.
 
         Raises:
-            RanksError: if it does not arrive, it arrives damaged, or a rank has left.
+            RanksError: if the document does not arrive or arrives damaged, or if a rank has left.
         """
         if not self.many:
             return document or {}
@@ -124,9 +124,10 @@ class Ranks:
         return found
 
     def close(self) -> None:
-        """Leave, and let the others know at their next agreement, without waiting for them.
+        """Leave without waiting; the other ranks notice it the next time they try to agree.
 
-        The group itself ends with the run's own: destroyed now, it could abort a collective that another rank awaits.
+        The process group is not destroyed here but together with the run's own group, because destroying it now could
+        abort a collective that another rank is waiting for.
         """
         if self.many and self._group is not None:
             with contextlib.suppress(RuntimeError):

@@ -1,4 +1,4 @@
-"""The convergence of a job, fitted to a few short real runs of it."""
+"""Fit a convergence model of a job to a few short real runs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from autotune.profiling.job_shape import profile_key
 from autotune.profiling.profile_cache import cache_path
 from autotune.simulator.convergence import Convergence, RunRecord, fit
 
-# Share of the job's length that each run has, and its number of windows.
+# Length of each run as a share of the job's length, and the number of windows in it.
 _SHARE = 0.6
 _WINDOWS = 15
-# Windows after which the gradient's early error is measured.
+# Number of windows after which the gradient error early in a run is measured.
 _EARLY = 2
 
 Errors = dict[str, dict[str, float]]
@@ -34,21 +34,21 @@ def cached_convergence(
     seed: int = 0,
     on_progress: Callable[[float], None] | None = None,
 ) -> tuple[Convergence, Path, bool]:
-    """Return the convergence model of a job: from the cache, or fitted to real runs.
+    """Return the convergence model of a job, from the cache or fitted to real runs.
 
     Args:
         job: the job.
         runs: the folder of runs; the model is kept next to the job's profile.
         fresh: whether to measure even if the cache holds a model.
         seed: random seed for the first run.
-        on_progress: called with the share that is done.
+        on_progress: called with the share of the work that is done.
 
     Returns:
         The model, its file, and whether it came from the cache.
     """
     path = cache_path(job, runs, profile_key(job, device_name()), "-convergence")
     if path.is_file() and not fresh:
-        # A damaged file, or one of an older version, is measured again.
+        # If the file is damaged or has an older format, measure again.
         with contextlib.suppress(ProfileError):
             return Convergence.from_json(read_json(path), where=str(path)), path, True
     measured = measure_convergence(job, seed=seed, on_progress=on_progress)
@@ -66,7 +66,7 @@ def measure_convergence(job: Job, *, seed: int = 0, on_progress: Callable[[float
     Args:
         job: the job.
         seed: random seed for the first run.
-        on_progress: called with the share that is done.
+        on_progress: called with the share of the work that is done.
 
     Raises:
         JobError: if a run fails.
@@ -90,7 +90,7 @@ def measure_convergence(job: Job, *, seed: int = 0, on_progress: Callable[[float
 def _run(
     job: Job, k: int, seed: int, report: Callable[[float], None], *, with_errors: bool
 ) -> tuple[RunRecord, Errors, Errors]:
-    """Return a run's record, and the gradient's errors in low precision after its second window and at its end."""
+    """Run the job once; return its record, and the low-precision gradient errors early in the run and at its end."""
     options = EngineOptions(discard_steps=0, statistics_every=2, split_to_learn_noise=True, meter_memory=False)
     engine = TorchEngine(job, seed=seed, options=options)
     plan = engine.space.baseline().changed(accumulation_steps=k)

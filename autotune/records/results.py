@@ -1,4 +1,4 @@
-"""Reading of the document of a finished campaign; anything that no campaign wrote is refused."""
+"""Read the document of a finished campaign, and reject anything that a campaign could not have written."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def result_name(config: Config, where: str) -> str:
         where: the run directory, for errors.
 
     Raises:
-        RunDirectoryError: if the run is not a campaign, but a training or an attached run.
+        RunDirectoryError: if the run is not a campaign but a training run or an attached run.
     """
     if type(config) not in _DOCUMENTS:
         raise RunDirectoryError(
-            f"is a run of {config.verb!r}", where=where, allowed="the run of a tune, a compare, a demo or a reproduce"
+            f"is a run of {config.verb!r}", where=where, allowed="a run of tune, compare, demo or reproduce"
         )
     return _DOCUMENTS[type(config)][0]
 
@@ -60,7 +60,7 @@ def trials_of(run: RunDirectory) -> tuple[dict[str, Any], ...]:
     """Return the trials of a search, in order.
 
     Raises:
-        InputError: naming the first line that no campaign wrote.
+        InputError: if a campaign could not have written a line; the message names the first such line.
     """
     path, rows = run.path / "trials.jsonl", run.lines("trials.jsonl")
     for number, row in enumerate(rows, 1):
@@ -74,7 +74,7 @@ def trials_of(run: RunDirectory) -> tuple[dict[str, Any], ...]:
 
 
 def _check_comparison(found: Mapping[str, Any], where: str) -> None:
-    """Refuse a comparison whose arms, seeds and verdicts do not belong together."""
+    """Reject a comparison whose arms, seeds and verdicts are inconsistent."""
     read = validated(Comparison, found, where=where, version=1, error=RunDirectoryError)
     names = [arm.name for arm in read.arms]
     judged = [entry.arm for entry in (*read.against_baseline, *([read.gate] if read.gate else []))]
@@ -90,7 +90,7 @@ def _check_comparison(found: Mapping[str, Any], where: str) -> None:
         timed = [entry.arm for entry in read.against_baseline if entry.time_ratio is not None]
         whole = all(arrived[name] for name in (*timed, *([read.baseline] if timed else [])))
     if not whole:
-        raise RunDirectoryError("arms, seeds and verdicts do not belong together", where=where, allowed=AS_WRITTEN)
+        raise RunDirectoryError("arms, seeds and verdicts are inconsistent", where=where, allowed=AS_WRITTEN)
     for arm in read.arms:
         place = f"{where}, arm {arm.name}"
         if arm.plan is not None:
@@ -103,7 +103,7 @@ def _check_comparison(found: Mapping[str, Any], where: str) -> None:
 
 
 def _check_jobs(found: Mapping[str, Any], where: str) -> None:
-    """Refuse a comparison on several jobs whose arms differ between jobs."""
+    """Reject a comparison on several jobs if an arm of its combined result is missing from a job."""
     read = validated(Jobs, found, where=where, version=1, error=RunDirectoryError)
     for entry in read.together:
         if not all(entry.arm in [one.arm for one in job.against_baseline] for job in read.jobs):
@@ -119,7 +119,7 @@ def _check_reproduction(found: Mapping[str, Any], where: str) -> None:
     validated(Reproduction, found, where=where, version=1, error=RunDirectoryError)
 
 
-# Name and check of the document of a finished campaign, by the type of its configuration.
+# File name and checking function of a finished campaign's document, by the type of its configuration.
 _DOCUMENTS: dict[type, tuple[str, Callable[[Mapping[str, Any], str], None]]] = {
     JobsConfig: ("jobs.json", _check_jobs),
     ReproduceConfig: ("reproduction.json", _check_reproduction),

@@ -15,15 +15,15 @@ class ArmCost:
     """The cost of an arm of a comparison.
 
     Attributes:
-        arm: its name.
-        to_target_s: training seconds to the target, mean of the runs that arrived; ``None`` if none did.
-        train_s: training seconds of a whole run, mean.
-        tuning_s: seconds that finding its plan took.
-        tuning_steps: real steps that finding its plan took.
-        peak_bytes: highest peak of any run; ``None`` where unmeasured.
-        energy_j: energy of a whole run, mean; ``None`` where it was not read on every seed.
-        energy_source: where it was read, or ``absent``.
-        carbon_g: grams of CO2 equivalent of a whole run, mean; ``None`` where they are not known of every seed.
+        arm: name of the arm.
+        to_target_s: mean training seconds to the target, over the runs that reached it; ``None`` if none did.
+        train_s: mean training seconds of a whole run.
+        tuning_s: seconds spent on finding the arm's plan.
+        tuning_steps: real steps spent on finding the arm's plan.
+        peak_bytes: highest memory peak of any run; ``None`` if none was measured.
+        energy_j: mean energy of a whole run; ``None`` unless it is known for every seed.
+        energy_source: where the energy values come from, or ``absent``.
+        carbon_g: mean emissions of a whole run in grams of CO2 equivalent; ``None`` unless known for every seed.
     """
 
     arm: str
@@ -42,7 +42,7 @@ def arm_costs(comparison: Mapping[str, Any], intensity: Intensity | None = None)
 
     Args:
         comparison: the document.
-        intensity: the grid's carbon intensity; ``None`` for the grams that the comparison wrote down, if it did.
+        intensity: the grid's carbon intensity; ``None`` takes the grams recorded in the comparison, if any.
     """
     return [_arm_cost(arm, intensity) for arm in comparison["arms"]]
 
@@ -70,12 +70,12 @@ def reached_times(arm: Mapping[str, Any]) -> list[float]:
 
 
 def peak_of(arm: Mapping[str, Any]) -> int | None:
-    """Return the highest peak of any run of an arm in bytes; ``None`` where none was measured."""
+    """Return the highest memory peak of any run of an arm in bytes; ``None`` if none was measured."""
     return max((run["peak_bytes"] for run in arm["runs"] if run["peak_bytes"]), default=None)
 
 
 def energy_of(records: Sequence[Mapping[str, Any]]) -> tuple[float | None, str]:
-    """Return the mean energy of some runs or windows in J, and where it was read; absent where any has none."""
+    """Return the mean energy of runs or windows in J, and its source; ``None`` and ``absent`` if a value is missing."""
     mean = _mean([record["energy_j"] for record in records])
     if mean is None:
         return None, "absent"
@@ -90,6 +90,6 @@ def _grams(run: Mapping[str, Any], intensity: Intensity | None) -> float | None:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean; ``None`` if any value is missing, since a mean of some would mislead."""
+    """Return the mean; ``None`` if any value is missing, since the mean of the others would be misleading."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known and len(known) == len(values) else None

@@ -1,7 +1,7 @@
-"""Random profiles and jobs: for training policies, for benchmarks, and for tests of laws.
+"""Random profiles and jobs, for training policies, for benchmarks and for property-based tests.
 
-Bytes and seconds have the structure of measured profiles (similar blocks between an embedding and a head). Sizes, speed
-ratios and kept tensors are drawn from wide ranges; some 16-bit formats are slower than fp32.
+They are structured like measured profiles: similar blocks between an embedding and a head. Sizes, speed ratios and kept
+tensors are drawn from wide ranges, so that some 16-bit formats are slower than fp32.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from autotune.units import Unit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The kind of profile that is drawn.
+    """What kind of profile to draw.
 
     Attributes:
-        units: recomputable units; the unit before them and the unit after them are never recomputed.
+        units: number of recomputable units, not counting the embedding and the head, which are never recomputed.
         accumulation_choices: allowed k.
         precisions: allowed precisions.
         identical: whether all recomputable units cost the same.
@@ -115,7 +115,7 @@ def draw_job(
 
     Args:
         generator: source of random numbers.
-        depth: smallest and largest number of recomputable units, drawn uniformly on a logarithmic scale.
+        depth: smallest and largest number of recomputable units; the number is drawn log-uniformly between them.
         precisions: allowed precisions.
     """
     units = round(_log_uniform(generator, depth[0], depth[1] + 1) - 0.5)
@@ -173,7 +173,7 @@ def draw_convergence(generator: np.random.Generator, profile: Profile) -> Conver
 
 
 def _log_uniform(generator: np.random.Generator, low: float, high: float) -> float:
-    """Return a number that is uniform on a logarithmic scale."""
+    """Return a number drawn log-uniformly between two bounds."""
     return math.exp(generator.uniform(math.log(low), math.log(high)))
 
 
@@ -184,7 +184,7 @@ def _block(generator: np.random.Generator, precisions: tuple[Precision, ...], re
     boundary = spread(8e6, 4)
     return _Block(
         seconds=spread(0.02, 3),
-        # A unit that does not keep its input keeps at least a copy of it, so it saves more than it receives.
+        # A unit that does not keep its input tensor keeps at least a copy, so it saves more bytes than it receives.
         saved=max(boundary, received) * spread(6, 3),
         boundary=boundary,
         workspace=boundary * spread(1.5, 3),
