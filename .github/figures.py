@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.budget import format_bytes
-from autotune.records.verdicts import interval
+from autotune.stats import mean_interval
 
 BENCHMARKS = Path(__file__).parent.parent / "runs" / "benchmarks"
 POLICY_ROWS = {
@@ -117,7 +117,7 @@ def dips() -> Iterator[str]:
         for other in (static, "optuna", "planner"):
             pairs = zip(arms[other], arms["ppo"], strict=True)
             logs = [math.log(one["time_to_target_s"] / own["time_to_target_s"]) for one, own in pairs]
-            low, high = (math.exp(end) for end in interval(logs, 0.95))
+            low, high = (math.exp(end) for end in mean_interval(logs))
             mean = f"{math.exp(statistics.fmean(logs)):.2f}x"
             cells.append(f"{f'**{mean}**' if low > 1 else mean} ({low:.2f} to {high:.2f})")
         out = (statistics.fmean(run["out_of_memory"] for run in arms[name]) for name in ("planner", "ppo"))
@@ -158,11 +158,11 @@ def many_seeds(name: str) -> Iterator[str]:
     pairs = list(zip(arms["baseline"], arms["ppo"], strict=True))
     both = [(one, own) for one, own in pairs if one["reached"] and own["reached"]]
     logs = [math.log(own["time_to_target_s"] / one["time_to_target_s"]) for one, own in both]
-    low, high = (math.exp(end) for end in interval(logs, 0.95))
+    low, high = (math.exp(end) for end in mean_interval(logs))
     yield f"{math.exp(statistics.fmean(logs)):.2f} ({low:.2f} to {high:.2f}) of the baseline's time"
     yield f"on the {len(both)} seeds on which both arrive (the policy does on {sum(own['reached'] for _, own in pairs)}"
     worth = [own["final_metric"] / one["final_metric"] - 1 for one, own in pairs]
-    low, high = interval(worth, 0.95)
+    low, high = mean_interval(worth)
     yield f"accuracy {statistics.fmean(worth):+.2%} ({low:+.2%} to {high:+.2%})".replace("%", " %")
 
 
