@@ -127,7 +127,7 @@ def test_a_released_model_computes_what_it_always_did():
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (Plan(precision={"blocks.9": "bf16"}), r"unit 'blocks.9' is no module of the model"),
+        (Plan(precision={"blocks.9": "bf16"}), r"unit 'blocks.9' is not a module of the model"),
         (Plan(precision={"head": "bf16"}, storage=recomputed("heads")), r"unit 'heads' is no module"),
     ],
 )

@@ -513,7 +513,7 @@ def test_a_model_without_units_is_observed_only() -> None:
         ({"memory_budget_bytes": lambda: 1 // 0}, "memory_budget_bytes raised ZeroDivisionError"),
         ({"limits": 5}, "limits is 5"),
         ({"settings": 5}, "settings is 5"),
-        ({"settings": Settings(units=["nothing"])}, "no module of the model"),
+        ({"settings": Settings(units=["nothing"])}, "not a module of the model"),
         ({"units": ["nothing"]}, r"units is a setting \(allowed: settings=Settings\(units=...\)\)"),
         ({"clip_norm": "1.0"}, "clip_norm is '1.0'"),
         ({"clip_norm": float("nan")}, "clip_norm is nan"),

@@ -322,7 +322,7 @@ def _places(
 
 def _check(name: str, plan: Plan, modules: dict[str, nn.Module]) -> None:
     if name not in modules:
-        raise PlanError(f"unit {name!r} is no module of the model", where="plan", allowed="names of modules")
+        raise PlanError(f"unit {name!r} is not a module of the model", where="plan", allowed="names of modules")
     precision = plan.precision_of(name)
     if precision is not Precision.INHERIT and has_16_bit_parameters(modules[name]):
         raise PlanError(
