@@ -128,7 +128,7 @@ def test_a_released_model_computes_what_it_always_did():
     ("plan", "message"),
     [
         (Plan(precision={"blocks.9": "bf16"}), r"unit 'blocks.9' is not a module of the model"),
-        (Plan(precision={"head": "bf16"}, storage=recomputed("heads")), r"unit 'heads' is no module"),
+        (Plan(precision={"head": "bf16"}, storage=recomputed("heads")), r"unit 'heads' is not a module"),
     ],
 )
 def test_a_plan_with_an_unknown_unit_changes_nothing(plan, message):

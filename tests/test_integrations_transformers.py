@@ -22,7 +22,7 @@ from torch import nn
 
 from autotune import AttachError, TorchEngine
 from autotune.cost_model.memory_model import peak_bytes
-from autotune.live.limits import KILL_VARIABLE
+from autotune.live.kill_switches import KILL_VARIABLE
 from autotune.mechanics.precision import useful_precisions
 from autotune.plan import Precision
 from autotune.profiling.job_shape import fixed_shape

@@ -26,7 +26,7 @@ from torch import nn
 import autotune
 from autotune import AttachError, Limits, Settings
 from autotune.live.deciding import find_policy
-from autotune.live.limits import KILL_VARIABLE
+from autotune.live.kill_switches import KILL_VARIABLE
 from autotune.plan import Launch, Plan, PlanSpace, Precision, Storage
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]

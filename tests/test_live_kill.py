@@ -16,7 +16,7 @@ from test_live import RESTLESS, Trace, Wanders, assert_identical, image_batches,
 from torch import nn
 
 import autotune
-from autotune.live.limits import KILL_VARIABLE
+from autotune.live.kill_switches import KILL_VARIABLE
 
 STEPS = 30
 # Where in a step the switch is pulled.

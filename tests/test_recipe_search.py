@@ -382,7 +382,10 @@ NO_SEARCHES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: put(folder, {"recipe": TINY.to_json(), "search": {"decisions": 0}}),
         "search",
     ),
-    "damaged study": (lambda folder: folder_of(folder) and (folder / "optuna.db").write_text("?" * 99), "not an Optuna"),
+    "damaged study": (
+        lambda folder: folder_of(folder) and (folder / "optuna.db").write_text("?" * 99),
+        "not an Optuna",
+    ),
 }
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from zoo import Alone, Run
 
 from autotune import Settings
-from autotune.live.limits import KILL_VARIABLE
+from autotune.live.kill_switches import KILL_VARIABLE
 
 # Refused, of a framework, compiled, or with workers.
 LEFT_OUT = (

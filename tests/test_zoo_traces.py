@@ -16,7 +16,7 @@ from test_zoo import LOOPS, QUICK, assert_same, loop_of, trained
 from torch import nn
 from zoo import Run
 
-from autotune.live.limits import KILL_VARIABLE
+from autotune.live.kill_switches import KILL_VARIABLE
 from autotune.mechanics.devices import quiet_profiler
 
 # What a tuner still is once it is detached: it runs the loop, and has the step that an exception ended.

@@ -30,7 +30,7 @@ from zoo.batch_norm_convnet import Bottleneck
 from zoo.layer_drop import LayerDrop
 
 import autotune
-from autotune.live.limits import KILL_VARIABLE
+from autotune.live.kill_switches import KILL_VARIABLE
 
 STEPS, ACCUMULATED, SLOW_S, WORLD = 14, 3, 3.0, 2
 # Far more than any run takes: a rank that waits for another in an agreement hangs.
