@@ -386,9 +386,6 @@ NO_SEARCHES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: folder_of(folder) and (folder / "optuna.db").write_text("?" * 99),
         "not an Optuna",
     ),
-        lambda folder: folder_of(folder) and (folder / "optuna.db").write_text("?" * 99),
-        "not an Optuna",
-    ),
 }
 
 
