@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import itertools
 import json
 import math
@@ -26,6 +27,7 @@ from autotune.cost_model.solver import solve
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import RunDirectoryError
 from autotune.plan import Plan
+from autotune.records.requests import Ranks
 from autotune.report.alternatives import other_units
 from autotune.report.campaign_page import CampaignPage
 from autotune.report.campaign_run import CampaignRun, arm_named, launched, read_campaign
@@ -341,6 +343,17 @@ def test_what_is_no_finished_campaign_is_one_line_and_exit_code_2(
         assert "--carbon-intensity" in capsys.readouterr().err
     with pytest.raises(RunDirectoryError, match=r"config\.json"):
         read_campaign(tmp_path)
+
+
+def test_the_command_that_repeats_a_run_has_all_its_options(tuned: Path) -> None:
+    run = read_campaign(tuned)
+    asked = dataclasses.replace(
+        run.config.asked, weights="1,0,0.5", watts=60.0, ranks=Ranks(count=4, zero_stage=2, config="0" * 64)
+    )
+    run = dataclasses.replace(run, config=dataclasses.replace(run.config, asked=asked))
+    (command,) = (line for line in page_for(run).text.splitlines() if "autotune tune" in line)
+    assert "--weights 1,0,0.5 --watts 60.0" in command
+    assert "--engine deepspeed --ranks 4 --zero-stage 2 --ds-config FILE" in command
 
 
 def test_a_very_wide_comparison_of_a_very_deep_model_has_a_small_page(compared: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the pages of comparisons and tunings share."""
+"""The common parts of the pages of comparisons and tunings."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ NO_ENERGY = "Energy: absent. No meter could be read on this machine, and nothing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CampaignPage:
-    """The page of a campaign, and what was made for it.
+    """The page of a campaign and its parts.
 
     Attributes:
         run: the campaign.
-        front: what the profile predicts to be best; ``None`` without a profile.
+        front: the best plans that the profile predicts; ``None`` without a profile.
         verdict: the verdict in one sentence.
-        costs: time against memory; ``None`` where neither was measured.
-        figures: every figure of the page.
-        text: the page.
+        costs: plot of time against memory; ``None`` without a measurement of both.
+        figures: all figures of the campaign.
+        text: the page as HTML.
     """
 
     run: CampaignRun
@@ -63,7 +63,7 @@ def budget_of(run: CampaignRun) -> str:
 
 
 def prediction_of(run: CampaignRun, plans: Sequence[tuple[str, Plan, Cost | None]]) -> Table:
-    """Return what the profile predicts for plans beside what was measured.
+    """Return a table of predicted and measured costs of plans.
 
     Args:
         run: the run.
@@ -98,7 +98,7 @@ def prediction_of(run: CampaignRun, plans: Sequence[tuple[str, Plan, Cost | None
 
 
 def _errors(pairs: Sequence[tuple[Cost, Cost]]) -> str:
-    """Describe the prediction errors, also relative to the first pair: a machine that slows down slows every pair."""
+    """Describe the errors, also relative to the first pair, because a slower machine slows down every pair."""
     times = [cost.seconds_per_sample / told.seconds_per_sample for told, cost in pairs]
     memory = statistics.median(abs(cost.peak_bytes / told.peak_bytes - 1) for told, cost in pairs)
     off = statistics.median(abs(ratio - 1) for ratio in times)
@@ -120,19 +120,28 @@ def _commands(run: CampaignRun) -> list[str]:
     return commands
 
 
+_VALUED = ("memory_budget", "dips", "steps", "trials", "storage", "seed", "weights", "watts", "carbon_intensity")
+
+
 def _command_of(run: CampaignRun) -> str:
-    """Return the command that a run was made with."""
+    """Return the command that repeats a run; ``FILE`` stands for a DeepSpeed configuration, which is not recorded."""
     asked = run.config.asked
     job = asked.job or "JOB"
     if isinstance(asked, CompareRequest):
         parts = ["autotune", "compare", job, "--arms", ",".join(asked.arms), "--seeds", str(len(asked.seeds))]
     else:
         parts = ["autotune", "tune", job, "--method", asked.method]
-    for key in ("memory_budget", "dips", "steps", "trials", "storage", "seed"):
+    for key in _VALUED:
         if getattr(asked, key, None) is not None:
             parts += [f"--{key.replace('_', '-')}", str(getattr(asked, key))]
     if not asked.lean:
         parts.append("--full")
-    if asked.isolate and asked.ranks is None and asked.cluster is None:
+    if asked.ranks is not None:
+        ranks = asked.ranks
+        parts += ["--engine", ranks.engine, "--ranks", str(ranks.count), "--zero-stage", str(ranks.zero_stage)]
+        parts += [] if ranks.config is None else ["--ds-config", "FILE"]
+    elif asked.cluster is not None:
+        parts += ["--cluster", asked.cluster.address, "--worker-cores", str(asked.cluster.cores)]
+    elif asked.isolate:
         parts.append("--isolate")
     return shlex.join(parts)
