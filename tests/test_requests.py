@@ -135,3 +135,8 @@ def test_a_training_refuses_options_that_contradict_each_other(tmp_path: Path) -
         commands.TrainRequest(recipe=tmp_path, resume=tmp_path)
     with pytest.raises(InputError, match="--cluster cannot be combined with --search"):
         commands.TrainRequest(cluster=ClusterOptions(address="local:2"), trials=2)
+
+
+@pytest.mark.parametrize(("tuning", "expected"), [(0, [1000, 1001, 1002]), (1001, [1000, 1002, 1003])])
+def test_runs_are_compared_on_seeds_that_no_plan_was_searched_with(tuning: int, expected: list[int]) -> None:
+    assert CompareOptions(seeds=3, seed=tuning).request("digits", ["baseline"]).seeds == expected

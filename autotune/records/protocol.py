@@ -1,4 +1,4 @@
-"""Protocol of a comparison, which is fixed before the first run, and the records of its runs."""
+"""Protocol of a comparison, fixed before the first run, and the records of its runs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from autotune.job import Job
 from autotune.measurement import ABSENT
 from autotune.plan import PlanSpace
 
-# Paired seeds below which a verdict is an indication only: with n = 3 the best two-sided sign-flip p is 0.25.
+# With fewer paired seeds, a verdict is only an indication: for n = 3, the smallest two-sided sign-flip p is 0.25.
 FEWEST_FOR_A_CLAIM = 6
-# First seed of compared runs, which differ from all seeds of tuning.
+# First seed of compared runs.
 _FIRST_SEED = 1000
 _MOST_SEEDS = 1000
 # Largest number of windows between two dips, more than any run has.
@@ -28,7 +28,7 @@ ArmFactory = Callable[[PlanSpace], Policy]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dips:
-    """How the memory budget dips while a run trains, as an evaluation or another process makes it do.
+    """Periodic dips of the memory budget during a run, as if an evaluation or another process needed memory.
 
     Attributes:
         every: number of windows from one dip to the next; a window is the time between two evaluations, and a dip lasts
@@ -71,9 +71,9 @@ class Arm:
     Attributes:
         name: name of the arm.
         policy: makes the policy for a space; called once per run.
-        tuning_s: seconds that were spent to find it.
-        tuning_steps: real optimizer steps that were spent to find it.
-        job: job that it trains, if this differs from the compared job by more than a plan, such as the learning-rate
+        tuning_s: seconds spent to find the arm.
+        tuning_steps: real optimizer steps spent to find the arm.
+        job: job of the arm, if it differs from the compared job in more than the plan, such as the learning-rate
             schedule; ``None`` for the compared job.
     """
 
@@ -94,8 +94,8 @@ class Protocol:
         seeds: the paired seeds.
         horizon_samples: number of samples of every run; the schedule depends on it.
         memory_budget_bytes: memory budget of the runs; ``None`` for no budget.
-        dips: how the budget dips; ``None`` for a constant budget. With dips, a window that runs out of memory is
-            repeated under the leanest plan, and its time counts.
+        dips: dips of the budget; ``None`` for a constant budget. With dips, a window that runs out of memory is
+            repeated under the leanest plan, and the time of both counts.
         watts: power in watts, to estimate energy where it cannot be measured; ``None`` makes no estimate.
         margin: largest relative loss of the final metric that counts as non-inferior.
         confidence: confidence level of every interval.
@@ -119,7 +119,7 @@ class Protocol:
 
 @dataclass(slots=True, kw_only=True)
 class RunRecord:
-    """One compared run; the names are those of ``comparison.json``."""
+    """One compared run; fields have the names of the keys in ``comparison.json``."""
 
     seed: int
     reached: bool = False
@@ -138,10 +138,10 @@ class RunRecord:
     energy_source: str = ABSENT
     ran_s: tuple[float, float] = (0.0, 0.0)
     failure: str | None = None
-    # Training seconds, samples and metric at each evaluation; plans with the step at which they were applied.
+    # Training seconds, samples and metric at each evaluation, and plans with the step at which they were applied.
     curve: list[tuple[float, int, float]] = field(default_factory=list)
     plans: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    # Documents of the windows, in order; kept if plans change.
+    # Documents of the windows, in order; ``comparison.json`` omits them for an arm whose plan never changes.
     windows: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -161,12 +161,17 @@ class RunRecord:
         return cls(**{**document, "curve": curve, "plans": plans, "ran_s": ran})
 
 
-def paired_seeds(count: int) -> tuple[int, ...]:
+def paired_seeds(count: int, *, tuning_seed: int | None = None) -> tuple[int, ...]:
     """Return fresh seeds for compared runs.
+
+    Args:
+        count: number of seeds.
+        tuning_seed: the seed that plans were searched with, which is not fresh; ``None`` for none.
 
     Raises:
         InputError: for fewer than 2 or more than 1000.
     """
     if not 2 <= count <= _MOST_SEEDS:
         raise InputError(f"seeds is {count}", where="--seeds", allowed=f"at least 2, at most {_MOST_SEEDS}")
-    return tuple(range(_FIRST_SEED, _FIRST_SEED + count))
+    fresh = [seed for seed in range(_FIRST_SEED, _FIRST_SEED + count + 1) if seed != tuning_seed]
+    return tuple(fresh[:count])

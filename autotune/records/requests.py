@@ -1,7 +1,7 @@
 """Requests: the options of a tuning or a comparison, as ``asked`` in ``config.json`` records them.
 
-A request is built once, from command-line options or keyword arguments, and passed whole; ``autotune resume`` reads the
-same object from the document. It holds no secret and decides nothing outside the run directory: for that, see
+A request is built once, from command-line options or keyword arguments; ``autotune resume`` reads the same object from
+the document. It contains no secret and decides nothing outside the run directory; inputs that do are in
 :class:`autotune.campaign.trusted_inputs.TrustedInputs`.
 """
 
@@ -35,7 +35,7 @@ class Ranks:
     Attributes:
         count: number of processes.
         zero_stage: ZeRO stage.
-        config: SHA-256 of the user's DeepSpeed configuration, which may hold secrets; ``None`` without one.
+        config: SHA-256 of the user's DeepSpeed configuration, which may contain secrets; ``None`` without one.
         engine: name of the engine.
     """
 
@@ -46,7 +46,7 @@ class Ranks:
 
     @classmethod
     def of(cls, options: RankOptions | None) -> Ranks | None:
-        """Return what is recorded of an engine's options."""
+        """Return the recorded form of an engine's options."""
         if options is None:
             return None
         return cls(
@@ -66,7 +66,7 @@ class Cluster:
 
     @classmethod
     def of(cls, options: ClusterOptions | None) -> Cluster | None:
-        """Return what is recorded of a cluster's options."""
+        """Return the recorded form of a cluster's options."""
         return None if options is None else cls(**asdict(options))
 
 
@@ -96,7 +96,7 @@ class Request(SearchOptions):
         isolate: whether windows run in a worker process.
         ranks: processes that train the job together; ``None`` for one.
         cluster: Ray cluster that measures plans in parallel; ``None`` for this machine.
-        weights: weights of time, memory and energy in what is minimised; ``None`` for time alone.
+        weights: weights of time, memory and energy in the objective; ``None`` for time alone.
     """
 
     job: Text | None
@@ -129,9 +129,9 @@ class CompareRequest(Request):
     Attributes:
         arms: names of the arms, the baseline first.
         seeds: the paired seeds.
-        dips: how the memory budget dips while runs train; ``None`` for a constant budget.
+        dips: dips of the memory budget during runs; ``None`` for a constant budget.
         carbon_intensity: grams of CO2 per kWh, or the path of a file with a series of them.
-        within: run directory of the comparison on several jobs that this one belongs to; ``None`` for none.
+        within: name of the run directory of the comparison on several jobs that contains this one; ``None`` for none.
     """
 
     arms: Names
@@ -143,7 +143,7 @@ class CompareRequest(Request):
 
 @document
 class CompareOptions(SearchOptions):
-    """Options of a comparison but for its jobs and arms: ``settings`` of a comparison on several jobs.
+    """Options of a comparison except its jobs and arms; ``settings`` in ``config.json`` for several jobs.
 
     Attributes:
         seeds: number of paired seeds.
@@ -161,7 +161,7 @@ class CompareOptions(SearchOptions):
         Raises:
             InputError: if the number of seeds is not allowed.
         """
-        options: dict[str, Any] = {**asdict(self), "seeds": list(paired_seeds(self.seeds))}
+        options: dict[str, Any] = {**asdict(self), "seeds": list(paired_seeds(self.seeds, tuning_seed=self.seed))}
         return CompareRequest(job=reference_of(job), arms=list(arms), within=within, **options)
 
 
@@ -171,10 +171,10 @@ def reference_of(job: str | Job) -> str | None:
 
 
 def recorded_address(storage: str | None) -> str | None:
-    """Return a database's address as it is recorded: without its password."""
+    """Return a database's address without its password, for the record."""
     return None if storage is None else without_secrets(storage)
 
 
 def digest_of(config: Mapping[str, Any] | None) -> str | None:
-    """Return the SHA-256 of a configuration that is not recorded, since it may hold secrets; ``None`` for none."""
+    """Return the SHA-256 of a configuration, recorded in its place since it may contain secrets; ``None`` for none."""
     return None if config is None else hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
