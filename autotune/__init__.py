@@ -1,6 +1,6 @@
 """Tune gradient accumulation, per-layer precision and activation checkpoints of a real PyTorch training job.
 
-Importing this package is fast: nothing of it, and no library, is loaded before it is used.
+Importing this package is fast: its modules and their libraries are loaded on first use.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ __all__ = [
 
 register_with_gymnasium()
 
-# Where a name comes from when it is first used.
+# The module from which each name is imported on first use.
 _LAZY = {
     name: module
     for module, names in {
@@ -124,7 +124,7 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        # Some of the libraries that this imports draw random numbers while they are.
+        # Some libraries draw random numbers while they are imported.
         state = _random.getstate()
         try:
             return getattr(importlib.import_module(_LAZY[name]), name)

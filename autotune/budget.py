@@ -21,12 +21,12 @@ _UNITS = {
 }
 # An accelerator's allocator reserves whole segments (torch on NVIDIA GPUs: 2 MiB for small blocks, 20 MiB for those of
 # 1 to 10 MiB, multiples of 2 MiB beyond), and parts of them stay unused. How much depends on the order of a step's
-# blocks, so it is measured while a job is profiled. The reserve covers plans with other gaps than the profiled ones.
+# blocks, so it is measured while a job is profiled. The factor covers plans that leave larger gaps than those profiled.
 _FRAGMENTS_RESERVE = 1.5
-# Beyond this share, the allocator frees its cache and starts again.
+# Largest share of unused memory: beyond it, the allocator frees its cache and starts again.
 _FRAGMENTS_SHARE = 0.3
 
-# No device has more memory, and sums of such sizes are exact in JSON.
+# Larger than any device's memory; sums of such sizes are exact in JSON.
 _LARGEST_TIB, _LARGEST_PERCENT = 1024, 10_000
 _ALLOWED = (
     "a size such as 20GiB or 900MiB, or a share of the baseline's peak such as 75%, up to "
@@ -91,7 +91,7 @@ def allocated_within(reserved_bytes: int, fragments_bytes: int) -> int:
     """Return how many bytes of tensors fit into the memory that an accelerator's allocator may reserve.
 
     Args:
-        reserved_bytes: memory that it may reserve.
+        reserved_bytes: memory that the allocator may reserve.
         fragments_bytes: the largest measured difference between the reserved and the allocated peak of a step.
     """
     return reserved_bytes - int(min(_FRAGMENTS_RESERVE * fragments_bytes, _FRAGMENTS_SHARE * reserved_bytes))

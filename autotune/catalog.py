@@ -24,13 +24,13 @@ from autotune.launching import launched, plain, split
 _PACKAGE = Path(__file__).resolve().parent
 # Prefix of the names of modules that are loaded from a job's file.
 _FILE_MODULE = "autotune_job_"
-# Longest reference: no path is longer.
+# Longest reference, in characters; no path is longer.
 _LONGEST = 4096
 _SHOWN, _SAID = 200, 300
 
 
 def content_folder(name: str) -> Path:
-    """Return the folder ``envs`` or ``policies``: inside an installed wheel, or else next to the package."""
+    """Return the folder ``envs`` or ``policies``: inside an installed wheel, or next to the package in a checkout."""
     installed = _PACKAGE / f"_{name}"
     return installed if installed.is_dir() else _PACKAGE.parent / name
 
@@ -44,9 +44,9 @@ def catalog() -> dict[str, Path]:
 def is_catalog_reference(reference: object) -> bool:
     """Tell whether a reference can only name a job of the catalog.
 
-    Such a reference may come from a run's own documents: it loads a file of this package, and from it a job or a
-    function that is declared to return one. It may include launch choices (``charlm+lion``), which :func:`load_job`
-    checks. Nothing outside the package is imported or searched.
+    Such a reference may come from a run's own documents: loading it runs only a file of this package, and uses a job
+    in it or a function annotated to return one. Nothing outside the package is imported or searched. The reference may
+    include launch choices (``charlm+lion``), which :func:`load_job` checks.
     """
     if not isinstance(reference, str):
         return False
@@ -57,8 +57,8 @@ def is_catalog_reference(reference: object) -> bool:
 def load_job(reference: str | Job) -> Job:
     """Return the job that a reference names.
 
-    Modules next to the job's file and in the working directory can be imported only by the job's own modules, at any
-    time. Installed modules take precedence, and libraries never see those modules.
+    Only the job's own modules can import modules next to the job's file or in the working directory, also after
+    loading. Installed modules take precedence, and libraries never see those modules.
 
     Args:
         reference: a catalog name (``charlm``), alone or with another job of that file (``charlm:adaptive``),
@@ -67,7 +67,7 @@ def load_job(reference: str | Job) -> Job:
             returns one. Launch choices may follow the name (``charlm+lion+compile``).
 
     Raises:
-        JobError: if nothing has that name, it is not a job, or its function raises or ends the program.
+        JobError: if no job has that name, or the file or function raises or ends the program.
         InputError: if the launch choices are wrong.
     """
     if isinstance(reference, Job):
@@ -107,8 +107,8 @@ def _take(module: ModuleType, attribute: str, reference: str, *, declared: bool 
     Args:
         module: the module.
         attribute: name of a job in it, or of a function that returns one.
-        reference: the reference to both, for errors.
-        declared: whether only functions that are declared to return a job are called.
+        reference: the job's reference, for errors.
+        declared: whether to call only functions annotated to return a job.
     """
     try:
         found = getattr(module, attribute, None)
@@ -116,7 +116,7 @@ def _take(module: ModuleType, attribute: str, reference: str, *, declared: bool 
             found = found()
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a job may end the program, which must not look like an answer
+    except BaseException as error:  # a job may call sys.exit, which must not look like success
         raise JobError(f"{_shown(attribute)}() raised {_said(error)}", where=_shown(reference)) from error
     if not isinstance(found, Job):
         raise JobError(
@@ -136,8 +136,8 @@ def _load_file(path: Path, reference: str, *, neighbours: bool = False) -> Modul
 
     Args:
         path: the file.
-        reference: the reference to it, for errors.
-        neighbours: whether it can import modules next to it and in the working directory.
+        reference: the job's reference, for errors.
+        neighbours: whether the file can import modules next to it and in the working directory.
     """
     where = _shown(reference)
     try:
@@ -175,7 +175,7 @@ def _load_file(path: Path, reference: str, *, neighbours: bool = False) -> Modul
 
 
 def _import(name: str, reference: str) -> ModuleType:
-    # The first module to import it is this one.
+    # The import starts here, so this module must be allowed to search the working directory.
     _neighbours.serve(__name__, _working_directory())
     try:
         return importlib.import_module(name)
@@ -186,10 +186,10 @@ def _import(name: str, reference: str) -> ModuleType:
 
 
 class _Neighbours:
-    """Import finder for modules next to jobs that serves only the jobs' own modules, after all other finders.
+    """Import finder for modules next to jobs; it serves only the jobs' own modules, after all other finders.
 
     A folder on ``sys.path`` would be searched for every import: code that checks whether a library is installed would
-    get any file of that name in the working directory.
+    find any file of that name in the working directory.
     """
 
     def __init__(self) -> None:
@@ -197,15 +197,15 @@ class _Neighbours:
         self._found: dict[str, tuple[str | None, tuple[str, ...]]] = {}
 
     def serve(self, module: str, folders: Sequence[str]) -> None:
-        """Let a module, and the modules that it finds there, search folders."""
+        """Let a module, and the modules that it finds in the folders, import from these folders."""
         self._folders[module] = folders
         if self not in sys.meta_path:
             sys.meta_path.append(self)
 
     def namesake(self, folders: Sequence[str]) -> str | None:
-        """Return the name of a module in some folders of which another job has found a different one.
+        """Return the name of a module in the folders if another job has found a different module of that name.
 
-        Python keeps one module per name: the second job would silently get that of the first.
+        Python keeps one module per name: the second job would silently get the module of the first.
         """
         for name in self._found:
             spec = PathFinder.find_spec(name, folders)
@@ -216,7 +216,7 @@ class _Neighbours:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a module next to the job whose module imports it; submodules are found by their package."""
+        """Find a module next to the job whose module imports it; Python finds submodules through their package."""
         if path is not None:
             return None
         asking = _asking_module()
@@ -237,7 +237,7 @@ _neighbours = _Neighbours()
 
 
 def _asking_module() -> str:
-    """Return the name of the module whose code imports another one."""
+    """Return the name of the module that the current import comes from."""
     frame = sys._getframe(2)
     while frame.f_back is not None and _module_of(frame).partition(".")[0] == "importlib":
         frame = frame.f_back
@@ -252,14 +252,14 @@ def _working_directory() -> list[str]:
     try:
         return [os.getcwd()]  # noqa: PTH109 - finders take strings
     except OSError:
-        # It was deleted.
+        # The folder was deleted.
         return []
 
 
 def _said(error: BaseException) -> str:
     try:
         return _shown(one_line(error), _SAID)
-    except Exception:  # noqa: BLE001 - the text of a job's exception is made by the job's code
+    except Exception:  # noqa: BLE001 - formatting a job's exception runs the job's code
         return type(error).__name__
 
 

@@ -1,6 +1,6 @@
-"""The choices of a unit, each with the facts that the rest of the package derives its behaviour from.
+"""The choices for a unit, with the properties that the rest of the package uses.
 
-A new precision or storage is a member here, and what it does to a model in ``mechanics``.
+To add a precision or storage, add a member here and implement its effect on a model in ``mechanics``.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ FP32_BYTES = 4
 
 
 class Precision(StrEnum):
-    """The compute dtype of a unit under autocast; its parameters stay what they are.
+    """The compute dtype of a unit under autocast; its parameters keep their dtype.
 
-    ``inherit`` means no context and no cast: whatever the user's own code arranges. Under the others a unit's reduced
-    outputs are cast back to fp32, so that what a unit receives never depends on its neighbours. Reduced precisions are
-    in order of preference.
+    ``inherit`` leaves the unit to the user's own code, without a context or a cast. Under the others, a unit's 16-bit
+    outputs are cast back to fp32, so that its precision does not affect other units; only uniform 16-bit plans may
+    pass them on. Reduced precisions are in order of preference.
 
     Attributes:
         dtype: torch's name of the dtype; empty for ``inherit``.
@@ -43,7 +43,7 @@ class Precision(StrEnum):
         letter: str = ".",
         needs_loss_scaling: bool = False,
     ) -> Precision:
-        """Make a member with its facts."""
+        """Make a member with its properties."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.dtype, member.element_bytes, member.letter = dtype, element_bytes, letter
@@ -60,7 +60,7 @@ class Storage(StrEnum):
     """What happens to a unit's activations between forward and backward, from the fastest storage to the leanest.
 
     Attributes:
-        label: what is said of a unit with this storage.
+        label: adjective in reports for a unit with this storage.
         extra_forwards: forward passes that the backward pass repeats.
     """
 
@@ -71,7 +71,7 @@ class Storage(StrEnum):
     RECOMPUTE = "recompute", "recomputed", 1
 
     def __new__(cls, value: str, label: str = "", extra_forwards: int = 0) -> Storage:
-        """Make a member with its facts."""
+        """Make a member with its properties."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.label, member.extra_forwards = label, extra_forwards
@@ -83,6 +83,6 @@ class Storage(StrEnum):
         return self.extra_forwards > 0
 
 
-# A space's storages if nothing excludes one of them.
+# The default storages of a space.
 STORAGES = tuple(Storage)
 REDUCED_PRECISIONS = tuple(precision for precision in Precision if precision.is_reduced)

@@ -25,7 +25,7 @@ class CompiledForward:
         return self._run(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return the compiled forward of the copied module."""
+        """Return the compiled forward of the copied module, or this one if the module was not copied."""
         copied = memo.get(id(self._module))
         return self if copied is None else CompiledForward(copied)
 

@@ -1,7 +1,6 @@
 """Find a public data set, in any of its formats, in a folder that the user names.
 
-Nothing is downloaded. Only regular files are opened, and only up to the size of the published files; the jobs check
-their content.
+Nothing is downloaded. Only regular files up to a size limit are read; the jobs check their content.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from autotune.job import DataSource
 DATA_VARIABLE = "AUTOTUNE_DATA"
 _NAMED_AT_MOST = 8
 _SHOWN = 200
-# The largest of the published files has 31 MB.
+# Size limit of a file; the largest published file has 31 MB.
 _LIMIT_BYTES = 2**26
 
 
@@ -68,7 +67,7 @@ def data_folder() -> Path:
     """Return the folder with public data sets.
 
     Raises:
-        JobError: if no folder is named, or it does not exist.
+        JobError: if no folder is named, or the folder does not exist.
     """
     named = os.environ.get(DATA_VARIABLE, "")
     allowed = "a folder, by --data or in the environment"
@@ -81,13 +80,13 @@ def data_folder() -> Path:
 
 @contextmanager
 def pointed_at(folder: str | Path | None) -> Iterator[None]:
-    """Let jobs, also in worker processes, find public data sets in a folder while the body runs.
+    """Let jobs, including those in worker processes, find public data sets in a folder while the body runs.
 
     Args:
         folder: the folder; ``None`` for the one in the environment.
 
     Raises:
-        JobError: if it is not a folder.
+        JobError: if the path is not a folder.
     """
     if folder is None:
         yield
@@ -100,14 +99,14 @@ def pointed_at(folder: str | Path | None) -> Iterator[None]:
 
 
 def locate(folder: Path, layouts: Sequence[Layout]) -> Located:
-    """Return the first layout that is complete in a folder, or in the archive's own folder in it.
+    """Return the first layout whose files are all in a folder, or in the archive's own folder inside it.
 
     Args:
         folder: the folder that the user names.
         layouts: formats in which the data set is published, the preferred one first.
 
     Raises:
-        JobError: naming the expected files and what was found.
+        JobError: if no layout is complete, naming the expected files and those found.
     """
     for layout in layouts:
         for place in (folder / layout.folder, folder):
@@ -126,7 +125,7 @@ def read_file(path: Path, *, limit_bytes: int = _LIMIT_BYTES) -> bytes:
     """Return a data file's bytes.
 
     Raises:
-        JobError: if it cannot be read, is not a regular file, or is larger than the limit.
+        JobError: if the file cannot be read, is not a regular file, or is larger than the limit.
     """
     try:
         return read_bytes(path, limit_bytes=limit_bytes)
@@ -156,11 +155,11 @@ def _missing(folder: Path, layouts: Sequence[Layout]) -> str:
         names = sorted(path.name for path in folder.iterdir())
     except OSError as error:
         return f"cannot be listed ({error.strerror})"
-    return f"holds {_listed(names) or 'nothing'}"
+    return f"contains {_listed(names) or 'nothing'}"
 
 
 def _is(kind: Callable[[int], bool], path: Path) -> bool:
-    """Tell whether a path leads to something of a kind; ``False`` if it cannot be read."""
+    """Tell whether a path leads to a file of a kind; ``False`` if it cannot be read."""
     try:
         return kind(path.stat().st_mode)
     except (OSError, ValueError):

@@ -2,15 +2,15 @@
 
     AutotuneError
     ├── InputError              wrong input from the user; the command line exits with 2
-    │   ├── PlanError           a plan: unknown key, unit or value, a k that cannot be
+    │   ├── PlanError           a plan: unknown key, unit or value, impossible k
     │   ├── JobError            a job: unknown name, loss not a scalar, no batches, ...
     │   ├── BudgetError         a memory budget: not a size or share, or below what any plan needs
     │   ├── ProfileError        a profile: damaged, outdated, of another job or device
     │   ├── PolicyFileError     a policy folder: missing, foreign schema, wrong hash or shapes
-    │   ├── AttachError         a model or option that cannot be attached to, or a call in the wrong order
-    │   └── RunDirectoryError   a run directory: cannot be written, or holds no such document
-    │       └── RunLockedError  a run directory that another process writes in
-    ├── EngineError             an engine was used in a way its protocol forbids
+    │   ├── AttachError         a model or option that ``attach`` cannot use, or a call in the wrong order
+    │   └── RunDirectoryError   a run directory: cannot be written, or lacks a document
+    │       └── RunLockedError  a run directory that another process is writing
+    ├── EngineError             an engine used against its protocol, or whose processes failed
     └── WorkerLostError         a worker on another machine was lost
 
 Failures of a window (out of memory, a loss that is not finite, a crash) are not exceptions but values:
@@ -22,10 +22,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-# Characters of a line for people.
+# Most characters of a line that is shown to people.
 _LONGEST = 4000
-# The password between the user and the host of a URL, whose slashes a path may have joined; bounded, since the search
-# for its end restarts at every colon.
+# The password between the user and the host of a URL; path operations may have merged its slashes. Lengths are bounded
+# because the search for the end restarts at every colon.
 _OF_USER = re.compile(r"(:/+[^\s/@:]{0,200}:)\S{0,1000}@")
 _OF_QUERY = re.compile(r"((?:password|passwd|token|secret)=)[^\s&;,)]+", re.IGNORECASE)
 
@@ -84,7 +84,7 @@ class PolicyFileError(InputError):
 
 
 class AttachError(InputError):
-    """A model, an optimizer or an option that cannot be attached to, or a live tuner's call in the wrong order."""
+    """A model, optimizer or option that ``attach`` cannot use, or a call of a live tuner in the wrong order."""
 
 
 class RunDirectoryError(InputError):
@@ -96,7 +96,7 @@ class RunLockedError(RunDirectoryError):
 
 
 class EngineError(AutotuneError, RuntimeError):
-    """An engine used against its protocol, for example closed and then run."""
+    """An engine used against its protocol, for example run after it was closed, or whose processes failed."""
 
 
 class WorkerLostError(AutotuneError):
@@ -107,7 +107,7 @@ def printable(text: str) -> str:
     """Return text as one line without control sequences.
 
     Unprintable characters, such as escape sequences, marks that change the direction of writing or halves of surrogate
-    pairs, become Python escapes. Passwords are removed, and very long text loses its middle.
+    pairs, become Python escapes. Passwords are masked, and the middle of very long text is cut.
     """
     line = _OF_QUERY.sub(r"\1***", _OF_USER.sub(r"\1***@", " ".join(text.split())))
     if len(line) > _LONGEST:
@@ -116,7 +116,7 @@ def printable(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Replace characters that are neither printable nor the end of a line by Python escapes."""
+    """Replace characters that are neither printable nor line feeds with Python escapes."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

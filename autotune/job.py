@@ -1,7 +1,7 @@
 """The training job that a user provides.
 
-A job takes a dozen lines of ordinary PyTorch; ``envs/`` contains the reference jobs. Other processes receive only its
-name (``charlm``, ``pkg.module:attr`` or ``path/to/file.py:attr``).
+A job takes a dozen lines of ordinary PyTorch; ``envs/`` contains the reference jobs. Other processes receive only the
+job's name (``charlm``, ``pkg.module:attr`` or ``path/to/file.py:attr``).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Job:
         loss: ``(model, batch) -> scalar tensor``, the mean over the batch's loss-bearing items.
         count: ``(batch) -> int``, number of loss-bearing items; ``None`` counts samples.
         optimizer: ``(parameters) -> torch.optim.Optimizer``.
-        evaluate: ``(model) -> float``, the metric of the target.
+        evaluate: ``(model) -> float``, the metric to which ``target`` refers.
         target: value of the metric at which the job has reached its target.
         goal: whether the metric is minimised (``min``) or maximised (``max``).
         batch_size: samples in one batch of ``batches``.
@@ -101,9 +101,8 @@ class Job:
         units: names of the modules that are units; ``None`` finds them automatically.
         max_steps: steps (of one batch each) after which a run ends even if it has not reached the target.
         evaluate_every: steps between evaluations.
-        data_sources: ``() -> sequence of DataSource``; written into every run.
-        launch: launch choices that replace the job's own; set by ``autotune.launching``. Engines compute fp32
-            accordingly.
+        data_sources: ``() -> sequence of DataSource``; recorded in every run.
+        launch: launch choices that replace the job's own, set by ``autotune.launching``; engines apply ``fp32``.
     """
 
     name: str

@@ -1,12 +1,12 @@
 """Launch choices of a run: another optimizer, compiled units, how fp32 is computed.
 
-They cannot change while a run trains, so no policy decides them. They follow the name of a job or of an arm, and every
-plan that is found with them keeps them in ``launch``::
+They cannot change while a run trains, so no policy decides them. They are appended to the name of a job or an arm, and
+every plan found with them records them in ``launch``::
 
     charlm+lion            the job with another optimizer, its learning rate by rule of thumb
-    charlm+lion=3e-4       with a learning rate of your own
-    exact+compile          an arm of a comparison: the exact plan of the job whose units are compiled
-    baseline+tf32          products of fp32 numbers, convolutions too, in TF32; +fp32 in true fp32
+    charlm+lion=3e-4       the same with an explicit learning rate
+    exact+compile          an arm of a comparison: the exact plan for the job with compiled units
+    baseline+tf32          fp32 matrix products and convolutions in TF32; +fp32 for true fp32
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def split(name: str, *, where: str) -> tuple[str, Launch]:
 
     Args:
         name: a job's reference or an arm's name.
-        where: the option or argument that it comes from, for errors.
+        where: the option or argument with the name, for errors.
 
     Raises:
         InputError: if a choice is unknown or repeated, or a learning rate is not a number above 0.
@@ -68,7 +68,7 @@ def suffix(launch: Launch) -> str:
 
 
 def canonical(name: str, *, where: str) -> str:
-    """Return a name whose choices are written as by :func:`suffix`.
+    """Return a name with its choices in the form of :func:`suffix`.
 
     Raises:
         InputError: as :func:`split` does.
@@ -109,7 +109,7 @@ def compiled(model: nn.Module, job: Job) -> nn.Module:
     from autotune.compiled import CompiledForward
     from autotune.units import units_of
 
-    # Otherwise compiled code of another model would be reused, and this run would not include its own compile time.
+    # Otherwise torch would reuse another model's compiled code, and this run would not include its own compile time.
     torch._dynamo.reset()
     for unit in units_of(model, job.units):
         module = model.get_submodule(unit.name)
@@ -120,7 +120,7 @@ def compiled(model: nn.Module, job: Job) -> nn.Module:
 
 
 def _is_there(name: str) -> bool:
-    """Tell whether a name as a whole is the path of a file or folder, such as a policy's."""
+    """Tell whether the whole name is the path of an existing file or folder, such as a policy's."""
     try:
         return os.sep in name and Path(name).exists()
     except (OSError, ValueError):

@@ -76,7 +76,7 @@ class GradientStatistics:
     per_unit: Mapping[str, UnitGradient] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # May be infinite: a gradient that overflowed is reported as it is.
+        # The norm may be infinite: a gradient that overflowed is reported as it is.
         _require(isinstance(self.norm, int | float), "norm", self.norm, "a number")
         for name in ("noise_scale", "noise_scale_age_steps", "variance"):
             value = getattr(self, name)
@@ -88,7 +88,7 @@ class Measurement:
     """Measurement of one window of steps under one plan.
 
     Attributes:
-        steps: optimizer steps that were attempted, discarded ones included.
+        steps: completed optimizer steps, including untimed and skipped ones.
         samples: samples consumed by these steps.
         items: loss-bearing items consumed by these steps.
         total_s: wall seconds of the whole window.
@@ -99,16 +99,16 @@ class Measurement:
         peak_bytes: true peak of model state, gradients, activations and workspace; ``None`` if unmeasured.
         reserved_bytes: peak memory reserved by an accelerator's allocator; ``None`` on a CPU, or if unmeasured.
         memory_budget_bytes: memory budget of the window; ``None`` for no budget.
-        loss: mean training loss per loss-bearing item over the window; ``None`` if no step completed.
+        loss: mean training loss per loss-bearing item over the steps that were not skipped; ``None`` if there are none.
         gradient: gradient statistics at the last sampled step; ``None`` if none was sampled.
         learning_rate: the learning rate of the last step.
         loss_scale: the loss scale after the window; ``None`` if the loss is not scaled.
-        skipped_steps: steps whose update was skipped because the gradient was not finite.
+        skipped_steps: steps whose update was skipped because the loss or the gradient was not finite.
         energy_j: energy of the timed steps; ``None`` if it cannot be read.
         total_energy_j: energy of the whole window; ``None`` if it cannot be read.
         energy_source: ``measured:nvml``, ``measured:amdsmi``, ``measured:rapl``, ``estimated:tdp`` or ``absent``.
         failure: the reason why the window ended early, or ``None``.
-        failure_detail: one line about it.
+        failure_detail: one line about the failure.
     """
 
     __pydantic_config__ = STRICT
@@ -160,7 +160,7 @@ class Measurement:
 
         Args:
             failure: the kind of failure.
-            detail: one line about it.
+            detail: one line about the failure.
             memory_budget_bytes: memory budget of the window; ``None`` for no budget.
             total_s: seconds that the window took.
         """
@@ -176,7 +176,7 @@ class Measurement:
 
     @property
     def within_budget(self) -> bool:
-        """Tell whether the peak is known to fit the budget, or there is none."""
+        """Tell whether memory did not run out, and the peak is known to fit the budget, if there is one."""
         if self.failure in (Failure.OUT_OF_MEMORY, Failure.OVER_BUDGET):
             return False
         if self.memory_budget_bytes is None:

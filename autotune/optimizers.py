@@ -1,8 +1,8 @@
-"""Replace a job's optimizer by another one with the same parameter groups.
+"""Replace a job's optimizer with another one over the same parameter groups.
 
-Learning rates of two optimizers are not comparable. Unless the user names one, the learning rate of a group is the
-job's own times the ratio between the two kinds in the sources below. The product of weight decay and learning rate, by
-which one step shrinks a weight, is kept. These are rules of thumb: nothing is tuned.
+Learning rates of different optimizers are not comparable. Unless the user sets one, the learning rate of a group is the
+job's own times the ratio of the two kinds' usual rates, from the sources below. The product of weight decay and
+learning rate, by which one step shrinks a weight, is preserved. These are rules of thumb: nothing is tuned.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from autotune.errors import InputError
 
 if TYPE_CHECKING:
-    # Plans name these optimizers and are read without torch.
+    # Plans refer to these optimizers and are read without torch.
     import torch
 
 _INSTALL = 'pip install "autotune-rl[optimizers]"'
@@ -41,10 +41,10 @@ class Kind:
     arguments: Mapping[str, Any]
 
 
-# Rates over AdamW's. SGD: 0.1 (He et al. 2016, 3.4) against 1e-3 (Loshchilov & Hutter 2019, 4). Lion: 3 to 10 times
-# smaller (Chen et al. 2023, 5). LAMB: 5 / (2^3 * 1000) against 1e-4 for BERT at 512 and 256 sequences (You et al. 2020,
-# table 4; Devlin et al. 2019, A.2), the square root of the batch's factor taken off. AdamW with states of 8 bits is a
-# replacement without other settings (Dettmers et al. 2022, 2).
+# Learning rates relative to AdamW's. SGD: 0.1 (He et al. 2016, 3.4) against 1e-3 (Loshchilov & Hutter 2019, 4). Lion:
+# 3 to 10 times smaller (Chen et al. 2023, 5). LAMB: 5 / (2^3 * 1000) against 1e-4 for BERT at 512 and 256 sequences
+# (You et al. 2020, table 4; Devlin et al. 2019, A.2), divided by the square root of the batch ratio. AdamW with 8-bit
+# states is a drop-in replacement (Dettmers et al. 2022, 2).
 KINDS: Mapping[str, Kind] = {
     "adamw": Kind(library="torch.optim", name="AdamW", rate=1.0, betas=True, arguments={}),
     "adamw8bit": Kind(

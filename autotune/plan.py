@@ -1,6 +1,6 @@
 """The plan, and the space of plans that a job on a device allows.
 
-Plans are data: ``mechanics.controls`` applies them to a model. This file does not know torch.
+Plans are data: ``mechanics.controls`` applies them to a model. This file does not import torch.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ FP32_CHOICES = ("fp32", "tf32")
 
 
 def _is_rate(value: object) -> bool:
-    """Tell whether a value is a number that a float can hold; JSON's whole numbers may be larger."""
+    """Tell whether a value is a number above 0 in the range of floats; whole numbers in JSON may be larger."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
-# Which values of each launch choice are allowed.
+# For each launch choice, a test of its values and what to name as allowed.
 _LAUNCH_CHOICES: Mapping[str, tuple[Callable[[Any], bool], str | Iterable[str]]] = {
     "zero_stage": (lambda value: type(value) is int and 0 <= value <= 3, "0, 1, 2, 3"),
     "optimizer": (lambda value: isinstance(value, str) and value in KINDS, KINDS),
@@ -53,7 +53,7 @@ class Launch:
         zero_stage: DeepSpeed ZeRO stage, 0 to 3.
         optimizer: one of :data:`autotune.optimizers.KINDS`.
         learning_rate: learning rate of that optimizer; ``None`` follows a rule of thumb.
-        compile: whether blocks are compiled one by one.
+        compile: whether units are compiled one by one.
         fp32: how products of fp32 numbers are computed, one of :data:`FP32_CHOICES`; ``None`` leaves torch's settings.
     """
 
@@ -86,8 +86,8 @@ class Plan:
 
     Attributes:
         accumulation_steps: micro-batches per optimizer step (k), at least 1.
-        precision: compute dtype by unit name. A unit that is not named inherits the user's own arrangement.
-        storage: storage by unit name. A unit that is not named saves.
+        precision: compute dtype by unit name. A unit that is not named is left to the user's own code.
+        storage: storage by unit name. A unit that is not named saves its activations.
         launch: the choices that cannot change during a run.
     """
 
@@ -97,7 +97,7 @@ class Plan:
     precision: Mapping[str, Precision] = field(default_factory=dict)
     storage: Mapping[str, Storage] = field(default_factory=dict)
     launch: Launch = field(default_factory=Launch)
-    # The canonical JSON, made on first use: plans are compared at every step, and writing one takes a while.
+    # The canonical JSON, made on first use: plans are compared at every step, and serializing one is slow.
     _text: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -192,7 +192,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSpace:
-    """Every plan that a job on a device allows, in a fixed order of choices.
+    """All plans that a job on a device allows, with choices in a fixed order.
 
     Attributes:
         units: the units, in the order in which the forward pass reaches them.
@@ -268,7 +268,7 @@ class PlanSpace:
         )
 
     def leanest(self) -> Plan:
-        """Return the plan expected to need least memory: lowest precision, leanest storage, smallest micro-batches."""
+        """Return the plan expected to need least memory: lowest precision, leanest storage, smallest micro-batch."""
         return self.plan(
             accumulation_steps=self.accumulation_choices[-1 if self.k_splits else 0],
             precision=self.lowest_precision,
@@ -276,7 +276,7 @@ class PlanSpace:
         )
 
     def check(self, plan: Plan, *, where: str = "plan") -> Plan:
-        """Return the plan with every unit named, if it lies in the space.
+        """Return the plan with a choice for every unit, after checking that it lies in the space.
 
         Raises:
             PlanError: naming the first unit or value that is not allowed, and what is.
@@ -311,7 +311,7 @@ class PlanSpace:
         """Return the index of each of the plan's choices, in the order of :attr:`sizes`.
 
         Raises:
-            PlanError: if a choice (``inherit``, say) has no index in this space.
+            PlanError: if a choice, such as ``inherit``, has no index in this space.
         """
         try:
             return [

@@ -1,7 +1,6 @@
 """Statistics of measured values: paired ratios, intervals of means and medians, and tests.
 
-Every function is deterministic: whatever is resampled is drawn from a fixed seed. Intervals are two-sided and given as
-their lower and upper end.
+Every function is deterministic: resampling uses a fixed seed. Intervals are two-sided, given as lower and upper end.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ def log_ratios(own: Sequence[float], others: Sequence[float]) -> list[float]:
 
 
 def ratio_of_log(log: float) -> float:
-    """Return the ratio of a logarithm, limited to what documents hold: an interval from two pairs can be endless."""
+    """Return the ratio for a logarithm, limited to the range of documents; an interval from two pairs can exceed it."""
     return min(max(math.exp(min(log, 700.0)), LEAST_RATIO), 1 / LEAST_RATIO)
 
 
 def paired_ratio(own: Sequence[float], others: Sequence[float], *, starts: int = 1) -> dict[str, Any]:
-    """Return what one side takes over what the other side takes, pair by pair.
+    """Return ratios of one side's times to the other side's, pair by pair.
 
     Args:
         own: seconds of one side.
@@ -42,7 +41,7 @@ def paired_ratio(own: Sequence[float], others: Sequence[float], *, starts: int =
         starts: number of process starts that the pairs come from; see :func:`median_interval`.
 
     Returns:
-        ``ratio_median``, ``ratio_ci95`` (of that median) and ``ratio_total`` (of both sums).
+        ``ratio_median``, ``ratio_ci95`` (interval of that median) and ``ratio_total`` (ratio of the sums).
     """
     ratios = [first / second for first, second in zip(own, others, strict=True)]
     return {
@@ -53,13 +52,13 @@ def paired_ratio(own: Sequence[float], others: Sequence[float], *, starts: int =
 
 
 def mean_with_interval(values: Sequence[float]) -> dict[str, Any]:
-    """Return ``mean``, ``ci95`` (Student's, a point where there is one value) and ``values``."""
+    """Return ``mean``, ``ci95`` (Student's t-interval; a point for a single value) and ``values``."""
     low, high = mean_interval(values) if len(values) > 1 else (values[0], values[0])
     return {"mean": statistics.fmean(values), "ci95": [low, high], "values": list(values)}
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Return Student's t-interval of a mean; a point where the values do not differ.
+    """Return Student's t-interval of a mean; a point if all values are equal.
 
     Args:
         values: at least two values.
@@ -95,7 +94,7 @@ def mean_interval_bca(values: Sequence[float], confidence: float) -> Interval | 
         confidence: confidence level.
 
     Returns:
-        The interval; ``None`` for fewer than three values, or for values that do not differ.
+        The interval; ``None`` for fewer than three values, if all values are equal, or if an end is not finite.
 
     Source: B. Efron, Journal of the American Statistical Association 82 (1987) 171.
     """
@@ -108,7 +107,7 @@ def mean_interval_bca(values: Sequence[float], confidence: float) -> Interval | 
 
 
 def stratified_mean_interval(strata: Sequence[Sequence[float]], confidence: float) -> tuple[float, float, float]:
-    """Return the mean of the strata's means, and its Welch-Satterthwaite t-interval; a point where nothing varies.
+    """Return the mean of the strata's means, and its Welch-Satterthwaite t-interval; a point if nothing varies.
 
     Args:
         strata: at least two values of each stratum; all strata have the same weight.
@@ -124,7 +123,7 @@ def stratified_mean_interval(strata: Sequence[Sequence[float]], confidence: floa
     variance = sum(parts)
     if variance == 0:
         return mean, mean, mean
-    # Shares are squared, since the square of a tiny variance is 0.
+    # Shares are squared instead of variances, because the square of a tiny variance underflows to 0.
     shares = [part / variance for part in parts]
     freedom = 1 / sum(share**2 / (len(values) - 1) for share, values in zip(shares, strata, strict=True))
     reach = float(stats.t.ppf(0.5 + confidence / 2, freedom)) * math.sqrt(variance)
@@ -134,11 +133,11 @@ def stratified_mean_interval(strata: Sequence[Sequence[float]], confidence: floa
 def clustered_mean_interval(
     values: NDArray[np.float64], clusters: NDArray[Any], *, resamples: int = _RESAMPLES, confidence: float = 0.95
 ) -> Interval:
-    """Return the percentile-bootstrap interval of a mean; rows and clusters of columns are both drawn again.
+    """Return the percentile-bootstrap interval of a mean; rows and clusters of columns are both resampled.
 
     Args:
         values: shape (rows, columns), such as training seeds and simulated runs.
-        clusters: shape (columns,), the cluster of each column, such as its job: a cluster is drawn as a whole.
+        clusters: shape (columns,), the cluster of each column, such as its job: a cluster is resampled as a whole.
         resamples: number of resamples.
         confidence: confidence level.
 
@@ -161,8 +160,8 @@ def median_interval(values: Sequence[float], *, starts: int = 1) -> Interval:
 
     Args:
         values: the same number of values from each start, one start after another.
-        starts: number of process starts that the values come from; starts are drawn again as well, because some of
-            what varies is the same for all values of one start.
+        starts: number of process starts that the values come from; starts are resampled as well, because the values
+            of one start share part of the variation.
 
     Source: A. C. Davison, D. V. Hinkley, "Bootstrap Methods and Their Application" (1997), sections 3.8 and 5.3.
     """
@@ -174,7 +173,7 @@ def median_interval(values: Sequence[float], *, starts: int = 1) -> Interval:
 
 
 def censored_median(values: Sequence[float | None]) -> float | None:
-    """Return the median of values of which some are only known to be larger than all others.
+    """Return the median of values, some of which are known only to be larger than all others.
 
     Args:
         values: the values; ``None`` for one that is larger than all others.
@@ -187,7 +186,7 @@ def censored_median(values: Sequence[float | None]) -> float | None:
 
 
 def total_ratio_interval(own: ArrayLike, others: ArrayLike) -> Interval:
-    """Return the 95 % percentile-bootstrap interval of the ratio of two sums; pairs are drawn again.
+    """Return the 95 % percentile-bootstrap interval of the ratio of two sums; pairs are resampled.
 
     Args:
         own: values of one side.
@@ -209,8 +208,8 @@ def _percentiles(resampled: ArrayLike, confidence: float = 0.95) -> Interval:
 def sign_flip_p_value(values: Sequence[float]) -> float:
     """Return the two-sided p-value of the sign-flip permutation test that a mean is 0.
 
-    All flips are counted for up to 14 values; for more, 20,000 random ones and the observed one, so that the result is
-    never 0.
+    For up to 14 values, all sign flips are counted. For more, 20,000 random flips and the observed values are counted,
+    so that the result is never 0.
 
     Source: R. A. Fisher, "The Design of Experiments" (1935), section 21; B. Phipson, G. K. Smyth, Statistical
     Applications in Genetics and Molecular Biology 9 (2010) 39, for random flips.

@@ -1,8 +1,7 @@
 """Name the tunable pieces of a model.
 
-A *unit* is one piece whose compute precision can be chosen and, where it is one of a run of like blocks, whose
-activations can be recomputed. This file finds units in any ``nn.Module``; it does not know what a plan does
-with them.
+A *unit* is a module whose compute precision can be chosen. If it belongs to a run of like blocks, its activations can
+also be recomputed. This file finds units in any ``nn.Module``; it does not depend on plans.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class Unit:
         name: the module's fully qualified name.
         kind: the module's class name.
         recomputable: whether ``storage`` can be chosen as well as ``precision``.
-        parameter_names: fully qualified names of the parameters counted here; a parameter that several units
-            share is counted at the first of them only.
+        parameter_names: fully qualified names of the unit's parameters; a parameter that several units share is
+            counted only in the first of them.
         num_parameters: number of elements of those parameters.
     """
 
@@ -46,9 +45,9 @@ def find_units(model: nn.Module) -> tuple[Unit, ...]:
 
     Every outermost run of two or more neighbouring siblings of one class, in a ``ModuleList`` or a
     ``Sequential``, gives units with precision and storage. A sibling that is itself a container with such a
-    run inside (the stages of a ResNet) is opened instead. The largest remaining subtrees with parameters and
-    without units (embedding, stem, head) become units with precision alone; the model itself is never one. A module
-    that has several names is one unit, under the first of them.
+    run inside (a stage of a ResNet) is searched instead. The largest remaining subtrees with parameters and
+    without units (embedding, stem, head) become units with precision only; the model itself is never a unit. A module
+    with several names is one unit, under its first name.
     """
     recomputable: list[str] = []
     taken: set[nn.Module] = set()
@@ -62,7 +61,7 @@ def find_units(model: nn.Module) -> tuple[Unit, ...]:
 
 
 def units_of(model: nn.Module, names: Sequence[str] | None) -> tuple[Unit, ...]:
-    """Return the units that a user named, or, for ``None``, those that are found.
+    """Return the units that a user named, or those of :func:`find_units` if ``names`` is ``None``.
 
     Raises:
         JobError: as :func:`name_units` does.
@@ -139,7 +138,7 @@ def _remainders(module: nn.Module, prefix: str, taken: set[nn.Module]) -> Iterat
 
     Args:
         module: the module to search.
-        prefix: its name.
+        prefix: the module's name.
         taken: the units so far and the modules in them; yielded subtrees are added.
     """
     for key, child in module.named_children():

@@ -249,7 +249,7 @@ def test_the_recipes_own_jobs_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_training_run_without_networks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match=r"holds no seed-\*\.safetensors"):
+    with pytest.raises(RunDirectoryError, match=r"has no seed-\*\.safetensors"):
         load_judged(save_untrained(tmp_path / "policy"), tmp_path)
 
 

@@ -149,7 +149,7 @@ def test_code_between_units_that_cannot_take_16_bits_keeps_fp32_borders() -> Non
 
     job = wide_convolution(model=lambda: Strict(width=32))
     engine = TorchEngine(job)
-    assert "takes no bf16 tensors" in engine.locks["borders"]
+    assert "does not accept bf16 tensors" in engine.locks["borders"]
     engine.apply(engine.space.plan(accumulation_steps=1, precision=BF16))
     assert engine.run(2).failure is None
 

@@ -133,12 +133,12 @@ GOOD = ("2025-03-01T00:00Z,100", "2025-03-01T01:00Z,90")
         ((GOOD[0], "2025-03-01T01:00Z,nan"), r"line 2: intensity is nan"),
         ((GOOD[0], "2025-03-01T01:00Z,much"), r"line 2: intensity is 'much'"),
         ((GOOD[0], "2025-03-01T01:00Z,4,5"), r"line 2: has 3 columns"),
-        (("2025-03-01T00:00Z,0.1", "2025-03-01T01:00Z,0.4"), r"no value reaches 2, which looks like kg/kWh"),
-        (("2025-03-01T00:00Z,100000", "2025-03-01T01:00Z,90000"), r"100000 is no grid's, and looks like g/MWh"),
+        (("2025-03-01T00:00Z,0.1", "2025-03-01T01:00Z,0.4"), r"no value reaches 2; looks like kg/kWh"),
+        (("2025-03-01T00:00Z,100000", "2025-03-01T01:00Z,90000"), r"100000 is too high for a grid; looks like g/MWh"),
         (("time,kgCO2/kWh", *GOOD), r"line 1: the unit is 'kgCO2/kWh' .allowed: gCO2/kWh"),
         (("time,lb CO2/MWh", *GOOD), r"line 1: the unit is 'lb CO2/MWh'"),
-        (("time,gCO2/kWh",), r"holds 0 values .allowed: at least two rows"),
-        ((GOOD[0],), r"holds 1 values"),
+        (("time,gCO2/kWh",), r"has 0 rows .allowed: at least two rows"),
+        ((GOOD[0],), r"has 1 rows"),
     ],
 )
 def test_a_wrong_series_is_one_line_that_names_file_and_line(
@@ -162,8 +162,8 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
         Intensity.parse(str(tmp_path / "bytes.csv"))
     for text, message in (
         ("0.3", "looks like kg"),
-        ("-5", "is no intensity"),
-        ("nan", "is no intensity"),
+        ("-5", "is not an intensity"),
+        ("nan", "is not an intensity"),
         ("9e9", "MWh"),
     ):
         with pytest.raises(InputError, match=f"--carbon-intensity: .*{message}"):
@@ -217,9 +217,9 @@ def test_lengths_and_times_are_read_or_refused() -> None:
 
 def test_what_the_series_does_not_cover_is_refused() -> None:
     intensity = series([100.0] * 4)
-    with pytest.raises(InputError, match=r"--earliest, --deadline: the series says nothing of 2025-02-28T23:00:00"):
+    with pytest.raises(InputError, match=r"--earliest, --deadline: the series does not cover 2025-02-28T23:00:00"):
         schedule(intensity, HOUR, BEGIN - HOUR)
-    with pytest.raises(InputError, match=r"says nothing of .* to 2025-03-01T05:00:00.*allowed: .* to 2025-03-01T04:00"):
+    with pytest.raises(InputError, match=r"does not cover .* to 2025-03-01T05:00:00.*allowed: .* to 2025-03-01T04:00"):
         schedule(intensity, HOUR, BEGIN, BEGIN + 5 * HOUR)
     with pytest.raises(InputError, match=r"--deadline: a run of 7200 s that starts at .* ends after 2025-03-01T01:00"):
         schedule(intensity, 2 * HOUR, BEGIN, BEGIN + HOUR)

@@ -143,7 +143,7 @@ BAD: dict[str, Callable[[Path], tuple[list[str], str]]] = {
     ),
     "watts below 0": lambda f: (["tune", str(JOB), "--watts", "-9"], "--watts: is -9.0"),
     "intensity in kg": lambda f: (["compare", str(JOB), "--carbon-intensity", "0.3"], "looks like kg/kWh"),
-    "intensity of last year": lambda f: (["compare", str(JOB), "--carbon-intensity", series_file(f)], "nothing of"),
+    "intensity of last year": lambda f: (["compare", str(JOB), "--carbon-intensity", series_file(f)], "does not cover"),
     "length that is none": lambda f: (
         ["schedule", "--length", "long", "--carbon-intensity", series_file(f)],
         "6h, 90min or 1d12h",

@@ -70,7 +70,7 @@ def test_missed_targets_and_failures_stay_in() -> None:
     runs = [record(0, 5.0), record(1, None, failure="out_of_memory")]
     failed = judge(ARM, runs, [record(0, 10.0), record(1, 10.0)], PROTOCOL, "min")
     assert (failed["verdict"], failed["non_inferior"]) == ("slower", False)
-    assert failed["reason"] == "1 of 2 runs ended with out_of_memory, which counts as never arriving"
+    assert failed["reason"] == "1 of 2 runs ended with out_of_memory, which counts as missing the target"
     assert judge(ARM, runs, [record(0, None), record(1, 10.0)], PROTOCOL, "min")["verdict"] == "not comparable"
 
 

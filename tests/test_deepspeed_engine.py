@@ -225,7 +225,7 @@ def test_what_a_rank_has_no_room_for_is_left_out_and_the_profile_goes_on() -> No
         job, RankOptions(count=2), device_name="these", fingerprint="", options=ProfilerOptions.lean()
     )
     # A rank's share of the batch has 8 samples at k = 1, and 4 at k = 2, from which k = 1 in fp32 is extrapolated.
-    refused = [warning for warning in found.warnings if "out_of_memory: a rank has no room for it" in warning]
+    refused = [warning for warning in found.warnings if "out_of_memory: a rank ran out of memory" in warning]
     assert [warning.partition(" ends")[0] for warning in refused] == [
         "k = 1 with fp32/save",
         "k = 1 with fp32/recompute",

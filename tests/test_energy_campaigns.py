@@ -119,6 +119,6 @@ def test_without_a_reading_a_comparison_says_absent_and_adds_no_grams(tmp_path: 
 
 def test_a_series_of_another_time_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     path = hourly(tmp_path, datetime(2025, 3, 1, tzinfo=UTC), 4)
-    with pytest.raises(InputError, match=r"--carbon-intensity: the series says nothing of .* 2025-03-01T04:00:00"):
+    with pytest.raises(InputError, match=r"--carbon-intensity: the series does not cover .* 2025-03-01T04:00:00"):
         autotune.compare(tiny_job.job(), ["sqrt"], seeds=2, carbon_intensity=path, runs_dir=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()

@@ -86,7 +86,7 @@ def test_the_command_writes_the_files_and_says_how_to_launch(
     assert run([*command, "--to", "json"]) == 0
     assert run([*command, "--to", "nothing"]) == 2
     assert run([*command[:-1], str(tmp_path / "nowhere")]) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -102,7 +102,7 @@ def test_a_plan_that_does_not_fit_the_job_is_refused_with_the_unit_named(target:
 
 def test_what_needs_one_process_is_refused_for_several_and_a_script_without_a_reference() -> None:
     for target in ("python", "json"):
-        with pytest.raises(InputError, match=f"{target} says nothing of 2 ranks .allowed: deepspeed, accelerate"):
+        with pytest.raises(InputError, match=f"{target} cannot express 2 ranks .allowed: deepspeed, accelerate"):
             export(a_plan(), tiny_job.make(), target, ranks=2)
     with pytest.raises(InputError, match="a job was given without its reference"):
         export(a_plan(), tiny_job.make(), "python")
@@ -113,14 +113,14 @@ def test_a_plan_that_a_configuration_holds_entirely_needs_no_plan_file() -> None
     for target, file in (("accelerate", "accelerate.json"), ("transformers", "training_args.json")):
         made = export(plan.changed(launch=Launch()), tiny_job.make(), target)
         assert list(made.files) == [file]
-        assert not any("single layers" in note or "does not hold" in note for note in made.notes)
+        assert not any("single layers" in note or "not included" in note for note in made.notes)
 
 
 def test_what_only_deepspeed_holds_is_said_by_the_others() -> None:
     plan = a_plan().changed(launch=Launch(zero_stage=2, compile=True))
     for target in ("accelerate", "transformers", "python"):
         notes = export(plan, tiny_job.make(), target, reference="tiny").notes
-        assert any("does not hold compile True, zero_stage 2 (autotune export --to deepspeed" in note for note in notes)
+        assert any("not included: compile True, zero_stage 2 (autotune export --to deepspeed" in note for note in notes)
 
 
 def test_a_plan_that_names_some_units_alone_is_not_taken_for_one_of_the_whole_model() -> None:

@@ -108,7 +108,7 @@ def test_no_code_is_loaded_on_the_word_of_a_run(
     assert run_command(["resume", str(run)]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "is code, which is not loaded on the word of a run's own files" in said or "charlm" in reference
+    assert "is code, which is not loaded because only the run's own files request it" in said or "charlm" in reference
     assert not (run / "it-ran").exists()
     assert "notes" not in set(sys.modules) - before
 

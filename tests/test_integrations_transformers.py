@@ -676,10 +676,9 @@ def test_what_recomputing_might_change_twice_is_not_recomputed_and_said(caplog: 
     engine = TorchEngine(job)
     assert engine.space.recomputable == ()
     assert engine.locks["storage"] == (
-        "blocks.0 is handed a generator, and so are 1 others, which cannot be copied: "
-        "recomputed, it might change it twice"
+        "blocks.0 receives a generator, and so do 1 others, which cannot be copied: recomputation might change it twice"
     )
-    assert "handed a generator" in caplog.text
+    assert "receives a generator" in caplog.text
 
 
 def test_memory_is_predicted_to_the_byte_though_a_cache_is_handed_on() -> None:

@@ -33,7 +33,7 @@ EXPECTED = {
     "segfault": (Failure.CRASHED, "ended by SIGSEGV"),
     "kill": (Failure.CRASHED, "ended by SIGKILL"),
     "exit": (Failure.CRASHED, "ended with exit code 7: goodbye from the job"),
-    "garbage": (Failure.CRASHED, "what arrived is no document"),
+    "garbage": (Failure.CRASHED, "received something that is not a document"),
     "out_of_memory": (Failure.OUT_OF_MEMORY, "can't allocate memory"),
     "nan": (Failure.NON_FINITE, "loss nan"),
     "exception": (Failure.CRASHED, "KeyError"),

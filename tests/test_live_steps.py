@@ -195,7 +195,7 @@ def test_a_unit_that_may_not_be_recomputed_is_not_recomputed_in_the_first_step_e
 
     (plain, _), (tuned, locks) = run(False), run(True)
     assert plain == tuned
-    assert all("draws from python's" in locks[f"blocks.{number}"] for number in range(3))
+    assert all("draws from Python's" in locks[f"blocks.{number}"] for number in range(3))
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "3"])

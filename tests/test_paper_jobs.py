@@ -84,7 +84,7 @@ def test_a_pickle_that_would_run_something_is_refused_and_nothing_runs(folder: P
     marker = folder / "it-ran"
     batch = folder / "cifar-10-batches-py" / "data_batch_2"
     batch.write_bytes(pickle.dumps({b"data": Hostile(marker), b"labels": [0]}, protocol=2))
-    with pytest.raises(JobError, match=r"data_batch_2: cannot be read \(it asks for posix.system\) \(allowed: a pick"):
+    with pytest.raises(JobError, match=r"data_batch_2: cannot be read \(it names posix.system\) \(allowed: a pick"):
         next(load_job(CIFAR).batches(seed=0))
     assert not marker.exists()
 
@@ -96,12 +96,12 @@ KIND = b"cnumpy\ndtype\n(U\x02%sK\x00K\x01tR"
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\x80\x02cbuiltins\neval\n(U\x011tR.", "it asks for builtins.eval"),
-        (b"\x80\x02cnumpy\nload\n(U\x011tR.", "it asks for numpy.load"),
-        (b"\x80\x02cnumpy\ndtype.__class__\n.", "it asks for numpy.dtype.__class__"),
-        (b"\x80\x02U\x01aQ.", "it asks for something outside"),
+        (b"\x80\x02cbuiltins\neval\n(U\x011tR.", "it names builtins.eval"),
+        (b"\x80\x02cnumpy\nload\n(U\x011tR.", "it names numpy.load"),
+        (b"\x80\x02cnumpy\ndtype.__class__\n.", "it names numpy.dtype.__class__"),
+        (b"\x80\x02U\x01aQ.", "it refers to something outside"),
         (b"\x80\x02c_codecs\nencode\n(X\x01\x00\x00\x00aX\x03\x00\x00\x00zipt R.", "cannot be read"),
-        (b"\x80\x02](K\x01K\x02e.", "holds a list"),
+        (b"\x80\x02](K\x01K\x02e.", "contains a list"),
         (b"", "cannot be read"),
         (b"\x80\x02}(U\x04data" + ARRAY + b"u.", "is damaged"),
         (b"\x80\x02}(U\x04data" + ARRAY + b"(K\x01(K\x02t" + KIND % b"O8" + b"\x89U\x02abtbu.", "not one of unsigned"),
@@ -125,7 +125,8 @@ def test_no_folder_a_wrong_one_and_an_empty_one_are_said_apart(tmp_path: Path, m
     with pytest.raises(JobError, match="nowhere' is not a folder"):
         load_job(CIFAR).data_sources()
     monkeypatch.setenv("AUTOTUNE_DATA", str(tmp_path))
-    with pytest.raises(JobError, match=r"holds nothing .*cifar-10-batches-py/.data_batch_1,.*or cifar-10-batches-bin/"):
+    named = r"contains nothing .*cifar-10-batches-py/.data_batch_1,.*or cifar-10-batches-bin/"
+    with pytest.raises(JobError, match=named):
         load_job(CIFAR).data_sources()
     with pytest.raises(JobError, match=r"wiki.train.raw,wiki.valid.raw. or wikitext-2/"):
         load_job(WIKITEXT).data_sources()
@@ -141,7 +142,7 @@ def test_of_a_set_that_is_there_in_part_the_first_missing_file_is_named(folder: 
 def test_many_other_files_are_named_in_part(tmp_path: Path):
     for number in range(12):
         (tmp_path / f"file{number:02}").touch()
-    with pytest.raises(JobError, match=r"holds file00, .*file07 and 4 more"):
+    with pytest.raises(JobError, match=r"contains file00, .*file07 and 4 more"):
         locate(tmp_path, [Layout(name="x", folder="x", files=("y",))])
 
 

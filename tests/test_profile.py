@@ -43,7 +43,7 @@ def test_a_profile_survives_json(seed: int):
         ({"tables": []}, r"is damaged: tables are not one per k"),
         ({"accumulation_choices": []}, r"is damaged: accumulation_choices"),
         ({"batching": "none"}, r"is damaged: batching is 'none'"),
-        ({"units": []}, r"is damaged: a segment is of unit"),
+        ({"units": []}, r"is damaged: a segment refers to unknown unit"),
         ({"speed": 1}, r"unknown key 'speed'"),
         ({"precisions": ["fp8"]}, r"precisions\[0\] is 'fp8', .*\(allowed: inherit, fp32, bf16, fp16\)"),
         ({"units": [{}]}, r"units\[0\].name is missing"),

@@ -376,8 +376,8 @@ def test_a_trial_that_was_killed_says_how_to_take_the_search_up_and_can_be(tmp_p
 
 NO_SEARCHES: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (lambda folder: None, "is not a run directory"),
-    "of another command": (lambda folder: put(folder, {"verb": "tune"}), "holds no training|config.json: "),
-    "a training": (lambda folder: put(folder, {"recipe": TINY.to_json()}), "holds no search"),
+    "of another command": (lambda folder: put(folder, {"verb": "tune"}), "has no training|config.json: "),
+    "a training": (lambda folder: put(folder, {"recipe": TINY.to_json()}), "is not a search"),
     "search that is none": (
         lambda folder: put(folder, {"recipe": TINY.to_json(), "search": {"decisions": 0}}),
         "search",

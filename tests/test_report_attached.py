@@ -206,7 +206,7 @@ def test_trips_and_refusals_are_shown_with_their_rules(tmp_path: Path) -> None:
 def test_a_run_that_was_only_observed_changed_nothing_and_says_so(tmp_path: Path) -> None:
     run = read_attached(attach_and_train(tmp_path, "exact", 30, stage="observe"))
     assert verdict(run).startswith("Observed for 30 of 30 steps: nothing was changed")
-    assert "your own plan: none was ever put in its place" in Page(page_of(run)).text
+    assert "your own plan: it was never replaced" in Page(page_of(run)).text
 
 
 def test_a_run_without_a_budget_or_a_decision_has_a_page_too(tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(
 
 def test_folder_without_the_expected_files_is_refused_before_anything_is_written(tmp_path: Path):
     public_folders.wikitext(tmp_path / "data")
-    with pytest.raises(JobError, match=r"holds wikitext-2-raw \(allowed: cifar-10-batches-py/.data_batch_1,"):
+    with pytest.raises(JobError, match=r"contains wikitext-2-raw \(allowed: cifar-10-batches-py/.data_batch_1,"):
         autotune.reproduce("table1", data=tmp_path / "data", runs_dir=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 

@@ -240,7 +240,7 @@ def test_a_damaged_save_is_named_once_and_the_one_before_it_is_taken_up(
     assert saved.decisions == ROLLOUT
     (line,) = warnings_in(caplog)
     assert line.startswith(f"{interrupted.checkpoint}: ")
-    assert line.endswith("; going back to the save before it")
+    assert line.endswith("; using the previous save")
     assert "\n" not in line
     # What the lost save's rollout told stays: made once more, it comes to the same.
     assert [row["decisions"] for row in interrupted.rows()] == [ROLLOUT, 2 * ROLLOUT]
@@ -268,7 +268,8 @@ def test_where_both_saves_are_damaged_the_seed_begins_anew_and_ends_the_same(
     flip(interrupted.checkpoint_before)
     found = train_on(interrupted.folder)
     (line,) = warnings_in(caplog)
-    assert "SHA-256 is not the one it names, and no save before it is whole; seed 4 starts again" in line
+    said = "SHA-256 differs from the recorded one, and the previous save is not intact either; seed 4 starts again"
+    assert said in line
     assert_same(found, whole)
 
 
@@ -284,7 +285,7 @@ def test_a_training_that_is_stopped_over_and_over_and_damaged_each_time_ends_the
 def test_a_folder_in_a_saves_place_is_one_line(interrupted: SeedFiles) -> None:
     interrupted.checkpoint.unlink()
     interrupted.checkpoint.mkdir()
-    with pytest.raises(RunDirectoryError, match=r"seed-4.checkpoint: is damaged and cannot be taken away"):
+    with pytest.raises(RunDirectoryError, match=r"seed-4.checkpoint: is damaged and cannot be removed"):
         taken_up(interrupted, RECIPE)
 
 
@@ -525,7 +526,7 @@ def test_a_search_without_its_study_finds_its_trials_trained(tmp_path: Path) -> 
     run = folder_of(tmp_path / "run")
     whole = searched(run, 3)
     (run.path / "optuna.db").write_bytes(b"?" * 4096)
-    with pytest.raises(RunDirectoryError, match="or no such file: without it the search proposes anew"):
+    with pytest.raises(RunDirectoryError, match="or no file; the search then starts over"):
         searched(run, 3)
     (run.path / "optuna.db").unlink()
     trained: list[str] = []

@@ -75,7 +75,7 @@ def test_several_jobs_are_compared_by_one_command_and_taken_up_where_it_stopped(
     capsys.readouterr()
     # Code is loaded on the caller's word alone.
     assert run(["resume", str(folder), "--job", JOBS[0]]) == 2
-    assert "is code, which is not loaded on the word of a run's own files" in capsys.readouterr().err
+    assert "is code, which is not loaded because only the run's own files request it" in capsys.readouterr().err
     assert run(["resume", str(folder), "--job", JOBS[0], "--job", JOBS[1], "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [entry["job"] for entry in found["jobs"]] == ["tiny", "narrow"]
@@ -119,4 +119,4 @@ def test_a_campaign_is_not_taken_up_on_another_device(
     folder.close()
     monkeypatch.setattr("autotune.commands.resuming.device_name", lambda: "another")
     assert run(["resume", str(folder.path)]) == 2
-    assert "times of two do not compare" in capsys.readouterr().err
+    assert "times from different devices are not comparable" in capsys.readouterr().err

@@ -344,8 +344,8 @@ def test_a_seed_that_fails_says_how_to_take_it_up_and_can_be(tmp_path: Path, cap
 NO_TRAININGS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda folder: folder.rmdir(), "is not a run directory"),
     "empty": (lambda folder: None, "is not a run directory"),
-    "of another command": (lambda folder: put(folder, {"verb": "tune"}), "holds no training|config.json: "),
-    "recipe that is none": (lambda folder: put(folder, {"recipe": [1]}), r"holds no training|recipe is \[1\]"),
+    "of another command": (lambda folder: put(folder, {"verb": "tune"}), "has no training|config.json: "),
+    "recipe that is none": (lambda folder: put(folder, {"recipe": [1]}), r"has no training|recipe is \[1\]"),
     "recipe of a newer version": (lambda folder: put(folder, {"recipe": {"version": 9}}), "version is 9"),
     "recipe with an unknown key": (lambda folder: put(folder, {"recipe": {"version": 1, "x": 1}}), "unknown key 'x'"),
     "damaged": (lambda folder: (folder / "config.json").write_text("{"), "is not JSON"),

@@ -1,1 +1,1 @@
-"""What decides: rules, searches and policies."""
+"""The rules, searches and policies that choose plans."""

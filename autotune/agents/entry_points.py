@@ -1,4 +1,4 @@
-"""Registries that other packages can add to: named entries of one kind, each loaded only when its name is used.
+"""Registries of named entries that other packages can extend; an entry is loaded only when it is looked up.
 
 A package adds entries through entry points::
 
@@ -21,7 +21,7 @@ from autotune.errors import AutotuneError, InputError, one_line
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-# Names that can be given to --method and --arms: no separator, no path, no choice of launch.
+# Names for --method and --arms; they exclude list separators, file paths and suffixes with launch options.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 SEARCH_GROUP, POLICY_GROUP, RULE_GROUP = "autotune.searches", "autotune.policies", "autotune.rules"
@@ -31,12 +31,12 @@ Given = TypeVar("Given")
 
 
 class Registry(Generic[Entry]):
-    """Named entries of one kind: those registered in this process, and those of installed packages.
+    """Named entries of one kind, registered in this process or by installed packages.
 
     Args:
-        kind: what errors call an entry, such as ``rule``.
-        group: the entry-point group that other packages use.
-        convert: turns what was registered into an entry; raises ``TypeError`` if that is impossible.
+        kind: name of an entry in error messages, such as ``rule``.
+        group: the entry-point group for other packages.
+        convert: converts a registered object to an entry; raises ``TypeError`` if it cannot.
     """
 
     def __init__(self, kind: str, group: str, convert: Callable[[Any], Entry]) -> None:
@@ -49,10 +49,10 @@ class Registry(Generic[Entry]):
         """Return a decorator that registers an entry.
 
         Args:
-            name: letters, digits, ``-`` and ``_``; not in use yet.
+            name: name of the entry, made of letters, digits, ``-`` and ``_``.
 
         Raises:
-            InputError: if the name is not one of these, or is in use.
+            InputError: if the name is invalid or already registered.
         """
         if not _NAME.fullmatch(name) or name in self._entries:
             raise InputError(f"{self._kind} {name!r} cannot be registered", allowed="a new name like my-name_2")
@@ -65,7 +65,7 @@ class Registry(Generic[Entry]):
 
     @property
     def registered(self) -> Mapping[str, Entry]:
-        """Return the entries registered in this process, by name: nothing of another package is loaded."""
+        """Return the entries registered in this process, by name, without loading other packages."""
         return MappingProxyType(self._entries)
 
     @property
@@ -76,11 +76,11 @@ class Registry(Generic[Entry]):
     def __contains__(self, name: str) -> bool:
         if name in self._entries:
             return True
-        # Reading what is installed takes a while, and the path of a file is no name.
+        # Reading the installed entry points is slow, so it is skipped for file paths, which are not valid names.
         return _NAME.fullmatch(name) is not None and name in installed_names(self._group)
 
     def __getitem__(self, name: str) -> Entry:
-        """Return the entry of a name; one of another package is loaded now.
+        """Return the entry with a name, after loading it if it belongs to another package.
 
         Raises:
             InputError: if the name is unknown, two packages use it, or its package cannot be loaded.
@@ -98,13 +98,13 @@ class Registry(Generic[Entry]):
 
     @contextlib.contextmanager
     def errors_named(self, name: str) -> Iterator[None]:
-        """Turn any exception of another package's entry into one sentence that names the package.
+        """Replace an exception from another package's entry with an ``InputError`` that names the package.
 
         Args:
-            name: the entry's name; exceptions of entries registered in this process pass unchanged.
+            name: the entry's name. ``AutotuneError`` and errors of entries registered in this process pass unchanged.
 
         Raises:
-            InputError: in place of the exception.
+            InputError: instead of the exception.
         """
         try:
             yield
@@ -121,7 +121,7 @@ class Registry(Generic[Entry]):
 
 
 def installed_names(group: str) -> list[str]:
-    """Return the names that installed packages add to a group of entry points; nothing is loaded."""
+    """Return the names of installed entry points in a group, without loading them."""
     return [point.name for point in _installed(group)]
 
 

@@ -1,4 +1,4 @@
-"""Searches with Optuna's TPE: of plans, with memory as a constraint, and of recipes. All trials are stored on disk."""
+"""TPE searches with Optuna: for plans, with memory as a constraint, and for recipes. A database stores all trials."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ Place = Path | StudyStore
 
 logger = logging.getLogger(__name__)
 
-# After this many known proposals in a row, a neighbour of the best plan is proposed.
+# After this many repeated proposals in a row, a neighbour of the best plan is proposed.
 _STALE = 2
-# Number of neighbours that are tried with one changed parameter, then with two, and so on.
+# Number of neighbours to try with one changed parameter, then with two, and so on.
 _NEIGHBOURS = 8
-# Remedy for a damaged study: the measurements are in other files of the run.
-_WITHOUT_IT = "what a search stored, or no such file: without it the search proposes anew"
-# SQLite's messages about damaged files, in errors of the same classes as those about locks and full disks.
+# Remedy for a damaged study. The measurements are also stored in other files of the run.
+_WITHOUT_IT = "a study stored by a search, or no file; the search then starts over"
+# SQLite's messages about damaged files. Locks and full disks raise the same exception classes.
 _DAMAGED = ("Could not decode", "malformed", "no such column", "no such table")
 
 
 class _StudySearch:
     """A search whose plans are the trials of an Optuna study.
 
-    The excess over the memory budget is a constraint of a trial. TPE ignores failed trials: when such plans were told
-    as failures, 88-90 of 100 trials ran out of memory, against 41-50 with the constraint. Trials are kept in a
-    database, so that a killed process loses none; proposals that were not told by then are proposed again.
+    The excess over the memory budget is a constraint of a trial. TPE ignores failed trials: when plans over the budget
+    were reported as failed, 88-90 of 100 trials ran out of memory, against 41-50 with the constraint. Trials are stored
+    in a database, so none is lost if the process is killed. A continued study first repeats its earlier proposals.
 
-    A plan that was measured before is told as a failure. If it were told with its cost again and again, TPE's set of
-    good trials would soon contain only the best plan, and TPE would propose plans as if it knew nothing (seen at 400
-    trials). If TPE keeps proposing known plans, neighbours of the best plan are proposed instead: a few of its
-    parameters are drawn anew.
+    A plan that was already measured is reported as failed. If its cost were reported each time, TPE's set of good
+    trials would soon contain only the best plan, and TPE would propose plans as if it had no data (seen at 400 trials).
+    If TPE keeps proposing known plans, neighbours of the best plan are proposed instead: plans that differ from it in a
+    few redrawn parameters.
 
     Args:
         space: the plans that can be proposed.
@@ -60,7 +60,7 @@ class _StudySearch:
         name: name of the study.
         seed: random seed of the sampler.
         first: parameters to propose before TPE does.
-        ahead: how many proposals may be asked for before the first of them is told.
+        ahead: largest number of proposals that may await measurement at once.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class _StudySearch:
         self._where = StudyStore.of(place).where
         self._storage, self.study = _opened(place, name, seed, "minimize")
         states = optuna.trial.TrialState
-        # Proposals of an earlier process are proposed again in the same order; those not told yet are told now.
+        # Proposals of an earlier process are repeated in order; results are reported for those that have none.
         self._stored = []
         for stored in self.study.get_trials(states=(states.COMPLETE, states.RUNNING, states.FAIL)):
             if "plan" in stored.user_attrs:
                 self._stored.append(stored)
             elif not stored.state.is_finished():
-                # The process was killed during this proposal.
+                # The process was killed before this trial had a plan.
                 self.study.tell(stored.number, state=states.FAIL)
         self._known = set[Plan]()
         self._told = set[Plan]()
@@ -92,14 +92,14 @@ class _StudySearch:
         self._asked = 0
 
     def ask(self) -> Plan:
-        """Return the next proposal; a continued study first repeats its earlier proposals."""
+        """Return the next plan to measure; a continued study first repeats its earlier proposals."""
         number, self._asked = self._asked, self._asked + 1
         if number < len(self._stored):
             return self._repeat(self._stored[number])
-        # A new seed for every proposal, so that proposals depend on the told trials and not on interruptions.
+        # Each proposal has its own seed, so that proposals depend on the reported trials and not on interruptions.
         self.study.sampler = _sampler((self._seed + number) % 2**32, several=self._ahead > 1)
         with _writing(self._where):
-            # If the process was killed after enqueueing a trial, that trial is still waiting and is asked for now.
+            # A trial that was enqueued before the process was killed is still waiting and comes first.
             ahead = None if self._waits() else self._enqueued(number)
             if ahead is not None:
                 self.study.enqueue_trial(ahead)
@@ -120,10 +120,10 @@ class _StudySearch:
         return bool(self.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.WAITING,)))
 
     def _neighbour(self, number: int) -> dict[str, object] | None:
-        """Return the parameters of the best trial with a few of them drawn anew, such that the plan is not known.
+        """Return the best trial's parameters with a few of them redrawn so that the plan is new.
 
-        A plan whose estimated peak exceeds the budget is returned only if no other is found. ``None`` if there is no
-        best trial, or all tried neighbours are known.
+        A plan whose estimated peak exceeds the budget is returned only if no other is found. Return ``None`` if no
+        trial is feasible, or all tried neighbours are known.
         """
         complete = self.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
         fitting = [trial for trial in complete if all(over <= 0 for over in trial.constraints.values())]
@@ -133,7 +133,7 @@ class _StudySearch:
         generator, names = np.random.default_rng([self._seed, number]), sorted(best.distributions)
         doubtful = None
         for draw in range(_NEIGHBOURS * len(names)):
-            # Neighbours with few changes come first.
+            # Neighbours with few changes are tried first.
             changed = map(str, generator.choice(names, size=1 + draw // _NEIGHBOURS, replace=False))
             near = {**best.params, **{name: _drawn(best.distributions[name], generator) for name in changed}}
             plan = self._propose(optuna.trial.FixedTrial(near))
@@ -155,7 +155,7 @@ class _StudySearch:
         raise NotImplementedError
 
     def tell(self, plan: Plan, observation: Observation, cost: float) -> None:
-        """Tell the study the cost of the oldest open proposal and its excess over the memory budget."""
+        """Report the cost of the oldest open proposal and its excess over the memory budget to the study."""
         trial, repeated = self._open.popleft(), plan in self._told
         self._repeats = self._repeats + 1 if repeated else 0
         self._told.add(plan)
@@ -171,7 +171,7 @@ class _StudySearch:
             with _writing(self._where):
                 self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
             return
-        # A plan that cannot run at all violates the constraint as much as one that needs twice the budget.
+        # A plan that cannot run violates the constraint as much as one that needs twice the budget.
         broken = failure not in (None, Failure.OVER_BUDGET, Failure.OUT_OF_MEMORY)
         with _writing(self._where):
             trial.set_user_attr("failure", None if failure is None else str(failure))
@@ -179,7 +179,7 @@ class _StudySearch:
             self.study.tell(trial, cost)
 
     def close(self) -> None:
-        """Close the database; open proposals are told as failures."""
+        """Report open proposals as failed and close the database."""
         for trial in filter(None, self._open):
             with contextlib.suppress(Exception):
                 self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
@@ -187,14 +187,14 @@ class _StudySearch:
 
 
 class OptunaSearch(_StudySearch):
-    """TPE over k, every unit's precision and every unit's storage.
+    """TPE over k, the precision of each unit and the storage of each recomputable unit.
 
     Args:
         space: the plans that can be proposed.
         place: where the study is stored, a run's folder or a shared database; an existing study is continued.
         seed: random seed of the sampler.
         first: plans to propose before TPE does (hand-made rules).
-        ahead: how many proposals may be asked for before the first of them is told.
+        ahead: largest number of proposals that may await measurement at once.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class OptunaPriceSearch(_StudySearch):
         space: the plans that can be proposed.
         place: where the study is stored, a run's folder or a shared database; an existing study is continued.
         seed: random seed of the sampler.
-        ahead: how many proposals may be asked for before the first of them is told.
+        ahead: largest number of proposals that may await measurement at once.
     """
 
     def __init__(self, priced: PricedPlans, space: PlanSpace, place: Place, seed: int, *, ahead: int = 1) -> None:
@@ -282,9 +282,9 @@ class Outcome:
 
 
 class RecipeStudy:
-    """A search of a recipe's values by TPE; a killed process loses no proposal.
+    """A TPE search over a recipe's values; no proposal is lost if the process is killed.
 
-    The sampler is seeded for every trial, so that with one trial at a time an interrupted study proposes the same
+    The sampler is reseeded for every trial. With one trial at a time, an interrupted study therefore proposes the same
     values as an uninterrupted one.
 
     Args:
@@ -294,7 +294,7 @@ class RecipeStudy:
         own: the recipe's own values, which are proposed first.
 
     Raises:
-        RunDirectoryError: if the stored file is not a study.
+        RunDirectoryError: if the stored file is not a study, or cannot be used.
     """
 
     def __init__(self, space: Space, folder: Path, seed: int, own: dict[str, float]) -> None:
@@ -310,11 +310,11 @@ class RecipeStudy:
             raise
 
     def _settle(self, own: dict[str, float]) -> None:
-        """Close trials that a kill left incomplete, and enqueue the recipe's own values if they were not proposed."""
+        """Fail trials that a killed process left without values; enqueue the recipe's values if not yet proposed."""
         states = optuna.trial.TrialState
         for trial in self._study.get_trials(states=(states.RUNNING,)):
             if trial.params.keys() != self._distributions.keys():
-                # The process was killed during this proposal.
+                # The process was killed before this trial had its values.
                 self._study.tell(trial.number, state=states.FAIL)
         waiting = self._study.get_trials(states=(states.WAITING,))
         if not waiting and not any(proposal.own for proposal in self.proposals()):
@@ -329,7 +329,7 @@ class RecipeStudy:
             return Proposal(number=trial.number, own="own" in trial.user_attrs, values=trial.params)
 
     def tell(self, proposal: Proposal, gain: float | None) -> None:
-        """Tell the gain of a proposal; ``None`` if it failed."""
+        """Report the gain of a proposal; ``None`` if it failed."""
         failed = optuna.trial.TrialState.FAIL if gain is None else None
         with _using(self._where):
             self._study.tell(proposal.number, gain, state=failed)
@@ -339,11 +339,11 @@ class RecipeStudy:
         return [_proposal(trial) for trial in self._whole()]
 
     def untold(self) -> list[Proposal]:
-        """Return the proposals that were not told yet."""
+        """Return the proposals without a reported result."""
         return [_proposal(trial) for trial in self._whole() if not trial.state.is_finished()]
 
     def outcomes(self) -> list[Outcome]:
-        """Return the results told so far."""
+        """Return the results reported so far."""
         return [
             Outcome(proposal=_proposal(trial), gain=trial.value) for trial in self._whole() if trial.state.is_finished()
         ]
@@ -387,7 +387,7 @@ def _opened(
     """Return the storage and the study of a place; the study is created if missing.
 
     Raises:
-        RunDirectoryError: if the stored file is not a study.
+        RunDirectoryError: if the stored file is not a study, or the database cannot be used.
     """
     # Optuna's own warnings about a damaged database would repeat the error raised here.
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -419,7 +419,7 @@ def _reading(where: str) -> Iterator[None]:
         raise _no_study(error, where) from error
     except AutotuneError:
         raise
-    except Exception as error:  # the database's driver is Optuna's business, and so are its exceptions
+    except Exception as error:  # the exception classes depend on Optuna and its driver
         raise _no_study(error, where) from error
 
 
@@ -431,23 +431,23 @@ def _no_study(error: Exception, where: str) -> RunDirectoryError:
 
 @contextlib.contextmanager
 def _using(where: str) -> Iterator[None]:
-    """Turn the errors of a damaged, full, locked or missing database into one sentence."""
+    """Convert errors of a damaged, full, locked or missing database to ``RunDirectoryError``."""
     with _writing(where), _reading(where):
         yield
 
 
 @contextlib.contextmanager
 def _writing(where: str) -> Iterator[None]:
-    """Turn the errors of a full, locked or missing database into one sentence."""
+    """Convert errors of a full, locked or missing database to ``RunDirectoryError``."""
     try:
         yield
     except (sqlalchemy.exc.OperationalError, optuna.exceptions.StorageInternalError) as error:
         cause = error.__cause__ or error
         reason = first_line(getattr(cause, "orig", None) or cause)
         raise RunDirectoryError(
-            f"cannot be written ({reason}); what is there is kept, and autotune resume takes it up",
+            f"cannot be written ({reason}); stored trials are kept, and autotune resume continues",
             where=where,
-            allowed="a database with room that answers",
+            allowed="a reachable database with free space",
         ) from error
 
 
@@ -465,7 +465,7 @@ def _close(storage: optuna.storages.RDBStorage) -> None:
 
 
 def _sampler(seed: int, *, several: bool = False) -> optuna.samplers.BaseSampler:
-    """Return a TPE sampler; with ``several``, open proposals count as bad ones, so that new proposals differ."""
+    """Return a TPE sampler; with ``several``, open proposals count as bad trials, so that new proposals differ."""
     with warnings.catch_warnings():
         # Optuna marks some of TPE's defaults as experimental.
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)

@@ -1,4 +1,4 @@
-"""Linear estimates of a plan's peak from the peaks of measured plans, one model for each k."""
+"""Linear estimates of a plan's peak memory from measured plans, with one model for each k."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from autotune.plan import Plan, PlanSpace
 
-# Ridge penalty: a choice that few measured plans made must not explain their peaks alone.
+# Ridge penalty, which limits the weight of choices that few measured plans contain.
 _RIDGE = 0.1
 
 # Coefficients for one k, and the standard deviation of the residuals.

@@ -1,4 +1,4 @@
-"""Plans from a profile, without a step of the job: the exact optimum, a greedy plan, and a policy's first plan."""
+"""Plans from a profile, without training steps: the exact optimum, a greedy plan, and a policy's initial plan."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import BudgetError
 from autotune.plan import Plan, Storage
 
-# Largest relative difference between predictions for different k that measurements did not confirm: each k is profiled
-# separately. Measuring one more plan costs eight steps; missing the best plan costs a share of the whole run.
+# Relative differences up to this size between predictions for different k are unreliable, because each k is profiled
+# separately. Measuring one more plan costs eight steps; missing the best plan slows the whole run.
 _CLOSE_FRAC = 0.1
 
 
@@ -20,12 +20,12 @@ def close_plans(profile: Profile, budget_bytes: int | None, goal: Goal) -> list[
     """Return the exact optimum and the plans that predictions cannot distinguish from it, best first.
 
     Args:
-        profile: what the job costs.
+        profile: the profile of the job.
         budget_bytes: the memory budget; ``None`` for none.
-        goal: what is minimised.
+        goal: the objective.
 
     Raises:
-        BudgetError: if no plan fits; the message gives the smallest budget that can be met.
+        BudgetError: if no plan fits; the message gives the smallest feasible budget.
     """
     solutions = solve_each(profile, budget_bytes, goal)
     limit = solutions[0].objective * (1 + max(_CLOSE_FRAC, profile.noise_frac))
@@ -33,13 +33,13 @@ def close_plans(profile: Profile, budget_bytes: int | None, goal: Goal) -> list[
 
 
 def policy_plans(name: str, profile: Profile, budget_bytes: int | None, goal: Goal) -> list[Plan]:
-    """Return the plan that a policy launches with, followed by those of :func:`close_plans`.
+    """Return the initial plan of a policy, followed by the plans of :func:`close_plans`.
 
     Args:
         name: the policy's name in ``POLICIES``.
-        profile: what the job costs.
+        profile: the profile of the job.
         budget_bytes: the memory budget; ``None`` for none.
-        goal: what is minimised.
+        goal: the objective.
 
     Raises:
         BudgetError: if no plan fits.
@@ -53,13 +53,13 @@ def policy_plans(name: str, profile: Profile, budget_bytes: int | None, goal: Go
 
 
 def greedy_plan(profile: Profile, budget_bytes: int | None, goal: Goal) -> Plan:
-    """Return the k with the best goodput, and placements by bytes saved per second paid.
+    """Return the greedy plan of the k with the best goodput.
 
-    For each k all units compute in the lowest precision. While the plan does not fit, the unit is recomputed whose
-    recomputation lowers the peak most per second.
+    For each k, all units compute in the lowest precision. Until the plan fits, the unit that lowers the peak most
+    per added second is recomputed next.
 
     Raises:
-        BudgetError: if no k can be made to fit.
+        BudgetError: if no greedy plan fits.
     """
     usable = float("inf") if budget_bytes is None else budget_bytes * (1 - SAFETY_MARGIN)
     fitting = [

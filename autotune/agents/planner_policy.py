@@ -25,7 +25,7 @@ from autotune.simulator.online_planner import PlannerSettings, Situation
 
 logger = logging.getLogger(__name__)
 
-# How far a feature may lie outside its training range: this share of the range, or the minimum if that is larger.
+# How far a feature may lie outside its training range: a share of the range, but at least a fixed distance.
 _BEYOND, _BEYOND_LEAST = 0.1, 0.25
 
 
@@ -95,7 +95,7 @@ class PlannerPolicy:
         self._run: PlannedRun | None = None
 
     def begin(self, profile: Profile, budget_bytes: int | None) -> Plan:
-        """Begin a run and return the plan to launch it with.
+        """Begin a run and return its initial plan.
 
         Args:
             profile: the profile of the job.
@@ -107,7 +107,7 @@ class PlannerPolicy:
 
     @property
     def plan(self) -> Plan:
-        """Return the plan to launch with.
+        """Return the running plan; before the first window, the initial plan.
 
         Raises:
             InputError: if :meth:`begin` has not been called.
@@ -155,12 +155,12 @@ class PlannerPolicy:
         return run.planner.decide(situation, levers)
 
     def _asked(self, chooser: LeverChooser, features: tuple[Features, Features]) -> Actions:
-        """Return the network's choices, or neutral ones if it fails in any way, so that the planner acts alone."""
+        """Return the network's choices, or neutral ones if it fails, so that the planner acts alone."""
         try:
             actions = np.asarray(chooser.most_likely(features))
             if actions.shape != (1, len(SIZES)) or not ((actions >= 0) & (actions < np.array(SIZES))).all():
                 raise ValueError(f"actions are {actions.tolist()}")
-        except Exception as error:  # noqa: BLE001 - whatever the error, the run must go on
+        except Exception as error:  # noqa: BLE001 - the run must continue after any error
             self.alone_because = f"{type(error).__name__}: {error}"
             logger.warning("the planner acts alone: the network failed (%s)", self.alone_because)
             return np.array([NEUTRAL], dtype=np.int64)

@@ -1,7 +1,7 @@
-"""The policies that can be named: those of this package, and those of other packages.
+"""The registry of policies, from this package and other packages.
 
-A new policy is one function here that returns it, or one entry point ``autotune.policies`` of another package: a class
-or function without arguments that returns a :class:`~autotune.agents.policy.Policy`.
+To add a policy, register a function that returns it here, or define an entry point ``autotune.policies`` in another
+package: a class or function without arguments that returns a :class:`~autotune.agents.policy.Policy`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autotune.errors import InputError
 
 def _as_factory(given: Any) -> Callable[[], Policy]:
     if not callable(given):
-        raise TypeError(f"expected a class of policies, got {type(given).__name__}")
+        raise TypeError(f"expected a policy class, got {type(given).__name__}")
     factory: Callable[[], Policy] = given
     return factory
 
@@ -43,7 +43,7 @@ def planning_policy(name: str) -> PlanningPolicy:
     """Return a new policy that plans from a profile.
 
     Raises:
-        InputError: if the policy does not, or as for :func:`make_policy`.
+        InputError: if the policy does not plan from a profile, or as for :func:`make_policy`.
         PolicyFileError: as for :func:`make_policy`.
     """
     policy = make_policy(name)
@@ -58,7 +58,7 @@ def planning_policy(name: str) -> PlanningPolicy:
 
 @POLICIES.register("planner")
 def _planner() -> Policy:
-    """Return the planner alone, with the settings of the shipped policy."""
+    """Return the planner without a network, with the settings of the shipped policy."""
     from autotune.agents.planner_policy import PlannerPolicy
     from autotune.agents.policy_folder import shipped_policy
 

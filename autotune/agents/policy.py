@@ -29,7 +29,7 @@ class Policy(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forget the run before another one begins."""
+        """Reset the state before a new run."""
         ...
 
 
@@ -38,14 +38,14 @@ class PlanningPolicy(Protocol):
     """A policy that plans from a profile of the run.
 
     In an attached run, the storage of its plans is only a suggestion: each batch gets the fastest storage that fits its
-    size and the current budget. The plan of a policy without :meth:`begin` is applied as it is if it fits.
+    size and the current budget. A plan of a policy without :meth:`begin` is applied unchanged if it fits.
 
     A planning policy may have an attribute ``reserve_frac``: the share of the device's memory, from 0 to below 1, that
-    plans leave free until its next decision, since other processes may use it between two measurements.
+    plans leave free until its next decision, because other processes may use it between two measurements.
     """
 
     def begin(self, profile: Profile, budget_bytes: int | None) -> Plan:
-        """Begin a run and return the plan to launch it with.
+        """Begin a run and return its initial plan.
 
         Args:
             profile: the profile of the job.
@@ -75,4 +75,4 @@ class StaticPolicy:
         return self.plan
 
     def reset(self) -> None:
-        """Do nothing: there is nothing to forget."""
+        """Do nothing; the policy has no state."""

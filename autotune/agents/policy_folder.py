@@ -2,7 +2,7 @@
 
 Loading checks everything before it is used: a closed schema, the feature version, the SHA-256 of the manifest itself,
 the size and the SHA-256 of the weights, every tensor's name, shape, dtype and finiteness, and finally that the network
-gives the same answer to a stored probe as when it was saved.
+gives the same answer to a fixed probe as when it was saved.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Closed(BaseModel):
 
 
 class Training(_Closed):
-    """The training of a policy that chooses plans by itself."""
+    """The training of a policy that chooses plans without a planner."""
 
     job: str
     seed: int
@@ -64,12 +64,12 @@ class LeverTraining(_Closed):
 
     Attributes:
         recipe_sha256: SHA-256 of the recipe.
-        strengths_sha256: SHA-256 of the strengths of the conditions, fixed before training.
+        strengths_sha256: SHA-256 of the strengths of the conditions, which are fixed before training.
         seed: seed of the chosen network.
-        seeds: number of networks from which it was chosen.
-        decisions: windows that each network was trained on.
-        won_percent: mean time saved against the planner alone on validation jobs, in percent.
-        won_ci95: its 95 % interval over jobs and seeds.
+        seeds: number of trained networks, one per seed.
+        decisions: number of windows that each network was trained on.
+        won_percent: time saved on validation jobs against the planner alone, in percent; mean over all networks.
+        won_ci95: 95 % confidence interval of that mean over jobs and seeds.
     """
 
     recipe_sha256: Annotated[str, Field(pattern=_SHA256)]
@@ -124,7 +124,7 @@ _SCHEMAS = {
 
 
 def save_policy(folder: Path, network: PolicyNetwork, training: Training) -> None:
-    """Write the folder of a policy that chooses plans by itself, the manifest last.
+    """Write the folder of a policy that chooses plans without a planner; the manifest is written last.
 
     Args:
         folder: the folder of the policy; created if missing.
@@ -138,13 +138,13 @@ def save_policy(folder: Path, network: PolicyNetwork, training: Training) -> Non
 def save_levers(
     folder: Path, network: LeverNetwork, settings: PlannerSettings, ranges: Ranges, training: LeverTraining, card: str
 ) -> None:
-    """Write the folder of a policy that adjusts a planner, the manifest last.
+    """Write the folder of a policy that adjusts a planner; the manifest is written last.
 
     Args:
         folder: the folder of the policy; created if missing.
         network: the trained network.
         settings: settings of the planner.
-        ranges: ranges of its features in training.
+        ranges: training ranges of the features.
         training: how it was trained.
         card: text of its ``README.md``.
     """
@@ -168,7 +168,7 @@ def load_policy(folder: Path) -> Policy:
     manifest = _read_manifest(folder / MANIFEST)
     weights = _read_weights(folder / WEIGHTS, manifest)
     leans = isinstance(manifest, _LeverManifest)
-    # Initial random weights would be drawn from the caller's generator.
+    # On the meta device, no initial weights are drawn from the caller's generator.
     with torch.device("meta"):
         network = LeverNetwork(manifest.width) if leans else PolicyNetwork(manifest.width)
     fill(network, weights, str(folder / WEIGHTS))
@@ -225,7 +225,7 @@ def _save(folder: Path, network: nn.Module, manifest: _Manifest, card: str) -> N
 
 
 def manifest_sha256(document: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a manifest without its own hash; it detects damage and proves no author."""
+    """Return the SHA-256 of a manifest without its own hash; it detects damage but does not authenticate the author."""
     said = {key: value for key, value in document.items() if key != "manifest_sha256"}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
@@ -278,15 +278,15 @@ def fill(network: nn.Module, weights: bytes, where: str) -> None:
 
     Args:
         network: the network.
-        weights: all tensors of the network, and no others, as safetensors.
-        where: how errors name the source of the weights.
+        weights: exactly the network's tensors, in the safetensors format.
+        where: the source of the weights, for error messages.
 
     Raises:
-        PolicyFileError: if a tensor is missing, unknown, not finite, or has another shape or type.
+        PolicyFileError: if a tensor is missing, unknown or not finite, or has the wrong shape or dtype.
     """
     try:
         tensors = load_tensors(weights)
-        # The library accepts a tensor that is listed twice, and any bytes after the tensors.
+        # The library accepts a tensor that is listed twice; this parser does not.
         header = parse_json(weights[8 : 8 + int.from_bytes(weights[:8], "little")].decode(), where=where)
     except (SafetensorError, KeyError, ValueError) as error:
         raise PolicyFileError(f"is not safetensors ({str(error)!r})", where=where) from error

@@ -1,6 +1,6 @@
 """Training of the policy networks with stable-baselines3's PPO.
 
-Only this file imports stable-baselines3; it returns plain networks.
+Only this module imports stable-baselines3; it returns plain networks.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Recipe:
     """PPO's settings for tuning one job on its real engine.
 
     Attributes:
-        windows: largest number of windows, including windows answered from memory.
+        windows: largest number of windows, including repeated plans, which are not measured again.
         rollout: windows between two updates.
         epochs: passes over a rollout.
         learning_rate: learning rate of Adam.
         entropy: weight of the entropy bonus.
         clip: PPO's clip range.
-        discount: discount of future rewards; 0, since a window of a static plan does not affect the next one.
+        discount: discount of future rewards; 0, because a window of a static plan does not affect the next one.
         start_confidence: initial probability of each choice of the start plan.
         width: width of the network.
     """
@@ -108,7 +108,7 @@ def train(
         env: the environment.
         recipe: the settings.
         seed: random seed for the network and the sampled actions.
-        start: the plan that the network prefers at first; ``None`` begins with an undecided network.
+        start: the plan that the network initially prefers; ``None`` for no preference.
         on_window: called after every window.
     """
     model = MaskablePPO(
@@ -138,7 +138,7 @@ def train(
         _clone(features, arrays, env.plan_space.encode(start), recipe.start_confidence)
     counter = _Counter(on_window)
     model.set_logger(_silent())
-    # Usually the budget of real steps ends training; the network is as the last update left it.
+    # Training usually ends when the real steps are spent; the network then has the weights of the last update.
     with contextlib.suppress(StepsSpentError):
         model.learn(recipe.windows, callback=counter)
     return Trained(features.network.eval(), counter.windows)
@@ -163,7 +163,7 @@ class _Counter(BaseCallback):
 
 
 class _NetworkFeatures(BaseFeaturesExtractor):
-    """The whole network as stable-baselines3's feature extractor: its features are all logits, then the value."""
+    """The policy network as stable-baselines3's feature extractor; its features are all logits, then the value."""
 
     def __init__(self, observation_space: spaces.Dict, layout: Layout, width: int) -> None:
         super().__init__(observation_space, features_dim=sum(layout.sizes) + 1)
@@ -177,7 +177,7 @@ class _NetworkFeatures(BaseFeaturesExtractor):
 
 
 class _LeverFeatures(BaseFeaturesExtractor):
-    """The same for the network of levers."""
+    """The lever network as stable-baselines3's feature extractor; its features are all logits, then the value."""
 
     def __init__(self, observation_space: spaces.Box, width: int) -> None:
         super().__init__(observation_space, features_dim=sum(SIZES) + 1)
@@ -217,7 +217,7 @@ class _Columns(nn.Module):
         self._columns = slice(first, end)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the columns of (batch, all columns)."""
+        """Return the columns, shape (batch, end - first)."""
         return values[:, self._columns]
 
 
@@ -250,14 +250,14 @@ def train_levers(
     on_save: Callable[[SavedTraining], None] | None = None,
     on_rollout: Callable[[int, float], None] | None = None,
 ) -> LeverNetwork:
-    """Train a network that moves a planner's levers.
+    """Train a network that sets a planner's levers.
 
     Args:
         env: runs under moving conditions; a rollout is one whole run of each lane.
         recipe: the settings.
         seed: random seed for the network and the sampled actions.
         saved: an interrupted training to continue; the result equals that of an uninterrupted one.
-        on_save: called before every rollout with the state of the training, which is valid until it returns.
+        on_save: called before every rollout with the state of the training, which is valid only during the call.
         on_rollout: called with the number of decisions so far and the mean reward of the last runs, in percent.
     """
     shown = _LeverVecEnv(env)
@@ -316,10 +316,10 @@ def fine_tune(
 
 
 def _lever_model(env: Any, width: int, **settings: Any) -> tuple[PPO, LeverNetwork]:
-    """Return PPO with a new network of levers, and that network.
+    """Return a PPO model with a new lever network, and that network.
 
     Args:
-        env: what stable-baselines3 takes for an environment.
+        env: an environment that stable-baselines3 accepts.
         width: width of the network.
         settings: PPO's settings.
     """
@@ -334,7 +334,7 @@ def _lever_model(env: Any, width: int, **settings: Any) -> tuple[PPO, LeverNetwo
 
 
 class _Rollouts(BaseCallback):
-    """Reports every rollout, hands out the state of the training before each, and restores a saved one."""
+    """Reports every rollout, passes on the training state before each one, and restores a saved state."""
 
     def __init__(
         self,
@@ -406,12 +406,12 @@ class _Rollouts(BaseCallback):
 
 
 class _LeverVecEnv(VecEnv):
-    """A moving environment as stable-baselines3's own kind of vector environment."""
+    """A :class:`MovingEnv` as a stable-baselines3 vector environment."""
 
     def __init__(self, env: MovingEnv) -> None:
         self._env = env
         self._actions = np.zeros((env.lanes, len(SIZES)), dtype=np.int64)
-        # State of the generator before the running courses were drawn, and the sum of their rewards so far.
+        # State of the generator before it drew the current courses, and the sum of their rewards so far.
         self.drawn_from = env.generator_state
         self._sum = self.mean_reward = 0.0
         numbers = _flat(env.reset()).shape[1]
@@ -426,7 +426,7 @@ class _LeverVecEnv(VecEnv):
         return _flat(self._env.reset())
 
     def take_up(self, drawn_from: dict[str, Any]) -> Any:
-        """Begin the courses that a saved training would have run next."""
+        """Start the courses that a saved training would have run next."""
         self._env.generator_state = drawn_from
         return self.reset()
 
@@ -454,7 +454,7 @@ class _LeverVecEnv(VecEnv):
         return (grouped - others).reshape(-1)
 
     def close(self) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing; nothing is open."""
 
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
         return [getattr(self._env, attr_name, None)] * self.num_envs

@@ -31,7 +31,7 @@ class PricedPlans:
         self._peaks = self._lanes.peak_bytes(np.ones(1))[0]
 
     def plan(self, accumulation_steps: int, share: float, price_16_bit: float) -> Plan:
-        """Return the fastest plan with one k that is predicted to fit; if none fits, the leanest plan with that k.
+        """Return the fastest plan with a given k that is predicted to fit; if none fits, the plan with the lowest peak.
 
         Args:
             accumulation_steps: k.

@@ -83,10 +83,10 @@ class Recipe:
     """A recipe.
 
     Attributes:
-        seeds: random seeds; one network is trained for each, and the best one on validation jobs is the policy.
+        seeds: random seeds, one per trained network; the policy is the network that is best on validation jobs.
         ppo: PPO's settings.
         jobs: the simulated jobs.
-        strengths: how strongly conditions move.
+        strengths: how strongly the conditions vary.
         planner: settings of the planner that the policy adjusts.
     """
 
@@ -121,7 +121,7 @@ class Recipe:
         self._check_strengths()
 
     def _check_strengths(self) -> None:
-        """Refuse strengths that no course could be drawn with."""
+        """Reject strengths with which no course can be drawn."""
         strengths = self.strengths
         for name in ("noise_error", "cost_error", "time_noise", "drift", "length", "curriculum", "jitter", "spread"):
             value = getattr(strengths, name)
@@ -165,23 +165,23 @@ def read_recipe(path: Path) -> Recipe:
     """Read a recipe file.
 
     Raises:
-        InputError: naming the file, the key, its value and what is allowed.
+        InputError: if the recipe is invalid; the message gives the file, the key, its value and what is allowed.
     """
     where = str(path)
     text = read_text(path, limit_bytes=_LARGEST_BYTES)
     try:
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        # Broken syntax, or integers with more digits than Python converts.
+        # Invalid syntax, deep nesting, or integers with more digits than Python converts.
         raise InputError(f"is not TOML ({error})", where=where, allowed="a recipe in TOML") from error
     return recipe_of(document, where=where)
 
 
 def recipe_of(document: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
-    """Return the recipe that a document holds.
+    """Return the recipe in a document.
 
     Raises:
-        InputError: naming the key, its value and what is allowed.
+        InputError: if the recipe is invalid; the message gives the key, its value and what is allowed.
     """
     return validated(Recipe, document, where=where, version=RECIPE_VERSION)
 

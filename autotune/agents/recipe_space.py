@@ -29,12 +29,12 @@ class Range:
     whole: bool = False
 
     def holds(self, value: object) -> bool:
-        """Return whether a value is a number in the range, and whole if it must be."""
+        """Return whether a value is a number in the range, and whole if required."""
         kinds = int if self.whole else int | float
         return isinstance(value, kinds) and not isinstance(value, bool) and self.low <= value <= self.high
 
     def around(self, value: float) -> Range:
-        """Return the range, widened to hold a value."""
+        """Return the range, widened to include a value."""
         return replace(self, low=min(self.low, value), high=max(self.high, value))
 
 
@@ -43,7 +43,7 @@ class Choice:
     """A choice among a few whole numbers.
 
     Attributes:
-        options: the allowed numbers, in rising order.
+        options: the allowed numbers, in ascending order.
     """
 
     options: tuple[int, ...]
@@ -53,7 +53,7 @@ class Choice:
         return type(value) is int and value in self.options
 
     def around(self, value: float) -> Choice:
-        """Return the choice, with a value among the options."""
+        """Return the choice with a value added to the options."""
         return Choice(options=tuple(sorted({*self.options, int(value)})))
 
 
@@ -81,7 +81,8 @@ def space_around(ppo: LeverRecipe) -> Space:
     for name, value in own.items():
         place = PPO_SPACE[name]
         if isinstance(place, Range) and place.log and value <= 0:
-            raise InputError(f"ppo.{name} is {value!r}", where="--search", allowed="above 0: its logarithm is searched")
+            allowed = "above 0, because the search scale is logarithmic"
+            raise InputError(f"ppo.{name} is {value!r}", where="--search", allowed=allowed)
     return {name: place.around(own[name]) for name, place in PPO_SPACE.items()}
 
 

@@ -1,7 +1,7 @@
-"""Rules that people apply by hand: one entry each, and every comparison can name them.
+"""The registry of hand-made rules, which every comparison can include.
 
-A new rule is one entry here, or one entry point ``autotune.rules`` of another package: a function that makes a plan for
-a space, or a :class:`Rule` that says more.
+To add a rule, add an entry here, or an entry point ``autotune.rules`` in another package: a function that makes a plan
+for a space, or a :class:`Rule`, which can also give reasons and an adaptive policy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autotune.plan import Plan, PlanSpace, Precision
 
 # The paper sets k to 4 or 8; the smaller value is used under fixed batching, where eq. 6 does not apply.
 PAPER_ACCUMULATION = 4
-# Steps from which the paper's policy learns the variance that sets its target.
+# Steps over which the paper's policy averages the variance that sets its target.
 _PAPER_LEARNING_STEPS = 10
 
 
@@ -29,11 +29,11 @@ class Rule:
     """A rule.
 
     Attributes:
-        plan: makes the rule's plan for a space.
+        plan: returns the rule's plan for a space.
         precision_reason: why units compute in their precision.
         storage_reason: why units are recomputed or not.
         accumulation_reason: why k has its value.
-        adaptive: makes the policy that changes the plan under adaptive batching; ``None`` if the plan stays.
+        adaptive: returns the policy that changes the plan under adaptive batching; ``None`` if the plan never changes.
     """
 
     plan: Callable[[PlanSpace], Plan]
@@ -66,7 +66,7 @@ def rule_plan(name: str, space: PlanSpace) -> Plan:
 
 
 def rule_policy(name: str, space: PlanSpace, job: Job) -> Policy:
-    """Return the policy of a rule for a job; it changes its plan only under adaptive batching, if at all.
+    """Return the policy of a rule for a job; the plan can change only under adaptive batching.
 
     Raises:
         InputError: as for :func:`rule_plan`.
@@ -83,25 +83,25 @@ def paper_precision(space: PlanSpace) -> Precision:
 
 
 def sqrt_recomputed(space: PlanSpace) -> tuple[str, ...]:
-    """Return the units that sqrt(L) placement recomputes: all but ceil(sqrt(L)) at even distances."""
+    """Return the units that sqrt(L) placement recomputes: all but ceil(sqrt(L)) evenly spaced ones."""
     kept = kept_layers(len(space.recomputable))
     return tuple(name for index, name in enumerate(space.recomputable) if index not in kept)
 
 
 def nearest_accumulation(space: PlanSpace, wanted: int) -> int:
-    """Return the largest allowed k that is at most the wanted one."""
+    """Return the largest allowed k up to the wanted one, or the smallest allowed k if all are larger."""
     return max(k for k in space.accumulation_choices if k <= max(wanted, space.accumulation_choices[0]))
 
 
 class PaperPolicy:
     """The paper's variance-aware accumulation (eqs. 6 and 7) under adaptive batching.
 
-    sigma_target is set once, so that the mean variance of the first ten steps gives k = 4. From then on k follows
-    eq. 6, rounded down to an allowed choice.
+    sigma_target is set once, so that the mean variance of the first ten steps gives k = 4. Then k follows eq. 6,
+    rounded down to an allowed choice, but at least 2.
 
     Args:
         space: the plans that can be applied.
-        plan: the first plan; its precision and its storage stay.
+        plan: the initial plan, whose precision and storage do not change.
     """
 
     name = "paper"
@@ -126,7 +126,7 @@ class PaperPolicy:
             mean = sum(self._seen) / len(self._seen)
             self._target_std = (mean / PAPER_ACCUMULATION) ** 0.5
         largest = self._space.accumulation_choices[-1]
-        # k = 1 would end the estimate of eq. 7, which needs two micro-batches.
+        # Eq. 7 needs two micro-batches, so k = 1 would end its estimates.
         wanted = max(adaptive_accumulation(variance, self._target_std, largest), 2)
         return self.plan.changed(accumulation_steps=nearest_accumulation(self._space, wanted))
 
@@ -185,7 +185,7 @@ for _name, _rule in {
     "recompute-all": Rule(
         plan=_recompute_all,
         precision_reason="every unit computes in 16 bits",
-        storage_reason="every unit that can be is recomputed",
+        storage_reason="every recomputable unit is recomputed",
         accumulation_reason=_ONE,
     ),
     "sqrt": Rule(

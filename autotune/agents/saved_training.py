@@ -1,4 +1,4 @@
-"""The state of an interrupted training as bytes that cannot contain code, restored exactly.
+"""The state of an interrupted training, stored as bytes that cannot contain code and restored exactly.
 
 Tensors of the network and the optimizer are stored as safetensors, and the states of random generators as JSON in its
 header. The bytes are not trusted: every name, shape and number is checked before it is used.
@@ -23,9 +23,9 @@ from autotune.agents.shipped_network import LeverNetwork
 from autotune.errors import InputError
 from autotune.io.files import parse_json
 
-_ALLOWED = "what a training saved"
+_ALLOWED = "a file saved by training"
 _NUMBERS = "numbers"
-# Bits of the numbers in the state of numpy's PCG64, including the sign.
+# Largest size of the integers in the state of NumPy's PCG64, in bits, including the sign.
 _NUMBER_BITS = 129
 _KEYS = frozenset({"identity", "decisions", "courses", "position", "has_gauss", "gauss"})
 # Adam's state of each parameter.
@@ -58,7 +58,7 @@ class SavedTraining:
     numpy_state: tuple[str, np.ndarray[Any, Any], int, int, float]
 
     def to_bytes(self, identity: str) -> bytes:
-        """Return the state as bytes, which are equal for equal states.
+        """Return the state as bytes; equal states give equal bytes.
 
         Args:
             identity: identity of the training; only the same training can continue from the state.
@@ -89,10 +89,10 @@ class SavedTraining:
             content: bytes that :meth:`to_bytes` returned.
             identity: identity of the training that continues.
             recipe: settings of that training.
-            rollout: decisions in a rollout.
+            rollout: decisions per rollout.
 
         Raises:
-            InputError: if the state belongs to another training, or a part of it is not what a training saves.
+            InputError: if the state belongs to another training, or a part of it is invalid.
         """
         try:
             tensors = load_tensors(content)
@@ -100,11 +100,11 @@ class SavedTraining:
             numbers = parse_json(header["__metadata__"][_NUMBERS], where="", bits=_NUMBER_BITS)
         except (SafetensorError, LookupError, TypeError, ValueError) as error:
             raise InputError("is not safetensors with numbers", allowed=_ALLOWED) from error
-        _require(numbers.keys() == _KEYS, "has other numbers")
-        _require(numbers["identity"] == identity, "is of another training")
+        _require(numbers.keys() == _KEYS, "has missing or unknown numbers")
+        _require(numbers["identity"] == identity, "belongs to another training")
         decisions = numbers["decisions"]
         whole = type(decisions) is int and decisions % rollout == 0
-        _require(whole and 0 <= decisions < recipe.decisions, "has a count of decisions that no rollout ends at")
+        _require(whole and 0 <= decisions < recipe.decisions, "has a decision count that is not the end of a rollout")
         _check_tensors(tensors, recipe.width, begun=decisions > 0)
         return cls(
             decisions=decisions,
@@ -126,12 +126,12 @@ def _part(tensors: Tensors, kind: str) -> Tensors:
 
 
 def _check_tensors(tensors: Tensors, width: int, *, begun: bool) -> None:
-    """Refuse tensors with other names, shapes or types, and numbers that are not finite."""
+    """Reject tensors with wrong names, shapes or dtypes, or with invalid numbers."""
     with torch.device("meta"):
         like = dict(LeverNetwork(width).named_parameters())
     kinds = ("weights", *(MOMENTS if begun else ()))
     wanted = {f"{kind} {name}": () if kind == "step" else like[name].shape for kind in kinds for name in like}
-    _require(tensors.keys() == wanted.keys() | {_TORCH, _NUMPY}, "has other tensors")
+    _require(tensors.keys() == wanted.keys() | {_TORCH, _NUMPY}, "has missing or unknown tensors")
     for name, shape in wanted.items():
         tensor = tensors[name]
         _require(tensor.dtype == torch.float32 and tensor.shape == shape, f"tensor {name!r} has another shape or type")
@@ -144,28 +144,30 @@ def _checked_torch_state(state: torch.Tensor) -> torch.Tensor:
     try:
         torch.Generator().set_state(state)
     except (RuntimeError, TypeError) as error:
-        raise InputError("torch's generator cannot stand there", allowed=_ALLOWED) from error
+        raise InputError("the state of torch's generator is invalid", allowed=_ALLOWED) from error
     return state
 
 
 def _checked_numpy_state(
     keys: torch.Tensor, numbers: Mapping[str, Any]
 ) -> tuple[str, np.ndarray[Any, Any], int, int, float]:
-    """Return a checked state of numpy's global generator, which itself accepts positions outside of its words."""
+    """Return a checked state of NumPy's global generator; NumPy itself accepts positions outside of its words."""
     position, has_gauss, gauss = (numbers[name] for name in ("position", "has_gauss", "gauss"))
     words = keys.dtype == torch.int64 and keys.shape == (_WORDS,) and bool(((keys >= 0) & (keys < 2**32)).all())
     placed = type(position) is int and 0 <= position <= _WORDS and type(has_gauss) is int and has_gauss in (0, 1)
-    _require(words and placed and type(gauss) is float and math.isfinite(gauss), "numpy's generator cannot stand there")
+    valid = words and placed and type(gauss) is float and math.isfinite(gauss)
+    _require(valid, "the state of NumPy's generator is invalid")
     return "MT19937", keys.numpy().astype(np.uint32), position, has_gauss, gauss
 
 
 def _checked_courses(state: object) -> dict[str, Any]:
     generator = np.random.PCG64()
+    problem = "the state of the course generator is invalid"
     try:
         generator.state = state  # type: ignore[assignment]
     except (TypeError, ValueError, LookupError, OverflowError) as error:
-        raise InputError("the generator of courses cannot stand there", allowed=_ALLOWED) from error
+        raise InputError(problem, allowed=_ALLOWED) from error
     # The generator must return the state that it was given.
     taken = dict(generator.state)
-    _require(json.dumps(taken, sort_keys=True) == json.dumps(state, sort_keys=True), "courses are drawn from elsewhere")
+    _require(json.dumps(taken, sort_keys=True) == json.dumps(state, sort_keys=True), problem)
     return taken

@@ -1,6 +1,6 @@
 """The policy network: one encoder shared by all units, so that it fits a model of any depth.
 
-The network decides without stable-baselines3; ``agents.ppo`` trains it and ``agents.policy_folder`` stores it.
+Decisions do not need stable-baselines3. ``agents.ppo`` trains the network and ``agents.policy_folder`` stores it.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Layout:
 class PolicyNetwork(nn.Module):
     """Maps features to the logits of all choices and to a value.
 
-    All units share one encoder. The mean and the maximum of the encoded units and the global features make a context
-    that is an input of every unit's choice. Each k is scored separately, so any set of k is possible.
+    All units share one encoder. The mean and the maximum of the encoded units and the global features form a context,
+    which is an input to every unit's choices. Each k is scored separately, so any set of k is possible.
 
     Args:
         width: width of every hidden layer.
@@ -117,7 +117,7 @@ class PolicyNetwork(nn.Module):
             ],
             dim=-1,
         )
-        # Failed windows have large costs, whose value errors must not change the features of the choices.
+        # Failed windows cause large value errors, which must not change the features of the choices.
         return logits, self.value_head(context.detach())
 
     def _accumulation_logits(self, context: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -159,7 +159,7 @@ def most_likely(network: PolicyNetwork, arrays: dict[str, np.ndarray], layout: L
 
     Args:
         network: the network.
-        arrays: ``global`` and ``units`` as ``Observation.arrays`` gives them.
+        arrays: ``global`` and ``units``, as returned by ``Observation.arrays``.
         layout: the choices.
     """
     with torch.no_grad():
@@ -172,7 +172,7 @@ def most_likely(network: PolicyNetwork, arrays: dict[str, np.ndarray], layout: L
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
-    """Return a linear layer in fp32, whatever the default dtype of the process is."""
+    """Return a linear layer in fp32, regardless of the default dtype."""
     return nn.Linear(inputs, outputs, dtype=torch.float32)
 
 

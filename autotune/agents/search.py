@@ -1,4 +1,4 @@
-"""The protocol of a search (ask for a plan, tell what it measured), what a search is given, and random search."""
+"""The protocol of a search (ask for a plan, tell its measurement), the context of a search, and random search."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from autotune.plan import Plan, PlanSpace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchContext:
-    """What a search is made from.
+    """The inputs from which a search is made.
 
     Attributes:
         space: the plans that can be proposed.
         seed: random seed; the same seed and the same costs give the same proposals.
         memory_budget_bytes: the memory budget; ``None`` for none.
-        profile: what the job costs; ``None`` unless the method needs a profile.
-        first: plans of hand-made rules that are worth measuring first; empty if the user asked for a cold start.
-        ahead: how many proposals may be asked for before the first of them is told.
+        profile: the profile of the job; ``None`` if the method does not need one.
+        first: plans of hand-made rules that are worth measuring first; empty for a cold start.
+        ahead: largest number of proposals that may await measurement at once.
         place: where a study can be stored: the run's folder, or a shared database.
     """
 
@@ -49,9 +49,9 @@ class Search(Protocol):
         """Learn from the measurement of a plan.
 
         Args:
-            plan: the oldest plan returned by :meth:`ask` that has not been told yet.
-            observation: its window, which may have failed.
-            cost: its cost; lower is better.
+            plan: the oldest plan from :meth:`ask` whose measurement was not reported yet.
+            observation: the observation of the plan's window, which may have failed.
+            cost: cost of the window; lower is better.
         """
         ...
 
@@ -80,4 +80,4 @@ class RandomSearch:
         """Ignore the measurement: random search does not learn."""
 
     def close(self) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing; nothing is open."""

@@ -1,8 +1,8 @@
-"""The tuning methods: one entry each, with everything that a campaign must know about a method.
+"""The registry of tuning methods, with all properties of a method that a campaign needs.
 
-A new method is one entry here, or one entry point ``autotune.searches`` of another package: a class (or function) that
-makes a :class:`~autotune.agents.search.Search` from a :class:`~autotune.agents.search.SearchContext`, or a
-:class:`Method` that says more about it.
+To add a method, add an entry here, or an entry point ``autotune.searches`` in another package: a class (or function)
+that makes a :class:`~autotune.agents.search.Search` from a :class:`~autotune.agents.search.SearchContext`, or a
+:class:`Method`, which can also set the properties.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Method:
     """A tuning method.
 
     Attributes:
-        needs_profile: whether it plans from the job's profile, which then counts as spent on tuning.
+        needs_profile: whether it needs the job's profile, whose cost then counts as tuning cost.
         spreads: whether it can propose plans before earlier ones are measured, so that a cluster makes it faster.
         weighs_energy: whether it can minimise energy alone; a method that plans from a profile cannot.
     """
@@ -43,7 +43,7 @@ class Method:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchMethod(Method):
-    """A method that spends its steps on measuring the plans that a search asks for.
+    """A method that measures the plans that a search proposes.
 
     Attributes:
         make: returns a new search.
@@ -58,7 +58,7 @@ class PlanningMethod(Method):
 
     Attributes:
         plans: returns plans, best first, for a profile, a memory budget in bytes (``None`` for none) and a goal.
-        explanation: why a choice of such a plan is what it is.
+        explanation: reason that reports give for every choice in such a plan.
     """
 
     plans: Callable[[Profile, int | None, Goal], list[Plan]]
@@ -72,7 +72,7 @@ class TrainingMethod(Method):
     """A method that trains a new network on measured plans.
 
     Attributes:
-        train: trains on an environment with a random seed, beginning near a plan.
+        train: trains a network on an environment, with a random seed and a plan to start near.
     """
 
     train: Callable[[TuningEnv, int, Plan], Trained]
@@ -82,7 +82,7 @@ def _as_method(given: Any) -> Method:
     if isinstance(given, SearchMethod | PlanningMethod | TrainingMethod):
         return given
     if not callable(given):
-        raise TypeError(f"expected a class of searches or a Method, got {type(given).__name__}")
+        raise TypeError(f"expected a search class or a Method, got {type(given).__name__}")
     return SearchMethod(make=given)
 
 
@@ -90,10 +90,10 @@ METHODS: Registry[Method] = Registry("method", SEARCH_GROUP, _as_method)
 
 
 def find_method(name: str) -> Method:
-    """Return a method: an entry of ``METHODS``, or planning by a registered policy.
+    """Return a method: an entry of ``METHODS``, or a planning method made from a registered policy.
 
     Raises:
-        InputError: if the name is unknown, or its package cannot be loaded.
+        InputError: if the name is unknown, its package cannot be loaded, or the policy does not plan from a profile.
     """
     if name not in METHODS and name in POLICIES:
         planning_policy(name)
@@ -109,7 +109,7 @@ def make_search(name: str, method: SearchMethod, context: SearchContext) -> Sear
     """Return a new search of a method.
 
     Raises:
-        InputError: if the method is another package's and cannot make a search.
+        InputError: if the method belongs to another package and cannot make a search.
     """
     with METHODS.errors_named(name):
         search = method.make(context)

@@ -1,4 +1,4 @@
-"""The network of the shipped policy: from features of a run and of its units to a planner's levers.
+"""The network of the shipped policy, which maps features of a run and its units to a planner's levers.
 
 All units share one encoder and are pooled, so that the network fits a model of any depth. Before training it prefers
 neutral levers, so that the planner acts unchanged.
@@ -67,7 +67,7 @@ class LeverNetwork(nn.Module):
 
 
 class BareNetwork:
-    """The actor of a network in NumPy: a decision in a live run takes a third of the time of torch modules.
+    """The actor of a network in NumPy, which decides in a third of the time that torch modules take.
 
     Args:
         network: the network whose current weights are copied.
@@ -125,7 +125,7 @@ class _Trunk(nn.Module):
         )
 
     def forward(self, run: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
-        """Return (n, width)."""
+        """Return the encoded runs, shape (n, width)."""
         present = units[..., _PRESENT : _PRESENT + 1]
         encoded = self.unit(units)
         mean = (encoded * present).sum(dim=1) / present.sum(dim=1).clamp(min=1)

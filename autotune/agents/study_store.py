@@ -11,7 +11,7 @@ from autotune.errors import InputError, first_line
 from autotune.io.addresses import scrubbed, sqlite_address, without_secrets
 
 STORAGE_FILE = "optuna.db"
-# Seconds in which a database must answer.
+# Seconds within which a database must accept a connection.
 TIMEOUT_S = 10
 _DRIVER = "postgresql+psycopg"
 _INSTALL = "pip install 'autotune-rl[postgres]'"
@@ -24,7 +24,7 @@ class StudyStore:
     Attributes:
         url: address in SQLAlchemy's form.
         prefix: prefix of the names of the run's studies.
-        where: how errors name the database.
+        where: the database, for error messages.
     """
 
     url: str
@@ -55,10 +55,10 @@ def checked(url: str, where: str = "--storage") -> str:
 
     Args:
         url: ``postgresql://user@host:port/database``; the password may also be in ``PGPASSWORD``.
-        where: how errors name the address.
+        where: the source of the address, for error messages.
 
     Raises:
-        InputError: if the address has another form, the driver is missing, or nothing answers within ten seconds.
+        InputError: if the address is invalid or MLflow's, the driver is missing, or nothing answers within ten seconds.
     """
     import sqlalchemy
 
@@ -68,7 +68,7 @@ def checked(url: str, where: str = "--storage") -> str:
         raise InputError(f"is {without_secrets(url)!r}", where=where, allowed=allowed)
     if _place(url) == _place(os.environ.get("MLFLOW_TRACKING_URI", "")):
         # Optuna and MLflow both keep the version of their tables in a table of the same name.
-        raise InputError(f"{without_secrets(url)} is MLflow's database", where=where, allowed="another one beside it")
+        raise InputError(f"{without_secrets(url)} is MLflow's database", where=where, allowed="a different database")
     found = f"{_DRIVER}://{rest}"
     try:
         sqlalchemy.make_url(found)
@@ -85,7 +85,7 @@ def checked(url: str, where: str = "--storage") -> str:
     except (sqlalchemy.exc.SQLAlchemyError, ValueError) as error:
         reason = scrubbed(first_line(getattr(error, "orig", None) or error), url, found)
         shown = without_secrets(url)
-        raise InputError(f"{shown} does not answer ({reason})", where=where, allowed="a database that does") from error
+        raise InputError(f"{shown} does not answer ({reason})", where=where, allowed="a reachable database") from error
     return found
 
 

@@ -1,1 +1,1 @@
-"""The benchmarks of the project itself: one file for each ``autotune bench`` verb, and what they measure with."""
+"""The project's own benchmarks: one module per ``autotune bench`` subcommand, and shared tools."""

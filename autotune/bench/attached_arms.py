@@ -18,11 +18,11 @@ from autotune.plan import Plan
 
 
 class Arm:
-    """One copy of a job that trains one batch at a time, with its own state of the random number generators.
+    """One copy of a job that trains one batch at a time, with its own random number generator state.
 
     Attributes:
         seconds: wall-clock seconds of each batch.
-        cpu_seconds: CPU seconds of each batch, which other processes hardly affect.
+        cpu_seconds: CPU seconds of each batch, which other processes barely affect.
         losses: loss of each batch; if a batch is split, the loss of its last piece.
 
     Args:
@@ -107,8 +107,7 @@ class LiveArm(Arm):
     Attributes:
         tuner: the tuner.
         plans: plan of each batch.
-        updated: whether the optimizer stepped after each batch; it does not until the last batch of a step that
-            consumes several.
+        updated: whether the optimizer stepped after each batch; if a step consumes several, only after the last.
         learning: whether each batch was used to profile the run.
 
     Args:

@@ -1,4 +1,4 @@
-"""Gain of a live plan where no static plan is always right: static, live and oracle arms in turn at each batch."""
+"""Gain of a live plan where no static plan is always best: static, live and oracle arms in turn at each batch."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from autotune.plan import Plan, Precision
 from autotune.profiling.profiler import profile
 from autotune.stats import mean_with_interval
 
-# Steps of different plan and batch size whose memory is metered after a run, those nearest to their budget first.
+# Limit on the steps of different plan, batch size or budget metered after a run, those nearest to their budget first.
 _METERED = 24
 # Budgets, as shares of the way from the leanest plan's peak to that of the baseline, at the largest batch.
 _TIGHT, _ROOMY = 0.3, 1.1
-# Steps after which a live run has its profile.
+# Number of steps after which a live run has its profile.
 _PROFILED_AFTER = 20
 # Optimizer steps between two changes of a moving budget.
 _STRETCH = 30
@@ -38,12 +38,12 @@ _STRETCH = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveSituation:
-    """A situation in which no static plan is always right.
+    """A situation in which no static plan is always best.
 
     Attributes:
         name: name of the situation.
         job: the job's reference.
-        moves: whether the budget moves as well.
+        moves: whether the budget changes during a run.
         free_k: whether batches may be split.
     """
 
@@ -78,7 +78,7 @@ SITUATIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Setup:
-    """What all paired runs of a situation have in common.
+    """The common setup of all paired runs of a situation.
 
     Attributes:
         situation: the situation.
@@ -208,7 +208,7 @@ def _compare(setup: _Setup, steps: int, seed: int, policy: str, reporter: Report
     return {
         "seed": seed,
         **{f"{name}_s": sum(arm.seconds) for name, arm in arms.items()},
-        # In a split batch dropout draws other masks.
+        # Dropout draws different masks in a split batch.
         "identical": arms["static"].losses == live.losses == arms["oracle"].losses
         or (None if situation.free_k else False),
         "attached": status["attached"],
@@ -225,7 +225,7 @@ def _compare(setup: _Setup, steps: int, seed: int, policy: str, reporter: Report
 
 
 def _metered(arm: LiveArm, held: list[tuple[Plan, Any, int]], placements: Placements, reference: int) -> list[float]:
-    """Repeat the steps that came nearest to their budget, and return the peak of each over its budget."""
+    """Repeat the steps that came nearest to their budget; return each one's ratio of peak to budget."""
     distinct: dict[tuple[int, int, int], tuple[float, Plan, Any, int]] = {}
     for plan, batch, budget in held:
         size = tensor_bytes(tensors(batch))
@@ -244,7 +244,7 @@ def _metered(arm: LiveArm, held: list[tuple[Plan, Any, int]], placements: Placem
 
 
 def _storage_only(found: Profile, *, free_k: bool) -> Profile:
-    """Return a profile of the plans that change neither precision nor, unless it is free, k."""
+    """Return the profile without plans that change precision or, unless k is free, k."""
     inherit = Precision.INHERIT
     first = str(found.precisions[0])
 

@@ -1,6 +1,6 @@
-"""The cost of attaching, and its gain where no static plan can follow; all arms take turns at each batch of one run.
+"""Cost of attaching, and its gain where no static plan is always best; all arms take turns at each batch of one run.
 
-In exact mode all arms train the same bits, so that only their times differ.
+In exact mode all arms compute the same bits, so that only their times differ.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from autotune.stats import paired_ratio
 def bench_overhead_attached(
     job: Job, *, steps: int, seed: int, reporter: Reporter | None = None, limits: Limits | None = None
 ) -> dict[str, Any]:
-    """Return the ratio of an attached step's time to an unattached one's, observing and acting, step by step in turn.
+    """Return the ratio of an attached step's time to an unattached one's, observing and acting; arms take turns.
 
-    The acting arm has a budget that never binds, so that the plan stays the baseline and only the tuner is measured.
+    The acting arm's budget never binds, so that its plan stays the baseline and only the tuner is measured.
 
     Args:
         job: the job.
@@ -53,7 +53,7 @@ def bench_overhead_attached(
         more = sum(arm.seconds) - sum(plain)
         found[name] = {
             **paired_ratio(arm.seconds, plain),
-            # Probing and profiling are paid once, whatever the length of the run.
+            # Probing and profiling cost time once per run, regardless of its length.
             "ratio_total_1000_steps": 1 + more / (statistics.median(plain) * max(steps, 1000)),
             "identical": arm.losses == arms["unattached"].losses,
             "overhead_frac": arm.tuner.status.get("overhead_frac") if isinstance(arm, LiveArm) else None,
@@ -79,12 +79,12 @@ def bench_attach(
     Args:
         jobs: the jobs whose overhead is measured; the first one gives the headline.
         situations: names of situations.
-        steps: number of steps of each arm for the overhead; the largest number of batches of followed runs.
+        steps: number of steps of each overhead arm; limit on the batches of followed runs.
         situation_steps: number of steps of each run in a situation.
         seeds: number of paired runs of a situation.
         policy: the policy that is attached in situations and followed runs.
         seed: random seed for the overhead's arms.
-        followed: jobs and situations whose live runs an unattached copy follows under the same plans.
+        followed: jobs and situations whose live runs an unattached copy repeats under the same plans.
         reporter: shows progress.
 
     Raises:
@@ -117,7 +117,7 @@ def bench_attach(
 
 
 def lines(document: Mapping[str, Any]) -> list[str]:
-    """Return what the benchmark found, in words."""
+    """Return the results in words."""
     found = []
     for entry in document["overhead"]:
         for stage in ("observe", "act"):

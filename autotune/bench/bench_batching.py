@@ -1,7 +1,6 @@
-"""Adaptive batching where the gradient's noise grows: time to target of a live run against every constant k.
+"""Adaptive batching under growing gradient noise: time to target of a live run against every constant k.
 
-Small batches learn most per sample while the loss falls steeply, and large ones later, so that no constant k is best
-throughout.
+Small batches are best while the loss falls steeply, and large ones later, so no constant k is best throughout.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from autotune.live.settings import Settings
 from autotune.mechanics import randomness, stepping
 from autotune.stats import mean_with_interval
 
-# A budget that never binds, since step sizes are compared.
+# A budget that never binds, since only step sizes are compared.
 _AMPLE = 2**45
-# Evaluations whose mean decides whether the target is reached, so that one lucky evaluation does not end a run.
+# Number of evaluations whose mean decides whether the target is reached: one lucky evaluation must not end a run.
 _SMOOTHED = 3
 
 
 class ConstantArm(Arm):
-    """An arm whose steps all have the same number of batches.
+    """An arm whose steps all consume the same number of batches.
 
     Args:
         job: the job.
@@ -60,14 +59,14 @@ class ConstantArm(Arm):
 
 @dataclass(slots=True)
 class _Racer:
-    """An arm on its way to the target.
+    """An arm and its progress towards the target.
 
     Attributes:
         arm: the arm.
-        batches: its batches, which are the same for every arm.
+        batches: its batches, the same for every arm.
         metrics: metric of each evaluation so far.
-        seconds: seconds of training to the target; ``None`` while it is not reached.
-        samples: samples so far.
+        seconds: seconds of training to the target; ``None`` until it is reached.
+        samples: number of samples so far.
     """
 
     arm: Arm
@@ -93,10 +92,10 @@ class _Racer:
 def bench_growing_noise(
     reference: str | Job, *, seeds: int, policy: str = "ppo", reporter: Reporter = SILENT
 ) -> dict[str, Any]:
-    """Return the time to target of a live run with adaptive batching over that of every constant k, paired.
+    """Return paired times to target of a live run and of every constant k, relative to the best constant k.
 
-    All arms take turns from evaluation to evaluation, on the same batches. An arm that does not reach the target counts
-    with the time of its whole run. Evaluations are not timed.
+    All arms take turns after each evaluation, on the same batches. An arm that does not reach the target counts with
+    the time of its whole run. Evaluations are not timed.
 
     Args:
         reference: a job with adaptive batching.
@@ -133,7 +132,7 @@ def bench_growing_noise(
 
 
 def lines(document: Mapping[str, Any]) -> list[str]:
-    """Return what the benchmark found, in words."""
+    """Return the results in words."""
     of_best = f"of the time of {document['best_constant']}"
     constant = [f"{name}: {interval_text(one)} {of_best}" for name, one in document["constant_over_best"].items()]
     return [*constant, f"live: {interval_text(document['live_over_best'])} {of_best}, the best of these"]
@@ -146,7 +145,7 @@ def _race(job: Job, seed: int, policy: str, reporter: Reporter, rounds: int) -> 
         "settings": Settings(batching="adaptive", lr_rule=job.lr_rule, accumulation_choices=job.accumulation_choices),
         "memory_budget_bytes": _AMPLE,
         "total_steps": job.max_steps,
-        # Steps take a few milliseconds: the tuner's overhead is part of the time, and no reason to detach.
+        # Steps take a few milliseconds: the tuner's overhead counts as time, and must not make it detach.
         "limits": Limits(overhead_frac=0.2),
     }
     live = LiveArm(job, seed, attaching)
@@ -166,7 +165,7 @@ def _race(job: Job, seed: int, policy: str, reporter: Reporter, rounds: int) -> 
         "reached": {name: racer.seconds is not None for name, racer in racers.items()},
         "samples": {name: racer.samples for name, racer in racers.items()},
         "metric": {name: racer.metrics[-1] for name, racer in racers.items()},
-        # Each k with the number of steps in a row that used it.
+        # Each k with its number of consecutive batches.
         "ks": [[k, len(list(steps))] for k, steps in itertools.groupby(plan.accumulation_steps for plan in live.plans)],
         "attached": status["attached"],
         "noise_scale": status.get("noise_scale"),

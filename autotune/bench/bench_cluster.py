@@ -1,4 +1,4 @@
-"""Speed-up by a cluster: the same windows on one worker and on all workers, in turn."""
+"""Speed-up from a cluster: the same windows on one worker and on all workers, in turn."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def bench_cluster(
     seed: int = 0,
     reporter: Reporter = SILENT,
 ) -> dict[str, Any]:
-    """Return the trials a minute of one worker and of all workers, and the efficiency of the added ones.
+    """Return the trials per minute of one worker and of all workers, and the parallel efficiency.
 
-    Both run the same windows, as a random search would ask for them. Whole trials are timed, communication included;
-    the start of the workers is not.
+    Both run the same windows, requested as in a random search. Whole trials are timed, communication included; the
+    start of the workers is not.
 
     Args:
         job: the job's reference; its steps are real.
-        options: where workers run; at least two.
+        options: the cluster, with at least two workers.
         pairs: number of pairs of turns.
         windows: windows in each turn.
         seed: random seed for the job and the plans.
@@ -78,7 +78,7 @@ def bench_cluster(
 
 
 def lines(document: Mapping[str, Any]) -> list[str]:
-    """Return what the benchmark found, in words."""
+    """Return the results in words."""
     rates, (low, high) = document["trials_per_minute"], document["efficiency_ci95"]
     return [
         f"{rates['one']:.0f} trials a minute with one worker, {rates['all']:.0f} with {document['workers']}: "
@@ -95,7 +95,7 @@ def _plans(engine: PoolEngine, generator: np.random.Generator, count: int) -> li
 
 
 def _seconds(engine: PoolEngine, plans: Sequence[Plan]) -> float:
-    """Return the seconds of an engine for windows that are asked for as far ahead as a search would ask."""
+    """Return an engine's seconds for one window per plan, requested as far ahead as in a search."""
     began, asked = time.perf_counter(), iter(plans)
     for plan, _ in zip(asked, range(engine.ahead), strict=False):
         engine.prepare(plan, WINDOW_STEPS)

@@ -1,6 +1,6 @@
 """Overhead over DeepSpeed: the engine's step against a hand-written DeepSpeed loop, interleaved.
 
-Run as a module, this file is one rank of it.
+Run as a module, this file is one of the ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autotune.job import Job
 from autotune.mechanics import stepping
 from autotune.mechanics.randomness import seed_all
 
-# Starts of the ranks. Engine and loop are built first in turn, so that the place of their memory favours neither.
+# Number of starts of the ranks. Engine and loop alternate in being built first, so memory placement favours neither.
 _STARTS = 4
 
 
@@ -61,7 +61,7 @@ class DeepSpeedLoop:
 
 
 class InterleavedDeepSpeedEngine(InterleavedEngine, DeepSpeedEngine):
-    """A DeepSpeed engine that runs one step of a hand-written loop with each of its own."""
+    """A DeepSpeed engine that runs one step of a hand-written loop for each of its own."""
 
 
 def bench_deepspeed(
@@ -73,12 +73,12 @@ def bench_deepspeed(
         job: the job's reference.
         ranks: number of ranks.
         zero_stage: ZeRO stage, 0 to 3.
-        pairs: fewest pairs of blocks of ten steps; every start of the ranks takes the same number of them.
+        pairs: smallest number of pairs of ten-step blocks; every start of the ranks runs the same number.
         seed: random seed for both runs.
         reporter: shows progress.
 
     Raises:
-        EngineError: if a rank fails; the message quotes what it raised.
+        EngineError: if a rank fails; the message quotes its exception.
     """
     loaded = load_job(job)
     reporter.stage(f"{loaded.name}: engine against a plain loop", pairs)

@@ -31,13 +31,12 @@ from autotune.stats import median_interval, total_ratio_interval
 
 # A budget that never binds.
 _AMPLE = 2**45
-# One-off costs are spread over so many steps, as the tuner does.
+# Number of steps over which one-off costs are spread, as in the tuner.
 _SPREAD_OVER = 1000
-# The arms stop before their last batch once the 95 % intervals of the median ratios reach no further than this from
-# the medians: a third of the 1 % that the tuner may cost. They are looked at every so many steps, after the first
-# of them.
+# Arms stop early once the 95 % intervals of the median ratios extend no further than ``_NARROW`` from the medians: a
+# third of the 1 % that the tuner may cost. Checked every ``_LOOK_EVERY`` batches, after at least ``_LEAST``.
 _NARROW, _LOOK_EVERY, _LEAST = 0.0033, 50, 200
-# Batches of the run with timers: shares of a mean need fewer than an interval does.
+# Number of batches of the run with timers: shares of a mean need fewer than an interval.
 _TIMED_BATCHES = 120
 
 Clock = Literal["wall", "cpu"]
@@ -46,13 +45,13 @@ CLOCKS: tuple[Clock, ...] = ("wall", "cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """A live run that is followed.
+    """A live run that an unattached copy repeats.
 
     Attributes:
         name: its name.
-        job: the job that is trained.
+        job: the job.
         arguments: arguments of ``attach``.
-        budget_at: returns the memory budget in bytes of a step, by its number.
+        budget_at: returns the memory budget in bytes, given the number of the batch.
     """
 
     name: str
@@ -62,7 +61,7 @@ class Course:
 
 
 def courses_of(name: str, *, steps: int, policy: str, reporter: Reporter) -> list[Course]:
-    """Return the runs that a name stands for: a situation is run acting, a job also observing.
+    """Return the runs of a name: an acting one, and for a job with fixed batching also an observing one.
 
     Args:
         name: name of a situation, or reference to a job.
@@ -102,12 +101,12 @@ def _ample(_: int) -> int:
 def bench_followed(course: Course, *, steps: int, seed: int, reporter: Reporter | None = None) -> dict[str, Any]:
     """Return the seconds per sample of a live run divided by those of an unattached copy under the same plans.
 
-    The ratio is measured without any timer in the tuner. A second, shorter run with timers tells what the seconds are
-    spent on. The first run ends before ``steps`` batches once its intervals are narrow.
+    The ratio is measured without timers in the tuner. A second, shorter run with timers shows where the seconds go.
+    The first run ends before ``steps`` batches once its intervals are narrow.
 
     Args:
         course: the run.
-        steps: largest number of batches of each arm.
+        steps: limit on the batches of each arm.
         seed: random seed for both arms.
         reporter: shows progress.
     """
@@ -138,7 +137,7 @@ def bench_followed(course: Course, *, steps: int, seed: int, reporter: Reporter 
         **wall,
         "cpu": cpu,
         "overhead_frac": own,
-        # Both spread what is paid once over as many steps.
+        # Both spread one-off costs over the same number of steps.
         "unaccounted_frac": {
             "wall": wall["ratio_total_1000_steps"] - 1 - own,
             "cpu": cpu["ratio_total_1000_steps"] - 1 - own,
@@ -148,24 +147,24 @@ def bench_followed(course: Course, *, steps: int, seed: int, reporter: Reporter 
 
 
 class _Pair:
-    """A live arm with a run directory of its own, and the arm that follows it.
+    """A live arm with its own run directory, and the arm that follows it.
 
     Args:
         course: the run.
-        seed: random seed for both.
-        job: the job that both train.
+        seed: random seed for both arms.
+        job: the job that both arms train.
     """
 
     def __init__(self, course: Course, seed: int, job: Job) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._taken = 0
-        # Samples of each batch.
+        # Number of samples in each batch.
         self.samples: list[int] = []
         arguments = {
             **course.arguments,
             "memory_budget_bytes": lambda: course.budget_at(self._taken),
             "runs_dir": self._folder.name,
-            # A tuner that leaves half-way would not be measured to the end.
+            # A tuner that detaches midway would not be measured to the end.
             "limits": Limits(overhead_frac=1.0),
         }
         settings = arguments.get("settings", Settings())
@@ -173,7 +172,7 @@ class _Pair:
         self.followed = FollowedArm(self.live, seed, settings.lr_rule if settings.batching == "adaptive" else None)
 
     def take(self, batches: int, seed: int) -> Iterator[int]:
-        """Let both arms take batches; yield how many the live arm has taken."""
+        """Train both arms; yield the number of batches that the live arm has taken."""
         taking = itertools.islice(endless(self.live.job, seed), batches)
         for done in follow(self.live, self.followed, map(self._counted, taking)):
             self._taken = done
@@ -181,11 +180,11 @@ class _Pair:
 
     @property
     def ends(self) -> list[bool]:
-        """Return, of each batch that both arms have taken, whether it ended with an update."""
+        """Return whether each batch that both arms have taken ended with an update."""
         return self.live.updated[: len(self.followed.seconds)]
 
     def step_seconds(self, clock: Clock) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the seconds of each step of the live arm, and of the other one."""
+        """Return the seconds of each step of the live arm and of its follower."""
         own, other = (
             _per_step(arm.seconds if clock == "wall" else arm.cpu_seconds, self.ends)
             for arm in (self.live, self.followed)
@@ -205,7 +204,7 @@ class _Pair:
 
 
 def _is_narrow(pair: _Pair) -> bool:
-    """Tell whether the intervals of the median ratios are narrow enough to end the run."""
+    """Return whether the intervals of the median ratios are narrow enough to end the run."""
     for clock in CLOCKS:
         own, other = pair.step_seconds(clock)
         low, high = median_interval((own / other).tolist())
@@ -216,7 +215,7 @@ def _is_narrow(pair: _Pair) -> bool:
 
 
 def _figures(pair: _Pair, clock: Clock) -> dict[str, Any]:
-    """Return the ratios of the live arm's seconds to the other's, by one of their clocks."""
+    """Return the ratios of the live arm's seconds to its follower's, on one clock."""
     own, other = pair.step_seconds(clock)
     learning = _per_step(pair.live.learning, pair.ends) > 0
     low, high = median_interval((own / other).tolist())
@@ -232,7 +231,7 @@ def _figures(pair: _Pair, clock: Clock) -> dict[str, Any]:
         "ratio_total_ci95": [first, last],
         "ratio_total_after_learning": 1 + more / ordinary_s,
         "ratio_total_after_learning_ci95": list(total_ratio_interval(own[~learning], other[~learning])),
-        # Probing and profiling are paid once, whatever the length of the run.
+        # Probing and profiling cost time once per run, regardless of its length.
         "ratio_total_1000_steps": 1 + (more + once / steps) / ordinary_s,
         "learning": {
             "steps": int(learning.sum()),
@@ -245,7 +244,7 @@ def _figures(pair: _Pair, clock: Clock) -> dict[str, Any]:
 
 
 def _per_step(values: Sequence[float], ends: Sequence[bool]) -> NDArray[np.float64]:
-    """Return the sums over the batches of each step."""
+    """Return the sum over each step's batches."""
     sums, begun = [], 0
     for number, ended in enumerate(ends, 1):
         if ended:
@@ -273,6 +272,7 @@ def line_of(found: Mapping[str, Any]) -> str:
         f"{found['course']}, {found['stage']}, {found['batches']} batches: a step takes {found['ratio_median']:.4f} "
         f"[{low:.4f}, {high:.4f}] of an unattached one's time under the same plans, "
         f"over 1,000 steps {found['ratio_total_1000_steps']:.4f} "
-        f"({found['cpu']['ratio_total_1000_steps']:.4f} of its CPU time); the tuner says {found['overhead_frac']:.4f}; "
+        f"({found['cpu']['ratio_total_1000_steps']:.4f} of its CPU time); "
+        f"the tuner reports {found['overhead_frac']:.4f}; "
         f"most is added by {', '.join(f'{room} ({share:.2%})' for room, share in largest)}"
     )

@@ -1,7 +1,7 @@
 """Benchmark of one device: plans under budgets, predictions, and the overhead of an attached tuner.
 
-Each part runs in a process of its own, which is ended when its time is over; what it found until then is kept. This
-process never uses the device, so that it ends in time whatever happens there.
+Each part runs in its own process, which is ended at its time limit; results up to then are kept. This process never
+uses the device, so it ends in time whatever happens there.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from autotune.errors import InputError, first_line
 from autotune.io.progress import Reporter
 from autotune.measurement import Failure
 
-# Runs the part that a document names, for at most the given seconds, and yields what it finds.
+# Runs the requested part for at most the given seconds, and yields its results.
 RunPart = Callable[[Mapping[str, Any], float], Iterator[dict[str, Any]]]
 
 COMPLETE, OUT_OF_TIME, INTERRUPTED, NOT_YET = "complete", "out of time", "interrupted", "not yet"
-# Seconds reserved to end a part and to write what it found, and the least seconds for which a part is started.
+# Seconds reserved to end a part and write its results, and the shortest time for which a part is started.
 _ENDING_S, _LEAST_S = 6.0, 3.0
-# Seconds after which the machine part counts as hanging, and seconds that the first answers may take.
+# Seconds after which the machine part counts as hanging, and time limit of the first answers.
 _MACHINE_S, _ANSWERS_S = 120.0, 180.0
-# Factor by which a part may exceed its equal share of what is left, since other parts may need less than theirs.
+# Factor by which a part may exceed its equal share of the time left, since other parts may need less than theirs.
 _SHARES = 2.0
 _ATTACHED = "attached"
 _QUESTIONS = {
@@ -39,7 +39,7 @@ _QUESTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuBenchSettings:
-    """What is measured, and for how long.
+    """Settings of the benchmark.
 
     Attributes:
         device: the device; ``None`` for this machine's accelerator.
@@ -47,8 +47,8 @@ class GpuBenchSettings:
         data: a folder with WikiText-2 and CIFAR-10; ``None`` for random data of their shapes.
         shares: budgets, as shares of the baseline's peak.
         rounds: windows of each plan; the first one chooses among a planner's plans, the others are reported.
-        attached_steps: steps of each arm when the overhead of an attached tuner is measured.
-        seconds: seconds after which everything has ended.
+        attached_steps: steps of each arm in the measurement of an attached tuner's overhead.
+        seconds: time limit of the whole benchmark.
         seed: random seed for weights and batches.
     """
 
@@ -67,15 +67,15 @@ class GpuBenchSettings:
 
 
 def run_in_process(asked: Mapping[str, Any], limit_s: float) -> Iterator[dict[str, Any]]:
-    """Run a part in a process of its own, and yield what it finds as it finds it.
+    """Run a part in its own process, and yield its results as they arrive.
 
     Args:
-        asked: names the part and what it is given.
+        asked: the part's name and arguments.
         limit_s: seconds after which the process is ended.
 
     Raises:
         InputError: if the part refuses its input.
-        WorkersError: if it raised, ended or took longer; it has then been ended, with all that it started.
+        WorkersError: if it fails, exits early or exceeds the limit; it and its child processes have then ended.
     """
     until = time.monotonic() + limit_s
     with Workers("autotune.bench.gpu_parts", asked) as worker:
@@ -116,7 +116,7 @@ class _GpuBench:
         """Run all parts.
 
         Raises:
-            InputError: if there is no such device, job or folder of data; nothing was written then.
+            InputError: if there is no such device, job or data folder; nothing is written then.
         """
         try:
             self._parts()
@@ -142,7 +142,7 @@ class _GpuBench:
 
     def _jobs(self, found: Mapping[str, Any]) -> None:
         self._asked["device"] = found["kind"]
-        # Every arm plans with the profile, which is not part of the document.
+        # All arms plan with the profile, which is not part of the document.
         profiles: dict[str, Any] = {}
         arms: Sequence[str] = found["arms"]
         entries = [{"job": job["job"], "reference": job["reference"], "arms": {}} for job in found["jobs"]]
@@ -152,10 +152,10 @@ class _GpuBench:
             if number == 0:
                 self._job_part("answers", entry, profiles, min(_ANSWERS_S, self._left_s))
             if "baseline" not in entry:
-                # All arms of the job wait for it.
+                # All arms of the job need the baseline.
                 self._job_part("known", entry, profiles, self._share_s(waiting // 3))
             for place, arm in enumerate(arms):
-                # The first part has already measured the overhead on the first job.
+                # The answers part has already measured the overhead on the first job.
                 if "baseline" in entry and not (arm == _ATTACHED and arm in entry):
                     self._arm(arm, entry, profiles, self._share_s(waiting - 1 - place))
 
@@ -196,7 +196,7 @@ class _GpuBench:
         *,
         refuses: bool = False,
     ) -> bool:
-        """Run one part and keep what it finds; return whether it completed, and record why if it did not."""
+        """Run one part and keep its results; return whether it completed, and record the reason if not."""
         if limit_s < _LEAST_S:
             self._leave_out(name, "no time was left", out_of_time=True)
             return False
@@ -233,17 +233,17 @@ def bench_gpu(
     run_part: RunPart = run_in_process,
     began: float | None = None,
 ) -> dict[str, Any]:
-    """Return the speed and memory of plans on a device, job by job, after all parts or when the time is over.
+    """Return the speed and memory of plans on a device, job by job, after all parts or at the time limit.
 
     Args:
-        settings: what is measured.
-        keep: writes the document; called whenever something was found.
+        settings: what to measure.
+        keep: writes the document; called after every result.
         reporter: shows progress.
         run_part: runs a part.
         began: start of the time limit, by ``time.monotonic``; ``None`` for now.
 
     Raises:
-        InputError: if there is no such device, job or folder of data; nothing was kept then.
+        InputError: if there is no such device, job or data folder; nothing is kept then.
     """
     bench = _GpuBench(settings, keep, reporter, run_part, time.monotonic() if began is None else began)
     bench.run()
@@ -251,7 +251,7 @@ def bench_gpu(
 
 
 def lines(document: Mapping[str, Any]) -> list[str]:
-    """Return, in words, what was found, what was left out, and how the benchmark ended."""
+    """Return, in words, the results, what was left out, and how the benchmark ended."""
     answered = [
         f"{question}: {_answer(document['answers'][name])}"
         for name, question in _QUESTIONS.items()
@@ -276,7 +276,7 @@ def _job_line(job: Mapping[str, Any]) -> str:
 
 
 def _shown(arm: Mapping[str, Any]) -> str:
-    """Return the speed-up of an arm at each share of the baseline's memory in which it fits."""
+    """Return an arm's speed-up at each share of the baseline's memory, or ``none`` where it does not fit."""
     return ", ".join(
         f"{one['share']:.0%} {_times(one['speedup']) if one['fits'] else 'none'}" for one in arm["budgets"]
     )

@@ -16,7 +16,7 @@ from autotune.job import Job
 from autotune.mechanics.randomness import seed_all
 from autotune.stats import paired_ratio
 
-# A block holds one sampled step at the default sampling, as every ten steps of a run do.
+# A block contains one sampled step at the default sampling, like every ten steps of a run.
 _BLOCK = 10
 
 
@@ -70,10 +70,10 @@ class PlainLoop:
 
 
 class InterleavedEngine(TorchEngine):
-    """An engine that runs one step of a plain loop with each of its own, after it and before it in turn.
+    """An engine that runs one step of a plain loop for each of its own, alternately after and before it.
 
-    A machine that is slow for some seconds is slow for both. Where blocks of ten steps took turns, on two ranks, ratios
-    of one build went from 0.87 to 1.24, and their medians from 1.00 to 1.03.
+    A machine that is slow for some seconds is slow for both. When blocks of ten steps alternated, on two ranks, ratios
+    of one build ranged from 0.87 to 1.24, and their medians from 1.00 to 1.03.
     """
 
     plain: Loop
@@ -129,11 +129,11 @@ def time_blocks(engine: InterleavedEngine, *, pairs: int, reporter: Reporter = S
 
 
 def overhead(job: Job, blocks: Sequence[tuple[float, float]], *, starts: int = 1) -> dict[str, Any]:
-    """Return the document of an engine's time over that of a plain loop.
+    """Return the document of the ratio of an engine's time to a plain loop's.
 
     Args:
         job: the job that both trained.
-        blocks: what :func:`time_blocks` returned, one start after another.
+        blocks: results of :func:`time_blocks`, one start after another.
         starts: number of starts.
     """
     own, plain = zip(*blocks, strict=True)
@@ -149,7 +149,7 @@ def overhead(job: Job, blocks: Sequence[tuple[float, float]], *, starts: int = 1
 
 
 def lines(document: Mapping[str, Any]) -> list[str]:
-    """Return what the benchmark found, in words."""
+    """Return the results in words."""
     low, high = document["ratio_ci95"]
     return [
         f"engine / plain loop = {document['ratio_median']:.4f} (median of {document['pairs']} pairs, 95 % interval "

@@ -1,7 +1,7 @@
 """Benchmark of the planner's policy on jobs that it was not trained on, both static and moving.
 
-Every table also holds the untrained network, the planner alone, and an upper limit: the exact optimum of static jobs,
-and a clairvoyant where conditions move.
+Every table also contains the untrained network, the planner alone, and an upper limit: the exact optimum for static
+jobs, and a clairvoyant for moving ones.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _REPEATS = 25
 def bench_policy(
     judged: Judged, recipe: Recipe, settings: BenchSettings | None = None, *, reporter: Reporter = SILENT
 ) -> dict[str, Any]:
-    """Return how far the policy, and what it is compared with, are from the best that can be done.
+    """Return how far the policy and its alternatives are from the best possible.
 
     Args:
         judged: the policy; see :func:`load_judged`.
-        recipe: says how conditions move and how the planner plans whose times are the reference.
-        settings: what is measured.
+        recipe: defines how conditions move, and the planner whose times are the reference.
+        settings: what to measure.
         reporter: shows progress.
 
     Raises:
@@ -52,8 +52,8 @@ def bench_policy(
     if settings.seed + MOVING_SEED in (recipe.jobs.seed, recipe.jobs.seed + 1):
         raise InputError(f"--seed {settings.seed} draws the recipe's own jobs", allowed="another seed")
     windows = recipe.jobs.windows
-    reporter.stage(f"{settings.jobs} held-out jobs, standing still and moving", 1.0)
-    # Shares of the time that the parts take, about.
+    reporter.stage(f"{settings.jobs} held-out jobs, static and moving", 1.0)
+    # Progress follows each part's approximate share of the time.
     reporter.advance(0.0, "static jobs")
     methods = static_table(static_cases(settings), judged, settings, windows)
     static = {}
@@ -83,19 +83,19 @@ def bench_policy(
 
 
 def lines(document: Mapping[str, Any]) -> list[str]:
-    """Return what the benchmark found, in words."""
+    """Return the results in words."""
     everything = document["dynamic"]["all"]
     won = everything["methods"]["ppo"]
     low, high = won["won_ci95"]
     return [
         f"moving jobs: {won['won_percent']:+.2f} % of time against the planner (95 % interval {low:+.2f} to "
-        f"{high:+.2f}), of {everything['headroom_percent']:.1f} % that a clairvoyant would win; standing still: "
+        f"{high:+.2f}), of {everything['headroom_percent']:.1f} % that a clairvoyant would win; static: "
         f"{document['methods']['ppo']['regret_p95']:.2f} % off the exact optimum (p95)"
     ]
 
 
 def decision_times(judged: Judged, units: int, windows: int) -> dict[str, Any]:
-    """Return the median seconds of a decision, the second one of a run of a large job.
+    """Return the median seconds of the second decision in a run of a large job.
 
     Args:
         judged: the policy.
@@ -128,7 +128,7 @@ def decision_times(judged: Judged, units: int, windows: int) -> dict[str, Any]:
 
 
 def _second_window(planner: Planner, windows: int) -> tuple[Watch, Situation]:
-    """Return a planner's watch after one window that went as predicted, and what is known before the next one."""
+    """Return a planner's watch after one window that went as predicted, and the situation before the next one."""
     watch, one = Watch(planner), np.ones(1)
     budget = np.full((1, LOOK_AHEAD), 0.6 * watch.baseline_peak[0])
     situation = Situation(

@@ -1,4 +1,4 @@
-"""Errors of profiles: how well lean and full ones predict plans that they have not measured."""
+"""Errors of profiles: how well lean and full profiles predict plans that they have not measured."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def bench_profile(jobs: Sequence[Job], *, plans: int, seed: int = 0, reporter: R
 
     Args:
         jobs: the jobs.
-        plans: number of random plans that each profile predicts and that are then measured.
-        seed: random seed for the profiles; plans are drawn from the next one.
+        plans: number of random plans that are predicted from each profile and then measured.
+        seed: random seed for the profiles; the next seed draws the plans.
         reporter: shows progress.
     """
     kinds = {"lean": ProfilerOptions.lean(seed), "full": ProfilerOptions(seed=seed)}
@@ -39,7 +39,7 @@ def bench_profile(jobs: Sequence[Job], *, plans: int, seed: int = 0, reporter: R
 
 
 def lines(document: Mapping[str, Any]) -> list[str]:
-    """Return what the benchmark found, in words."""
+    """Return the results in words."""
     parts = []
     for one in document["jobs"]:
         errors = ", ".join(

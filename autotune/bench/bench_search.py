@@ -1,7 +1,7 @@
 """Cost of finding a plan in real optimizer steps and in seconds, for every method on one job.
 
-Each method runs as ``autotune tune`` runs it and pays for all that it uses: references, profile, windows, finals. All
-plans are measured again afterwards, side by side in new windows, because the window that chose a plan flatters it.
+Each method runs as in ``autotune tune`` and is charged for all it uses: references, profile, windows, finals. All plans
+are measured again afterwards, side by side in new windows, because the window that chose a plan overrates it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from autotune.plan import Plan
 from autotune.profiling.profiler import ProfilerOptions, profile
 from autotune.records.run_directory import RunDirectory
 
-# Methods by their names here: the name in tuning, and whether Optuna measures the hand-made rules first.
+# Methods by their names in this benchmark: the name in tuning, and whether Optuna measures the hand-made rules first.
 METHODS: Mapping[str, tuple[str, bool]] = {
     "exact": ("exact", True),
     "greedy": ("greedy", True),
@@ -55,21 +55,21 @@ METHODS: Mapping[str, tuple[str, bool]] = {
 }
 # The first step is not timed, the other four are.
 _WINDOW_STEPS = 5
-# Factor of additional rounds for plans close to the best one, to tell them apart to WITHIN_FRAC.
+# Factor of additional rounds for plans close to the best one, to distinguish them to within WITHIN_FRAC.
 _MORE_ROUNDS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchBenchSettings:
-    """How much is measured.
+    """Settings of the search benchmark.
 
     Attributes:
         methods: some of ``METHODS``, with all of ``COMPARED`` among them.
         steps: real optimizer steps that each search may spend, in addition to a profile.
-        repetitions: how often every method is run, each time from another seed.
+        repetitions: number of runs of every method, each with a different seed.
         rounds: windows in which every plan is measured again; plans close to the best get six times as many more.
         seed: random seed for the first repetition.
-        profiler: what a profile may cost; every repetition makes its own.
+        profiler: options of the profiler; every repetition makes its own profile.
     """
 
     methods: tuple[str, ...] = tuple(METHODS)
@@ -132,7 +132,7 @@ def bench_search(
         job: the job.
         budget: the memory budget; a share is resolved once, for all methods.
         runs: the folder of runs; every measured window is kept in a run directory there.
-        settings: how much is measured.
+        settings: settings of the benchmark.
         reporter: shows progress.
 
     Raises:
@@ -215,7 +215,7 @@ def _run(
             on_progress=lambda done, _total: reporter.advance(done),
         )
     except InputError as error:
-        # A planner without a plan that fits has paid all the same, and does not arrive.
+        # A planner that finds no fitting plan is charged as well, and does not arrive.
         failure, steps, seconds = str(error), references.steps + paid[0], references.seconds + paid[1]
         for trial in folder.lines("trials.jsonl"):
             steps, seconds = trial["tuning_steps"], trial["tuning_s"]
@@ -294,5 +294,5 @@ def _worths(rounds: Sequence[Mapping[Plan, Measurement]], ruler: _Ruler) -> dict
 
 
 def _median(seconds: Sequence[float]) -> float:
-    """Return a plan's median over rounds; infinite if it did not fit in one of them."""
+    """Return a plan's median over rounds; infinite if it did not fit in every round."""
     return math.inf if not seconds or math.isinf(max(seconds)) else statistics.median(seconds)

@@ -32,11 +32,11 @@ _JOBS, _DEPTH = 64, (2, 16)
 def bench_simulator(*, seconds: float, seed: int, reporter: Reporter = SILENT) -> dict[str, Any]:
     """Return decisions per second of one process.
 
-    A decision is one window of one lane: levers decoded, a plan made, costs and convergence simulated, features and
-    reward computed, and its share of the start of the next run.
+    A decision is one window of one lane: decoding levers, making a plan, simulating costs and convergence, computing
+    features and reward, and its share of starting the next run.
 
     Args:
-        seconds: how long the rate is measured.
+        seconds: least duration of the measurement.
         seed: random seed for jobs, runs and actions.
         reporter: shows progress.
     """
@@ -57,7 +57,7 @@ def bench_simulator(*, seconds: float, seed: int, reporter: Reporter = SILENT) -
 
 
 def _rate(env: SimulatedVectorEnv, actions: Actions, seconds: float) -> float:
-    """Return the median rate of at least three whole runs, because other load on the machine slows some of them."""
+    """Return the median rate of at least three whole runs, since other load on the machine slows some of them."""
     rates: list[float] = []
     until = time.perf_counter() + seconds
     while len(rates) < 3 or time.perf_counter() < until:
@@ -74,8 +74,8 @@ def rank_plans(job: Job, runs: Path, seeds: Sequence[int], *, reporter: Reporter
 
     Args:
         job: the job.
-        runs: folder of its cached profile and convergence model, which are measured where they are missing.
-        seeds: random seeds for the real runs, whose median time counts.
+        runs: folder of its cached profile and convergence model, which are measured if missing.
+        seeds: random seeds for the real runs; their median time counts.
         reporter: shows progress.
     """
     reporter.stage(f"{job.name}: real runs of five plans", 1)
@@ -121,7 +121,7 @@ def _median_time(runs: Sequence[dict[str, Any]]) -> float | None:
 
 
 def lines(document: Mapping[str, Any]) -> list[str]:
-    """Return what the benchmark found, in words."""
+    """Return the results in words."""
     line = f"{document['decisions_per_s']:,.0f} decisions/s"
     if "ranking" in document:
         ranking = document["ranking"]

@@ -28,7 +28,7 @@ def bench_solver(*, instances: int, seed: int, reporter: Reporter = SILENT) -> d
     """Return how far the solvers are from brute force, and how long the exact one takes for 1,000 units.
 
     Args:
-        instances: number of small jobs, with one to five recomputable units, three precisions and two or three k.
+        instances: number of small jobs, with one to three recomputable units, three precisions and two or three k.
         seed: random seed for the draws.
         reporter: shows progress.
     """
@@ -64,7 +64,7 @@ def bench_solver(*, instances: int, seed: int, reporter: Reporter = SILENT) -> d
 
 
 def lines(document: Mapping[str, Any]) -> list[str]:
-    """Return what the benchmark found, in words."""
+    """Return the results in words."""
     return [
         f"exact solver: {document['gap_to_brute_force_max']:.2e} from brute force at worst; 1,000 units in "
         f"{document['seconds_1000_units']:.2f} s per k. Price solver: {document['price_solver_gap_median']:.2%} "
@@ -86,7 +86,7 @@ def _against_brute_force(profile: Profile, tightness: float) -> tuple[float, flo
 
 
 def _every_plan(arrays: CostArrays) -> tuple[np.ndarray, np.ndarray]:
-    """Return predicted peak and seconds of every plan of the one job."""
+    """Return the predicted peak and seconds of every plan of the only job."""
     profile = arrays.profiles[0]
     options = [
         [2 * p + s for p in range(len(profile.precisions)) for s in ((0, 1) if unit.recomputable else (0,))]
@@ -103,7 +103,7 @@ def _every_plan(arrays: CostArrays) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _large(generator: np.random.Generator, *, identical: bool) -> dict[str, Any]:
-    """Solve jobs of 1,000 units at three budgets, one k at a time."""
+    """Time the exact solver on a job of 1,000 units with one k, at three budgets."""
     shape = Shape(units=_LARGE - 2, precisions=_PRECISIONS, accumulation_choices=(4,), identical=identical)
     profile = draw_profile(generator, shape)
     least, free = smallest(profile).peak_bytes, solve(profile).peak_bytes

@@ -1,4 +1,4 @@
-"""An unattached copy under exactly the plans of a live run, one batch behind it: the difference is the tuner's."""
+"""An unattached copy under the same plans as a live run, one batch behind it: the difference is the tuner's cost."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from autotune.plan import Plan
 
 
 class FollowedArm(Arm):
-    """Unattached copy that trains under the plan that a live arm used for each batch; applying plans is not timed.
+    """Unattached copy that trains each batch under the plan that a live arm used; applying plans is not timed.
 
     Attributes:
         plans: plan of each batch.
 
     Args:
-        live: the arm that is followed; it takes each batch first.
-        seed: random seed for the weights; the live arm's.
-        lr_rule: rule by which the learning rate follows a step of several batches; ``None`` where k cuts a batch.
+        live: the arm to follow; it takes each batch first.
+        seed: the live arm's random seed, for the weights.
+        lr_rule: learning-rate rule for steps of several batches; ``None`` if k splits a batch.
     """
 
     def __init__(self, live: LiveArm, seed: int, lr_rule: Any = None) -> None:
@@ -36,14 +36,14 @@ class FollowedArm(Arm):
         """Train on one batch under its plan."""
         plan = self._live.plans[len(self.plans)]
         if not self.plans or plan != self.plans[-1]:
-            # Units of a live run hand on fp32 whatever the plan.
+            # Units of a live run pass on fp32 tensors under every plan.
             controls.apply(self.model, plan, fp32_borders=True)
             self.k = plan.accumulation_steps
         self.plans.append(plan)
         super().take(batch)
 
     def step(self, batch: Any) -> torch.Tensor:
-        """Train on one batch; where a step consumes several, update with its last one."""
+        """Train on one batch; if a step consumes several, update after the last one."""
         if self._lr_rule is None:
             return super().step(batch)
         self._items.append(stepping.count_items(batch, self.job.count))
@@ -62,9 +62,9 @@ class FollowedArm(Arm):
 
 
 def follow(live: Arm, followed: Arm, batches: Iterable[Any]) -> Iterable[int]:
-    """Let a live arm take batches and another arm follow it; yield how many the live one has taken.
+    """Train a live arm and an arm that follows it; yield the number of batches that the live arm has taken.
 
-    They take turns A A B B, so that each arm runs after itself as often as after the other.
+    The order of arms is A A B B, so that each arm runs after itself as often as after the other.
     """
     before: list[Any] = []
     number = -1

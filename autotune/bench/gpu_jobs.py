@@ -1,4 +1,4 @@
-"""Jobs that a device is measured with: the paper's two models, and a GPT of 1.3 B parameters where it fits."""
+"""Jobs for the benchmark of a device: the paper's two models, and a GPT of 1.3 B parameters where it fits."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _PAPER_JOBS = ("gpt2_wikitext2", "resnet50_cifar10")
 _LARGE_JOB = "gpt2_wikitext2:billion"
 # Weights, gradients and AdamW's two states in fp32 take 21 GB, and the activations of the baseline about the same.
 _LARGE_BYTES = 60 * 2**30
-# Jobs to try the command with where there is no such device.
+# Jobs for trying the command without an accelerator.
 _SMALL_JOBS = ("digits", "charlm:short")
 
 
 def gpu_jobs(names: Sequence[str] | None, device: devices.AnyDevice) -> dict[str, Job]:
     """Return the jobs by reference, the most important first.
 
-    A job whose data is not in the folder that ``AUTOTUNE_DATA`` names runs on random data of its shape.
+    By default, a paper job whose data is not in the folder ``AUTOTUNE_DATA`` runs on random data of its shape.
 
     Args:
         names: references of jobs; ``None`` for the jobs of this file.
-        device: the device on which they will run; small jobs are chosen for ``cpu``.
+        device: the device on which they will run; the default for ``cpu`` is small jobs.
 
     Raises:
-        JobError: if there is no job of a name.
+        JobError: if a name is unknown.
     """
     if names is None and not devices.is_accelerator(device):
         names = _SMALL_JOBS

@@ -1,6 +1,6 @@
-"""One part of a GPU benchmark, in a process of its own, so that a failure ends this part alone.
+"""One part of a GPU benchmark, in its own process, so that a failure ends only this part.
 
-A part is a generator: each object that it yields is kept at once, and replaces keys that it yielded before.
+A part is a generator: each object that it yields is kept at once, and overwrites the keys of earlier ones.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ Found = dict[str, Any]
 RULE_ARMS = ("paper", "uniform-bf16", "sqrt")
 PLANNED_ARMS = ("exact", "ppo")
 TF32_ARM, ATTACHED = "tf32", "attached"
-# Questions of the first part, and the largest error with which the answer is yes.
+# Questions of the answers part, and the largest error at which the answer is yes.
 WITHIN = {"memory": 0.05, "time": 0.10, "attach": 0.03}
-# Budgets of the first part's plans, as shares of the baseline's peak.
+# Budgets of the answers part's plans, as shares of the baseline's peak.
 _FIRST_SHARES = (0.6, 0.4)
-# Most plans of a planner, which predictions cannot tell apart, and of which the first round chooses.
+# Limit on the plans of a planner that predictions cannot distinguish; the first round chooses among them.
 _FINALISTS = 3
-# Passes over one batch that are compared, and the largest allowed ratio of differences between and within plans.
+# Number of passes over one batch to compare, and the largest allowed ratio of differences between and within plans.
 _PASSES, _NOISE = 3, 4.0
-# Copies of a job that are trained in turn to measure the overhead of an attached tuner.
+# Number of copies of a job that are trained in turn to measure the overhead of an attached tuner.
 _COPIES = 3
 
 
@@ -85,7 +85,7 @@ def machine(asked: Mapping[str, Any]) -> Iterator[Found]:
 
 
 def known(asked: Mapping[str, Any]) -> Iterator[Found]:
-    """Yield the profile of a job, and speed and peak of its baseline."""
+    """Yield the profile of a job, and the speed and peak of its baseline."""
     job, device = _job(asked), asked["device"]
     found = profile(
         job,
@@ -100,7 +100,7 @@ def known(asked: Mapping[str, Any]) -> Iterator[Found]:
 
 
 def answers(asked: Mapping[str, Any]) -> Iterator[Found]:
-    """Yield whether predictions hold, whether exact mode repeats the run, and the overhead of an attached tuner."""
+    """Yield whether predictions are right, whether exact mode repeats the run, and an attached tuner's overhead."""
     job, device = _job(asked), asked["device"]
     found: Found = {}
     for part in known(asked):
@@ -130,7 +130,7 @@ def answers(asked: Mapping[str, Any]) -> Iterator[Found]:
 
 
 def arm(asked: Mapping[str, Any]) -> Iterator[Found]:
-    """Yield, after each round, speed and peak of an arm's plans within every budget, in turn with the baseline."""
+    """Yield, after each round, an arm's speed and peak, by plan and by budget, in turn with the baseline."""
     began, name, seen = time.perf_counter(), asked["arm"], Profile.from_json(asked["profile"])
     budgets = {share: int(share * asked["peak_bytes"]) for share in asked["shares"]}
     chosen = {share: _plans(name, seen, budget) for share, budget in budgets.items()}
@@ -197,7 +197,7 @@ def placed(job: Job, device: str) -> Job:
         try:
             with torch.device(device):
                 built = job.model()
-        except Exception:  # noqa: BLE001 - whatever it raised, building it elsewhere may work
+        except Exception:  # noqa: BLE001 - after any exception, building it elsewhere may work
             built = job.model()
         return built.to(device)
 
@@ -218,7 +218,7 @@ def _engine(job: Job, asked: Mapping[str, Any]) -> TorchEngine:
 
 
 def _baseline(engine: TorchEngine, found: Profile) -> Found:
-    """Return speed and peak of a job's baseline; its predicted peak where it does not fit."""
+    """Return the speed and peak of a job's baseline; the predicted peak if it does not fit."""
     engine.run(1)
     window = engine.run(3)
     measured, predicted = window.peak_bytes, int(peak_bytes(found, engine.space.baseline()))
@@ -239,7 +239,7 @@ def _baseline(engine: TorchEngine, found: Profile) -> Found:
 
 
 def _plans(name: str, seen: Profile, budget: int) -> list[Plan]:
-    """Return the plans of an arm within a budget; none for a planner without a plan that fits."""
+    """Return the plans of an arm within a budget; none if a planner finds no plan that fits."""
     if name in ("baseline", TF32_ARM):
         return [seen.space.baseline()]
     if name in RULES:
@@ -269,7 +269,7 @@ def _predicted(windows: PlanWindows, seen: Profile) -> Found:
 
 
 def _repeats(engine: TorchEngine) -> Found:
-    """Return whether a recomputed pass differs from a pass no more than two passes of one plan do."""
+    """Return whether recomputation changes gradients by at most ``_NOISE`` times the difference of repeated passes."""
     space = engine.space
     baseline = space.baseline()
     recomputed = baseline.changed(storage=space.leanest().storage)
@@ -288,13 +288,13 @@ def _difference(one: Sequence[torch.Tensor | None], two: Sequence[torch.Tensor |
 
 
 def main() -> None:
-    """Run the part that the parent process names, and send what is found as it is found."""
+    """Run the part that the parent process requests, and send its results as they arrive."""
     wire, asked, number = opened()
     with contextlib.suppress(EOFError, OSError):
         try:
             with pointed_at(asked["data"]):
                 for found in PARTS[asked["part"]](asked):
-                    # NaN and infinities become null, since documents hold neither.
+                    # NaN and infinities become null, since documents contain neither.
                     wire.send({"found": json.loads(json.dumps(found), parse_constant=lambda _: None)})
         except Exception as error:  # noqa: BLE001 - the parent process classifies it
             fail(wire, number, error)

@@ -1,4 +1,4 @@
-"""Windows of plans in turn with the baseline, and what they show."""
+"""Windows of plans, alternating with the baseline, and their results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PlanWindows:
     Args:
         engine: the engine that trains the job.
         plans: the plans.
-        computed: context of the plans' windows, but not of the baseline's.
+        computed: makes the context of the plans' windows, but not of the baseline's.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PlanWindows:
         return self._engine.run(_STEPS)
 
     def reference(self) -> dict[str, Any]:
-        """Return speed and peak of the baseline."""
+        """Return the speed and peak of the baseline."""
         return {
             "seconds_per_sample": _per_sample(self._baseline[1:]),
             "peak_bytes": _peak(self._baseline),
@@ -70,7 +70,7 @@ class PlanWindows:
         }
 
     def plan(self, plan: Plan, seen: Profile) -> dict[str, Any]:
-        """Return speed and peak of a plan, measured and as a profile predicts them."""
+        """Return the speed and peak of a plan, as measured and as predicted from a profile."""
         windows = self._windows[plan]
         return {
             "plan": plan.to_json(),

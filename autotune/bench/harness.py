@@ -1,4 +1,4 @@
-"""What all benchmarks do alike: the head of a document, turns that alternate, and the file that is written."""
+"""Shared parts of all benchmarks: the document's header, alternating turns, and the output file."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SILENT: Reporter = Silent()
 
 
 def document_of(benchmark: str, figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a benchmark's document: where and with what it ran, and its figures.
+    """Return a benchmark's document: device, threads, torch version and figures.
 
     Args:
         benchmark: name of the benchmark.
-        figures: what it measured, by name.
+        figures: its results by name.
     """
     return {
         "version": 1,
@@ -44,7 +44,7 @@ def write_document(name: str, document: Mapping[str, Any], runs: Path) -> tuple[
         runs: the folder of runs.
 
     Returns:
-        The path, and the document as it was written.
+        The path and the written document.
     """
     path = benchmark_folder(runs) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,20 +54,20 @@ def write_document(name: str, document: Mapping[str, Any], runs: Path) -> tuple[
 
 
 def alternating(items: Sequence[T], turn: int) -> list[T]:
-    """Return the items in the order of a turn: every other turn is reversed, so that drift affects all items alike.
+    """Return the items in the order of a turn: every other turn is reversed, so that drift affects all items equally.
 
     Args:
-        items: what is measured in turn.
+        items: the items to measure.
         turn: number of the turn, from 0.
     """
     return list(items) if turn % 2 == 0 else list(items)[::-1]
 
 
 def interval_text(found: Mapping[str, Any]) -> str:
-    """Return a mean with its interval for people, as in ``0.912 [0.887, 0.938]``.
+    """Return a mean with its interval as text, as in ``0.912 [0.887, 0.938]``.
 
     Args:
-        found: ``mean`` and ``ci95``, as :func:`autotune.stats.mean_with_interval` returns them.
+        found: ``mean`` and ``ci95``, from :func:`autotune.stats.mean_with_interval`.
     """
     low, high = found["ci95"]
     return f"{found['mean']:.3f} [{low:.3f}, {high:.3f}]"

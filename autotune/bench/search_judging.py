@@ -1,6 +1,6 @@
-"""Cost of finding a plan, judged: when each search arrived, which medians are known, and which claims hold.
+"""Evaluation of search costs: when each search arrived, which medians are known, and which claims hold.
 
-Nothing is run or measured here.
+This module runs and measures nothing.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from autotune.measurement import Measurement
 from autotune.plan import Plan
 from autotune.stats import censored_median
 
-# A search has arrived at a plan that is slower than the best plan known by at most this share.
+# A search arrives with its first plan that is slower than the best known plan by at most this share.
 WITHIN_FRAC = 0.02
 # Share by which a plan may be slower after a few rounds and still turn out to be the best one.
 CLOSE_FRAC = 0.08
-# Methods that the claim compares: the first one with the others.
+# Methods in the claim: the first one is compared with the others.
 COMPARED = ("planner", "optuna-cold", "optuna-warm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Improvement:
-    """A point on the curve of a search: the best plan it knows from here on.
+    """A point on the curve of a search: its best plan from this point on.
 
     Attributes:
         steps: real optimizer steps spent so far.
@@ -51,9 +51,9 @@ class SearchRun:
         method: one of ``METHODS``.
         seed: random seed for the repetition.
         points: the curve, in order.
-        limit_steps: real steps within which it had to arrive.
+        limit_steps: number of real steps within which it had to arrive.
         seconds: seconds of the whole run.
-        failure: why it ended without a plan; ``None`` if it found one.
+        failure: reason why it ended without a plan; ``None`` if it found one.
     """
 
     method: str
@@ -70,7 +70,7 @@ class Worth:
 
     Attributes:
         seconds_per_sample: seconds per sample of progress; infinite if it does not fit the budget.
-        halves: the same from the even and from the odd windows; their difference shows the noise.
+        halves: the same from even and from odd windows; their difference shows the noise.
         window: all of its windows, merged into one.
     """
 
@@ -82,7 +82,7 @@ class Worth:
 def improvements(
     windows: Sequence[tuple[Plan, Measurement, int, float]], seconds_of: Callable[[Plan, Measurement], float]
 ) -> list[Improvement]:
-    """Return the curve of the best plan so far that fits the budget; the first window of a plan counts.
+    """Return the curve of the best plan so far that fits the budget; only the first window of a plan counts.
 
     Args:
         windows: plan, window, and the steps and seconds spent by its end, in the order of measuring.
@@ -123,7 +123,7 @@ def steadied(rounds: Sequence[Mapping[Plan, float]]) -> dict[Plan, list[float]]:
 
 
 def judge_searches(runs: Sequence[SearchRun], worths: Mapping[Plan, Worth]) -> dict[str, Any]:
-    """Return the figures of the document that follow from the curves and from the speed of their plans.
+    """Return the document's figures that follow from the curves and from the speed of their plans.
 
     Args:
         runs: the runs of all methods in all repetitions.
@@ -169,13 +169,13 @@ def judge_searches(runs: Sequence[SearchRun], worths: Mapping[Plan, Worth]) -> d
 
 
 def _arrival(run: SearchRun, worths: Mapping[Plan, Worth], best: float) -> Improvement | None:
-    """Return the first point whose plan fits and is nearly the best one known."""
+    """Return the first point whose plan fits and is within ``WITHIN_FRAC`` of the best one."""
     limit = best * (1 + WITHIN_FRAC)
     return next((point for point in run.points if worths[point.plan].seconds_per_sample <= limit), None)
 
 
 def _regret(run: SearchRun, worths: Mapping[Plan, Worth], best: float) -> float | None:
-    """Return the share by which the method's answer is slower than the best plan; ``None`` if no answer fits."""
+    """Return the share by which the method's answer is slower than the best plan; ``None`` without a fitting answer."""
     if run.failure is not None:
         return None
     found = worths[run.points[-1].plan].seconds_per_sample / best - 1
@@ -183,11 +183,11 @@ def _regret(run: SearchRun, worths: Mapping[Plan, Worth], best: float) -> float 
 
 
 def spent_summary(values: Sequence[float | None], limits: Sequence[float]) -> dict[str, Any]:
-    """Return the median of what the repetitions spent until they arrived.
+    """Return the median of the steps or seconds that repetitions spent until they arrived.
 
     Args:
-        values: what each repetition spent; ``None`` if it did not arrive.
-        limits: what each repetition had spent at its end, a lower bound if it did not arrive.
+        values: spending of each repetition until it arrived; ``None`` if it did not.
+        limits: total of each repetition; a lower bound on its spending if it did not arrive.
 
     Returns:
         ``median`` (``None`` if it is not known), ``more_than`` (a lower bound if the median is not known, ``None``
@@ -204,15 +204,15 @@ def spent_summary(values: Sequence[float | None], limits: Sequence[float]) -> di
 
 
 def spent_ratio(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ratio of the medians of two summaries, and of each repetition.
+    """Return the ratio of two summaries' medians, and the ratio in each repetition.
 
     Args:
-        first: a summary, as :func:`spent_summary` returns it.
-        second: the summary that the first one is divided by.
+        first: a summary from :func:`spent_summary`.
+        second: the summary to divide by.
 
     Returns:
-        ``ratio`` (``None`` if the first never arrived), ``at_most`` (whether the second never did, so that the true
-        ratio is smaller), and ``values`` with one such pair per repetition.
+        ``ratio`` (``None`` if the first did not arrive), ``at_most`` (whether only the second did not, so that the
+        true ratio is smaller), and ``values`` with one such pair per repetition.
     """
 
     def one(own: float | None, other: float | None, other_limit: float | None) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def spent_ratio(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str
 def _claim(methods: Mapping[str, Any]) -> dict[str, bool | None]:
     """Return whether the planner needs at most a tenth of cold Optuna's steps, and fewer than warm Optuna's.
 
-    ``None`` means that Optuna did not arrive, and that its budget of steps is too small to tell.
+    ``None`` means that Optuna did not arrive and its budget of steps is too small to tell.
     """
     own = methods["planner"]["steps"]["median"]
     cold, warm = methods["optuna-cold"]["steps"], methods["optuna-warm"]["steps"]
@@ -272,12 +272,12 @@ def _plan(plan: Plan, worth: Worth, best: float) -> dict[str, Any]:
 
 
 def shown(found: Mapping[str, Any]) -> str:
-    """Return the median of a summary for people, as in ``> 240`` where only a lower bound is known."""
+    """Return the median of a summary as text; ``> 240`` if only a lower bound is known."""
     return f"{found['median']:,.0f}" if found["median"] is not None else f"> {found['more_than']:,.0f}"
 
 
 def lines(document: Mapping[str, Any]) -> list[str]:
-    """Return, in words, whether planning is cheaper than searching by as much as is claimed."""
+    """Return, in words, whether planning is as much cheaper than searching as claimed."""
     words = {True: "holds", False: "does not hold", None: f"cannot be told within {document['steps']} steps"}
     methods, claim = document["methods"], document["claim"]
     steps = {name: shown(methods[name]["steps"]) for name in COMPARED}

@@ -1,4 +1,4 @@
-"""The parts of a live tuner that make steps longer than those of an unattached copy under the same plans."""
+"""Breakdown of the time that a live tuner adds to the steps of an unattached copy under the same plans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEARNING, DECIDED, SAMPLED, SWITCHED, SAME = (
 
 
 def watch(rooms: Rooms, arm: Arm) -> list[dict[str, Spent]]:
-    """Time the rooms of each batch of an arm; return the list that the results are added to.
+    """Time the rooms of each batch of an arm; return the list to which results will be appended.
 
     Args:
         rooms: the timers.
@@ -45,11 +45,11 @@ def breakdown(
     plans: Sequence[Plan],
     learning: Sequence[bool],
 ) -> dict[str, Any]:
-    """Return the seconds that each room adds to an unattached copy's, over all batches and by kinds of steps.
+    """Return the time that each room adds to an unattached copy's, over all batches and by kind of step.
 
     Args:
-        live: seconds by room of each batch of the live arm.
-        followed: the same of the arm that follows it.
+        live: time by room for each batch of the live arm.
+        followed: the same for the arm that follows it.
         plans: plan of each batch.
         learning: whether each batch was used to profile the run.
     """

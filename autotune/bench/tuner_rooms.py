@@ -1,6 +1,6 @@
 """Timers on the parts of a live tuner ("rooms"), for benchmarks.
 
-While a benchmark runs, the tuner's methods are wrapped; a user's run has no timers. Each second belongs to the
+The tuner's methods are wrapped only while a benchmark runs; a user's run has no timers. Each second is charged to the
 innermost room, so that the rooms sum to the step.
 """
 
@@ -45,9 +45,9 @@ LOOP, SHADOW, COLLECTION = "the loop itself", "shadow passes", "garbage collecti
 FORWARD, BACKWARD, NORM, OPTIMIZER = "forward", "backward", "norm and clipping", "optimizer and clearing"
 STATISTICS, DECISION, TRACING, PROBE = "gradient statistics", "decision", "tracing and timing", "probe of units"
 
-# The functions that are timed as each room: an object, and the names of its functions.
+# The functions timed as each room: objects, and the names of their functions.
 ROOMS: Mapping[str, tuple[tuple[Any, tuple[str, ...]], ...]] = {
-    "beginning a step": ((LiveTuner, ("_begin",)), (tuner, ("is_disabled",))),
+    "beginning a step": ((LiveTuner, ("_begin",)), (tuner, ("reason_to_stop",))),
     "size of the batch": ((RunningStep, ("add",)),),
     "signature": ((tuner, ("signature_of",)),),
     "reading the budget": ((BudgetReader, ("read", "read_device")),),
@@ -79,13 +79,13 @@ ROOMS: Mapping[str, tuple[tuple[Any, tuple[str, ...]], ...]] = {
     ),
     "ending a step": ((LiveTuner, ("_end", "_watch_over")),),
     "device synchronisation": ((devices, ("synchronize",)),),
-    # Parts of an unattached step as well.
+    # An unattached step has these parts as well.
     "cutting the batch": ((tuner, ("cut",)), (stepping, ("split",))),
     BACKWARD: ((torch.Tensor, ("backward",)),),
     NORM: ((Update, ("unscale", "clip", "average")), (nn.utils, ("clip_grad_norm_",))),
     OPTIMIZER: ((Update, ("finish",)), (Arm, ("update",))),
 }
-# Number of empty rooms that are entered to measure the time of a timer.
+# Number of empty rooms entered to measure a timer's own time.
 _EMPTY = 2000
 
 
@@ -94,10 +94,10 @@ class Spent:
     """Time that a step spent in one room.
 
     Attributes:
-        wall: wall-clock seconds, without those of inner rooms.
-        cpu: seconds of processor time, likewise.
+        wall: wall-clock seconds, without inner rooms.
+        cpu: CPU seconds, without inner rooms.
         entries: number of times that the room was entered.
-        within: number of rooms that were entered from it.
+        within: number of rooms entered from it.
     """
 
     wall: float = 0.0
@@ -108,11 +108,11 @@ class Spent:
 
 @dataclass(slots=True)
 class Rooms:
-    """Timers that attribute the seconds of one step after another to rooms.
+    """Timers that attribute the seconds of each step to rooms.
 
     Attributes:
         spent: time of the running step by room.
-        beside: tells whether a pass beside the run is going on, to which all its time belongs.
+        beside: returns whether a shadow pass is running; all timed functions then count as shadow passes.
     """
 
     spent: dict[str, Spent] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class Rooms:
     _wall: float = 0.0
     _cpu: float = 0.0
     _thread: int = field(default_factory=threading.get_ident)
-    # Seconds that a timer adds to the room that it times, and to the room around it.
+    # Wall-clock and CPU seconds that a timer adds to its own room, and to the room around it.
     _inside: tuple[float, float] = (0.0, 0.0)
     _outside: tuple[float, float] = (0.0, 0.0)
 
@@ -150,7 +150,7 @@ class Rooms:
         room.cpu += cpu - self._cpu
 
     def step(self, body: Callable[[], Any]) -> tuple[Any, dict[str, Spent]]:
-        """Run a step; return its result and its time by room, less the time of the timers."""
+        """Run a step; return its result and its time by room, without the timers' own time."""
         self.spent = {}
         self.enter(LOOP)
         try:
@@ -209,7 +209,7 @@ class Rooms:
                 self.leave()
 
     def _weigh(self) -> None:
-        """Measure the time of a timer."""
+        """Measure a timer's own time."""
         empty = self.timed("empty", lambda: None)
         self._inside = self._outside = (0.0, 0.0)
         inner, outer = [], []
@@ -229,7 +229,7 @@ def _medians(pairs: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def summed(steps: Iterable[Mapping[str, Spent]], clock: str) -> Counter[str]:
-    """Return the seconds of several steps by room.
+    """Return the total seconds of several steps by room.
 
     Args:
         steps: time by room of each step, from :meth:`Rooms.step`.

@@ -1,1 +1,1 @@
-"""Steps of a tuning, a comparison and a training."""
+"""Steps of tuning, comparing and training."""

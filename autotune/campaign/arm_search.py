@@ -1,4 +1,4 @@
-"""Find the arms of a comparison: rules, plan files and policies as they are, methods by a search."""
+"""Arms of a comparison: rules, plan files and policies are used as they are; methods search for a plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from autotune.records.tracking import Tracker
 
 
 def by_launch(campaign: Campaign, names: Sequence[str]) -> tuple[list[str], dict[Launch, list[str]]]:
-    """Return the arms that train the job as it is, and the names of the others by their launch options.
+    """Return the arms without launch options, and the plain names of the other arms by their launch options.
 
     Raises:
         InputError: if both the job and an arm have launch options, or this device cannot run an arm.
@@ -69,7 +69,7 @@ def plain_arms(
 
 
 def searched_arms(campaign: Campaign, names: Sequence[str], inputs: SearchInputs) -> dict[str, Arm]:
-    """Search the plans of the arms that are methods; return these arms by name."""
+    """Search for a plan with each arm that is a method; return these arms by name."""
     arms = {}
     for method in filter(is_searched, names):
         result = search_plan(campaign, method, inputs)
@@ -81,11 +81,11 @@ def searched_arms(campaign: Campaign, names: Sequence[str], inputs: SearchInputs
 def launched_arms(
     campaign: Campaign, launch: Launch, names: Sequence[str], budget: int | None, run: RunDirectory, tracker: Tracker
 ) -> dict[str, Arm]:
-    """Find the arms that train the job with other launch options, within the same budget in bytes.
+    """Return the arms that train the job with other launch options, within a budget in bytes.
 
-    Their measurements are kept in a subfolder of the run directory.
+    The files of their searches are written to a subfolder of the run directory.
     """
-    # The next engine must not share memory with what compilation left in reference cycles.
+    # Free compiled objects in reference cycles before the next engine measures memory.
     gc.collect()
     campaign = replace(
         campaign,
@@ -107,10 +107,10 @@ def launched_arms(
 
 
 def within_dips(campaign: Campaign, references: References) -> References:
-    """Return the references with the budget that a dip leaves, within which static plans are searched for.
+    """Return the references with the budget during a dip, which static plans must meet.
 
     Raises:
-        InputError: if the leanest plan needs more.
+        InputError: if the leanest plan needs more memory.
     """
     budget = references.memory_budget_bytes
     if campaign.dips is None or budget is None:
@@ -127,5 +127,5 @@ def within_dips(campaign: Campaign, references: References) -> References:
 
 
 def is_searched(name: str) -> bool:
-    """Return whether an arm is a plan that must be searched for."""
+    """Return whether the plan of an arm must be searched for."""
     return name in METHODS and name not in POLICIES

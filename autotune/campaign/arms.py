@@ -20,7 +20,7 @@ from autotune.plan import Launch, Plan, PlanSpace
 from autotune.records.protocol import Arm
 from autotune.records.run_directory import read_plan
 
-# Arms that load no file, no folder and no other package.
+# Arms that need no file, no folder and no other package.
 OWN_ARMS = (*RULES.registered, GATE, *METHODS.registered, *POLICIES.registered)
 
 
@@ -42,15 +42,15 @@ def arm_names(given: Sequence[str]) -> list[str]:
 
 
 def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:
-    """Return the arm of a rule or of a plan file.
+    """Return the arm of a rule, of a plan file or of the repeated baseline.
 
     Raises:
-        InputError: if the name is neither, or the plan does not fit the job.
+        InputError: if the name is unknown, or the plan does not fit the job.
     """
     if name == GATE:
         return static_arm(name, space.baseline())
     if name in RULES:
-        # A rule that fails is refused here, before anything is spent.
+        # Find out before any search whether the rule fails.
         rule_plan(name, space)
         return Arm(name=name, policy=lambda found: rule_policy(name, found, job))
     path = Path(name)
@@ -74,10 +74,10 @@ def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:
 
 
 def require_distinct(names: Sequence[str]) -> None:
-    """Refuse two arms of the same name; a file is named after its stem, a folder after its last part.
+    """Refuse two arms of the same name, which is the stem of a plan file or the last part of a folder's path.
 
     Raises:
-        InputError: naming both arms.
+        InputError: if two arms have the same name.
     """
     known: dict[str, str] = {}
     for name in names:
@@ -95,7 +95,7 @@ def require_distinct(names: Sequence[str]) -> None:
 
 
 def is_live(name: str) -> bool:
-    """Return whether an arm is a policy or a policy folder, which decides while a run trains."""
+    """Return whether an arm is a policy or a policy folder, which makes decisions during a run."""
     return name in POLICIES or _is_policy_folder(name)
 
 
@@ -103,7 +103,7 @@ def needs_profile(name: str) -> bool:
     """Return whether an arm plans from the job's profile while it runs.
 
     Raises:
-        InputError: if it is another package's policy that cannot be loaded.
+        InputError: if another package's policy cannot be loaded.
     """
     if name in POLICIES:
         return isinstance(make_policy(name), PlanningPolicy)
@@ -131,11 +131,11 @@ def refuse_broken_arms(names: Sequence[str]) -> None:
 
 
 def live_arm(name: str, profile: Profile | None, budget_bytes: int | None) -> Arm:
-    """Return the arm of a policy that decides while a run trains.
+    """Return the arm of a policy that makes decisions during a run.
 
     Args:
         name: a registered policy, such as ``planner`` or ``ppo``, or a policy folder.
-        profile: the job's profile if the arm :func:`needs_profile`; measuring it is the tuning cost of the arm.
+        profile: the job's profile if the arm needs one; its cost is the tuning cost of the arm.
         budget_bytes: memory budget at the start of runs; ``None`` for none.
 
     Raises:

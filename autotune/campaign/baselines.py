@@ -12,7 +12,7 @@ from autotune.engines.tuning_windows import WINDOW_STEPS
 from autotune.errors import BudgetError, JobError
 from autotune.measurement import Measurement
 
-# Share of the baseline's peak below which a planner's budget is compared with the leanest plan before any profile.
+# Below this share of the baseline's peak, the leanest plan is measured even if ``with_leanest`` is false.
 _DOUBTFUL = 0.2
 
 
@@ -23,7 +23,7 @@ class References:
     Attributes:
         baseline: window of the baseline, without a budget.
         leanest: window of the leanest plan; ``None`` if it was not needed.
-        memory_budget_bytes: the budget in bytes; ``None`` for no budget.
+        memory_budget_bytes: the memory budget; ``None`` for no budget.
         steps: real optimizer steps spent.
         seconds: seconds spent.
     """
@@ -42,23 +42,23 @@ def measure_references(
     with_leanest: bool = True,
     clock: Callable[[], float] = time.perf_counter,
 ) -> References:
-    """Measure the baseline and the leanest plan, and check that a budget can be met.
+    """Measure the baseline and, if needed, the leanest plan; check that the budget can be met.
 
     Args:
         engine: engine that measures.
         budget: the memory budget; ``None`` for none.
-        with_leanest: whether to always measure the leanest plan and refuse a budget below its need. A planner, which
-            knows what fits, needs it only under a very small budget.
+        with_leanest: whether to measure the leanest plan in any case. A planner predicts which plans fit, so it needs
+            this measurement only for a very small budget.
         clock: as for :func:`autotune.campaign.plan_search.tune`.
 
     Raises:
-        JobError: if the baseline cannot run.
-        BudgetError: if the leanest plan needs more than the budget.
+        JobError: if the baseline cannot run, or the device does not report its memory.
+        BudgetError: if the budget is too small for the leanest plan.
     """
     began = clock()
     engine.memory_budget_bytes = None
     engine.apply(engine.space.baseline())
-    # One more step than usual: the memory of the engine's first step cannot be metered.
+    # One more step than usual, since the memory of an engine's first step cannot be measured.
     baseline = engine.run(WINDOW_STEPS + 1)
     if baseline.failure is not None:
         raise JobError(f"the baseline ends with {baseline.failure}: {baseline.failure_detail}", where="job")
@@ -69,7 +69,7 @@ def measure_references(
     if with_leanest or (size is not None and size < _DOUBTFUL * baseline.peak_bytes):
         engine.apply(engine.space.leanest())
         leanest = engine.run(WINDOW_STEPS)
-        # Some plan may need less memory than the nominally leanest one, but not half of it.
+        # Another plan may need less memory than the nominally leanest one, but at least half as much.
         _require_room(size, baseline.peak_bytes, leanest, 1.0 if with_leanest else 0.5)
     return References(
         baseline=baseline,

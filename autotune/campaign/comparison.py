@@ -1,7 +1,7 @@
 """Fair comparison of arms: paired seeds, interleaved runs, failures included, separate tests of speed and quality.
 
-The protocol is fixed before the first run. Time is training time up to the target, without evaluation, which is the
-same for all arms. The final metric is taken after the same number of samples for all arms.
+The protocol is fixed before the first run. Time is training time to the target; it excludes evaluation, which is the
+same for all arms. The final metric is measured after the same number of samples for all arms.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from autotune.records.verdicts import gated, judge
 from autotune.simulator.online_planner import LOOK_AHEAD
 
 COMPARISON_VERSION = 1
-# Length of every run relative to the baseline's time to target, so that a fast arm cannot hide a worse final metric.
+# Samples of a run relative to the baseline's samples to target, so that a fast arm cannot hide a worse final metric.
 HORIZON = 1.25
-# A pilot that reaches the target in this range of its length sets the horizon: about 1/1.25, and well before the end,
-# so that other seeds reach it too.
+# A pilot sets the horizon if it reaches the target in this part of its length: around 1/1.25, and well before the end,
+# so that other seeds reach the target too.
 _ARRIVAL = (0.66, 0.88)
 _PILOTS = 3
-# The baseline a second time: an apparent gain of the baseline over itself is not a gain of any arm.
+# Arm that repeats the baseline: if the baseline differs from itself, no verdict on another arm is valid.
 GATE = "baseline-again"
 
 _OUT_OF_MEMORY = (Failure.OUT_OF_MEMORY, Failure.OVER_BUDGET)
 
 
 def find_horizon(job: Job, *, seed: int = 0, on_pilot: Callable[[int, float], None] | None = None) -> int:
-    """Return the samples of every compared run: about 1.25 times what the baseline needs to reach the target.
+    """Return the number of samples in every compared run: about 1.25 times as many as the baseline needs.
 
-    The learning-rate schedule depends on the length of a run, and so does the time at which the baseline reaches the
-    target. Pilot runs of the baseline look for a length at about 4/5 of which it does: the first has the job's own
-    length, each further one the length that the previous one suggests.
+    The learning-rate schedule depends on the length of a run, so the point at which the baseline reaches the target
+    does too. Pilot runs search for a length at which the baseline reaches the target after about 4/5 of the run. The
+    first pilot has the job's own length; the earlier pilots determine the length of each further one.
 
     Args:
         job: the job.
         seed: random seed for the pilots.
-        on_pilot: called with the number of the pilot and the share of it that is done.
+        on_pilot: called with the number of the pilot and its progress, from 0 to 1.
 
     Returns:
-        Samples, a multiple of the evaluation interval; the job's own length if the baseline never reaches the target.
+        Samples, a multiple of the evaluation interval; the job's own length if the first pilot misses the target.
     """
     stride = job.evaluate_every * job.batch_size
     length = math.ceil(job.total_samples / stride) * stride
@@ -81,7 +81,7 @@ def find_horizon(job: Job, *, seed: int = 0, on_pilot: Callable[[int, float], No
 
 
 def pilot(job: Job, samples: int, *, seed: int = 0, on_step: Callable[[int], None] | None = None) -> RunRecord:
-    """Train the baseline until it reaches the target, with a schedule of the given number of samples."""
+    """Train the baseline until it reaches the target, with a schedule for the given number of samples."""
     options = EngineOptions(total_samples=samples, meter_memory=False)
     engine = TorchEngine(job, seed=seed, options=options)
     policy = StaticPolicy("baseline", engine.space.baseline())
@@ -115,9 +115,9 @@ def compare(
         protocol: the declared protocol.
         device: name of the device.
         tracker: logs runs.
-        journal: records finished runs, which are not repeated.
-        on_progress: called with the arm, the seed and the share of its run that is done.
-        intensity: adds the grams of CO2 of runs whose energy is known; ``None`` adds none.
+        journal: journal of finished runs, which are not repeated.
+        on_progress: called with the arm, the seed and the progress of the run, from 0 to 1.
+        intensity: carbon intensity, to add the grams of CO2 of runs with known energy; ``None`` adds none.
     """
     if tracker is not None:
         tracker.tags({"protocol_sha256": protocol.digest, "protocol": json.dumps(asdict(protocol))})
@@ -171,7 +171,7 @@ def _run_arm(
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """Training of one job under one policy to a number of samples, with the job's evaluations."""
+    """One run, which trains and evaluates a job under a policy for a number of samples."""
 
     job: Job
     policy: Policy
@@ -223,7 +223,7 @@ class _Run:
             previous = window
             began = time.perf_counter()
             self._apply(self.policy.decide(observation, engine.plan))
-            # Time for the decision and for the switch counts.
+            # Include the time of the decision and of the switch.
             self._trained_s += time.perf_counter() - began
         record.alone = dict(getattr(self.policy, "alone", {}))
         record.steps, record.samples = engine.progress.steps, engine.progress.samples
@@ -235,7 +235,7 @@ class _Run:
         return record
 
     def _run_window(self) -> Measurement:
-        """Train to the next evaluation; after out-of-memory in a dip, repeat the window under the leanest plan."""
+        """Train to the next evaluation; with dips, repeat an out-of-memory window under the leanest plan."""
         if self.dips is not None and self.budget_bytes is not None:
             self.engine.memory_budget_bytes = self.dips.budget(self._windows, self.budget_bytes)
         self._windows += 1
@@ -255,11 +255,11 @@ class _Run:
         return replace(window, total_s=window.total_s + again.total_s)
 
     def _survived(self, window: Measurement) -> bool:
-        """Return whether a window ran out of memory in a comparison with dips, where the run continues."""
+        """Return whether a window ran out of memory but the run continues, as it does in comparisons with dips."""
         return self.dips is not None and window.failure in _OUT_OF_MEMORY
 
     def _window_steps(self, began: int) -> int:
-        """Return the steps until the next evaluation, which is due by samples, independent of k.
+        """Return the number of steps to the next evaluation, which is due after the same number of samples for every k.
 
         Args:
             began: number of samples at the start of the window.
@@ -298,7 +298,7 @@ class _Run:
         metric = self.engine.evaluate()
         self._diverged = not math.isfinite(metric)
         if self._diverged:
-            # A perplexity may be infinite before training; at the end this is a failure.
+            # A perplexity may be infinite before training; at the end of a run, it is a failure.
             return
         record.curve.append((self._trained_s, samples, metric))
         if not record.reached and self.job.arrived(metric):
@@ -322,7 +322,7 @@ class _Run:
         )
 
     def _announced(self) -> tuple[int, ...]:
-        """Return the budgets of the next windows that are announced to the policy."""
+        """Return the budgets of the next windows, as announced to the policy."""
         if self.budget_bytes is None:
             return ()
         if self.dips is None or not self.dips.told:
@@ -331,9 +331,9 @@ class _Run:
 
 
 def _seen(window: Measurement, step: int) -> dict[str, Any]:
-    """Return the document of a window for reports; ``step`` is the run's number of optimizer steps after it."""
+    """Return a window's document for reports; ``step`` is the run's number of optimizer steps after the window."""
     gradient = window.gradient
-    # Without new data in this window, the estimate is older.
+    # Leave out an estimate from before this window.
     fed = gradient is not None and gradient.noise_scale_age_steps in range(window.steps)
     scale = gradient.noise_scale if gradient is not None and fed else None
     return {
@@ -377,7 +377,7 @@ def _document(
 
 
 def _fp32(baseline: Job) -> dict[str, Any]:
-    """Return how the baseline computes products of fp32 numbers, on devices where this varies."""
+    """Return the baseline's fp32 arithmetic on an accelerator; empty on a CPU."""
     kind = device_kind()
     if not is_accelerator(kind):
         return {}

@@ -1,4 +1,4 @@
-"""A comparison on one job from the first check to the last file: references, arms, runs, documents."""
+"""A comparison on one job, from the first check to the last file: references, arms, runs and documents."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _FIGURE = "comparison.png"
 
 
 def compare(campaign: Campaign, request: CompareRequest, *, verb: str = "compare") -> dict[str, Any]:
-    """Find the arms that must be searched for, compare all of them and return ``comparison.json``.
+    """Search for plans where arms need it, compare all arms and return the content of ``comparison.json``.
 
     Args:
         campaign: the campaign.
-        request: its request.
+        request: the request of the campaign.
         verb: the command that the run directory is named after.
 
     Raises:
@@ -59,7 +59,7 @@ def compare(campaign: Campaign, request: CompareRequest, *, verb: str = "compare
             tracker = Tracker(campaign.runs, run.path, f"{verb} {campaign.job.name}")
             inputs = SearchInputs(engine=engine, references=lowest, profile=profile, run=run, tracker=tracker)
             arms |= searched_arms(campaign, own, inputs)
-        # The engine's memory must be free before other arms and compared runs are measured.
+        # Free the engine's memory before other arms and compared runs are measured.
         del engine, inputs
         for launch, group in others.items():
             arms |= launched_arms(campaign, launch, group, references.memory_budget_bytes, run, tracker)
@@ -70,9 +70,9 @@ def compare(campaign: Campaign, request: CompareRequest, *, verb: str = "compare
 
 
 def _require_launchable(campaign: Campaign, others: Mapping[Launch, Sequence[str]], engine: Engine) -> None:
-    """Refuse unknown arms, plans of another model and impossible optimizers among the arms with launch options.
+    """Refuse unknown arms, plans of another model and optimizers that cannot be built, for arms with launch options.
 
-    These arms are found last; without this, a wrong one would be refused after the others were searched for.
+    These arms are made last; this check finds their errors before the searches of the other arms.
     """
     for name in itertools.chain.from_iterable(others.values()):
         if not is_searched(name) and not is_live(name):
@@ -84,7 +84,7 @@ def _require_launchable(campaign: Campaign, others: Mapping[Launch, Sequence[str
 def _run_arms(
     campaign: Campaign, arms: Sequence[Arm], seeds: Sequence[int], references: References, tracker: Tracker
 ) -> dict[str, Any]:
-    """Train every arm on every seed and return ``comparison.json`` without the run directory."""
+    """Train every arm on every seed and return ``comparison.json`` without the path of the run directory."""
     reporter = campaign.reporter
     protocol = Protocol(
         job=campaign.job.name,
@@ -116,7 +116,7 @@ def _run_arms(
 
 
 def _horizon(campaign: Campaign) -> int:
-    """Return the samples of every compared run."""
+    """Return the number of samples in every compared run."""
     campaign.reporter.stage("pilot run of the baseline, to fix the length of all runs", 1)
 
     def find() -> int:
@@ -141,7 +141,7 @@ def _publish(document: dict[str, Any], run: RunDirectory, tracker: Tracker) -> N
 
 
 def _fastest_fitting_plan(document: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the plan of the fastest arm that stayed within the budget on every seed; ``None`` if there is none."""
+    """Return the plan of the fastest static arm that reached the target within the budget on every seed, if any."""
     judged = [entry for entry in document["against_baseline"] if entry["verdict"] != "not comparable"]
     ratios = {document["baseline"]: 1.0, **{entry["arm"]: entry["time_ratio"] for entry in judged}}
     fitting = [

@@ -1,4 +1,4 @@
-"""Take the profile of a campaign's job, check the budget against it, and keep it in the run directory."""
+"""Profile of a campaign's job: measuring it, checking the budget against it, and writing it to the run directory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from autotune.records.run_directory import PROFILE, RunDirectory
 
 
 def profile_first(campaign: Campaign, names: Sequence[str]) -> None:
-    """Take the profile before an engine exists, if the engine would hold memory that a profile must find free."""
+    """Measure the profile before an engine is opened, if the engine would occupy memory that profiling needs."""
     if campaign.ranks is not None or is_accelerator(device_kind()):
         profile_for(campaign, names)
 
 
 def profile_for(campaign: Campaign, names: Sequence[str]) -> Profile | None:
-    """Return the job's profile, measured if no cached one exists; ``None`` if no method or arm plans from it.
+    """Return the job's profile, cached or newly measured; ``None`` if no method or arm uses it.
 
     Args:
         campaign: the campaign.
@@ -60,8 +60,8 @@ def refuse_small_budget(campaign: Campaign) -> None:
 
 
 def keep_profile(campaign: Campaign, run: RunDirectory, profile: Profile | None) -> None:
-    """Write the profile to the run directory, for its report; a cached one if the campaign needed none."""
-    # Finding a cached profile builds the job: not worthwhile if there are no profiles.
+    """Write the profile to the run directory for the report; if the campaign used none, write a cached one."""
+    # Looking for a cached profile builds the job, which is wasted if there are no profiles.
     if profile is None and (campaign.runs / "profiles").is_dir():
         profile = find_profile(campaign.job, campaign.runs, _ranked(campaign))
     if profile is not None:

@@ -1,4 +1,4 @@
-"""Evaluation of a policy under changing conditions, against the planner that it adjusts, rules and a clairvoyant."""
+"""Evaluation of a policy under changing conditions, against its planner alone, rules and a clairvoyant."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 # Headroom in percent below which the captured share is noise.
 _LEAST_HEADROOM = 2.0
-# Wider than the default search range, so that the baseline does not lose for lack of range.
+# Wider than the default search range, so that the planner with a reserve does not lose for lack of range.
 _RESERVES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
 
 
@@ -84,7 +84,7 @@ def drive(
         runs: the runs.
         course: conditions of the runs.
         settings: settings of the planner.
-        choose: chooses the adjustments of the planner; ``None`` for the planner alone.
+        choose: chooses adjustments of the planner; ``None`` for the planner alone.
         prepare: called with the planner before the first window.
     """
     runs.begin(course)
@@ -117,7 +117,7 @@ def period_rule(run: Features) -> Actions:
 def strengths_of(world: str, strengths: Strengths) -> Strengths:
     """Return the strengths of the changing conditions in a world.
 
-    Half and double scale the changes and the cost of a switch; events occur half and twice as often.
+    Half and double scale the sizes of changes, the cost of a switch and the frequency of events.
     """
     if world in MECHANISMS:
         return strengths.only(*MECHANISMS[world])
@@ -127,7 +127,7 @@ def strengths_of(world: str, strengths: Strengths) -> Strengths:
 
 
 def without(choose: Choose, group: str) -> Choose:
-    """Return a chooser for which a group of features is replaced by zeros; see ``GROUPS``."""
+    """Return a chooser that sees zeros in place of a group of features; see ``GROUPS``."""
     hidden = [number for number, name in enumerate(RUN_FEATURES) if name.startswith(GROUPS[group])]
 
     def blind(features: tuple[Features, Features]) -> Actions:
@@ -140,15 +140,15 @@ def without(choose: Choose, group: str) -> Choose:
 
 
 class ToldRises(Rises):
-    """Rises of sequence lengths from their true distribution, the best forecast that is possible.
+    """Rises of sequence lengths, forecast from their true distribution: the best possible forecast.
 
-    Lengths are first-order autoregressive; the longest batch is a half-normal deviation above. The two deviations of a
-    lane are computed from its whole course in hindsight.
+    Log lengths are first-order autoregressive; the longest batch exceeds them by a half-normal deviation. Both standard
+    deviations of a lane are computed in hindsight from its whole course.
 
     Args:
         planner: the planner that uses these rises.
         course: conditions of the runs.
-        memory: number of windows after which a length is forgotten.
+        memory: time constant of the correlation of lengths, in windows.
         exactly: whether probabilities are exact; otherwise the planner approximates them from the true mean and
             deviation.
     """
@@ -182,7 +182,7 @@ class ToldRises(Rises):
 def moving_tables(
     judged: Judged, recipe: Recipe, settings: BenchSettings, tell: Share
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the table of worlds and, if the world ``all`` is among them, the table of the ablation."""
+    """Return the table of worlds and, for the world ``all`` if it is requested, the table of the ablation."""
     generator = np.random.default_rng(settings.seed + MOVING_SEED)
     depth = (recipe.jobs.shallowest, recipe.jobs.deepest)
     env = MovingEnv(
@@ -212,7 +212,7 @@ class World:
     Args:
         env: environment of the runs; its strengths are set to those of the world.
         recipe: strengths of changing conditions, and settings of the planner.
-        name: name of a mechanism.
+        name: name of the world.
         seed: random seed for the courses.
     """
 
@@ -312,7 +312,7 @@ class World:
         return {"over_period_percent": float(beyond.mean()), "over_period_ci95": self._interval(beyond)}
 
     def _reserve(self, headroom: Floats) -> dict[str, Any]:
-        """Return the figures of the planner without risk estimates, bare and with the best reserve on other courses."""
+        """Return the figures of the planner without risk estimates: with no reserve, and one tuned on other courses."""
         bare = replace(self._settings, rise=0.0)
         self._env.settings = bare
         reserve = planner_reserve(self._env, _RESERVES)

@@ -1,7 +1,7 @@
 """Search for a plan for a job, with the same number of real steps for every method.
 
-The best window of a search is not its score: the best few plans are measured again, interleaved, and the plan with the
-lowest median is chosen.
+A search is not scored by its best window: the best few plans are measured again in interleaved windows (finals), and
+the plan with the lowest cost in the finals is chosen.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from autotune.records.trials import Trial, track
 FINALISTS = 3
 FINAL_ROUNDS = 2
 _FINAL_STEPS = 4
-# Steps of the finals: the finalists and the baseline, which is measured again since a machine's speed drifts.
+# Steps of the finals, for the finalists and the baseline, which is measured again since a machine's speed drifts.
 _RESERVE = (FINALISTS + 1) * FINAL_ROUNDS * _FINAL_STEPS
-# Rules whose plans are measured first, to start a search from.
+# Rules whose plans a search measures first.
 _FIRST = ("uniform-bf16", "recompute-all", "paper")
 _EPISODE_WINDOWS = 8
 # Number of consecutive repeated proposals after which a search ends.
 _REPEATS = 200
-# Shares of the budget that a planner plans for in turn, if its plans do not fit.
+# Shares of the budget that a planner plans for in turn, until one of its plans fits.
 _REPLANS = (1.0, 0.97, 0.92)
 
 
@@ -70,7 +70,7 @@ class TuningSettings:
         trials: number of plans that may be measured; ``None`` for as many as the steps allow.
         warm_start: whether Optuna measures the rules' plans before it proposes plans of its own.
         seed: random seed for the search and for the engine.
-        objective: the cost that is minimised.
+        objective: the cost to minimise.
         storage: a database for Optuna's studies, as :func:`autotune.agents.study_store.checked` returns it; ``None``
             keeps them in the run directory.
     """
@@ -99,8 +99,8 @@ class TuningResult:
     Attributes:
         method: the method.
         plan: the chosen plan.
-        measurement: its windows in the finals, merged.
-        cost: its cost in the finals, relative to the baseline.
+        measurement: the plan's windows in the finals, merged.
+        cost: the plan's cost in the finals, relative to the baseline.
         baseline: the baseline's windows in the finals, merged.
         tuning_s: seconds spent, including the references.
         tuning_steps: real optimizer steps spent, including the references.
@@ -145,7 +145,7 @@ def tune(
         clock: returns seconds; for a resumed campaign, a clock that includes the time before the interruption.
 
     Raises:
-        InputError: if the method is unknown, or no measured plan is feasible.
+        InputError: if the method is unknown, its profile is missing, or no measured plan is feasible.
     """
     if find_method(method).needs_profile and profile is None:
         raise InputError(f"method {method} needs a profile", allowed="profile=")
@@ -166,11 +166,11 @@ class _Tuning:
     profile: Profile | None
     on_progress: Callable[[int, int], None] | None
     clock: Callable[[], float]
-    # Costs are relative to this window of the baseline; the finals measure it again.
+    # Window of the baseline, to which costs are relative; the finals replace it.
     reference: Measurement = field(init=False)
     metered: BudgetedEngine = field(init=False)
     trials: list[Trial] = field(init=False, default_factory=list)
-    # The first trials of a resumed campaign are already in the file.
+    # Number of trials that are already in the file if the campaign is resumed.
     recorded: int = field(init=False)
     final: bool = field(init=False, default=False)
     began: float = field(init=False)
@@ -215,7 +215,7 @@ class _Tuning:
         steps = self.metered.steps_spent + self.references.steps
         seconds = self.clock() - self.began + self.references.seconds
         if self.found.needs_profile and self.profile is not None:
-            # The cost of a profile counts, also if it was cached.
+            # The cost of the profile counts even if it was cached.
             return steps + self.profile.steps, seconds + self.profile.seconds
         return steps, seconds
 
@@ -273,7 +273,7 @@ class _Tuning:
         return self.run.path if storage is None else StudyStore.shared(storage, self.run.path.name)
 
     def _train(self, method: TrainingMethod, env: TuningEnv) -> Plan:
-        """Train a policy from the best rule that fits; return the plan that the trained policy chooses."""
+        """Train a policy, starting at the best rule's plan; return the plan that the trained policy chooses."""
         from autotune.agents import policy_folder
         from autotune.agents.scratch_network import LearnedPolicy
 
@@ -294,7 +294,7 @@ class _Tuning:
         return LearnedPolicy(trained.network).decide(env.observation, env.plan_space.baseline())
 
     def _best_rule(self, env: TuningEnv) -> Plan:
-        """Measure the rules' plans and return the cheapest plan that fits."""
+        """Measure the rules' plans and return the plan with the lowest cost."""
         costs = {}
         for plan in [env.plan_space.baseline(), env.plan_space.leanest(), *_first_plans(env)]:
             try:
@@ -328,7 +328,7 @@ class _Tuning:
         return Goal(weights=weights, noise_scale=noise)
 
     def _best_known(self, favourite: Plan | None) -> list[Plan]:
-        """Return the best plans measured so far, and the plan that a policy chooses."""
+        """Return the finalists: the best plans measured so far, and the plan that a trained policy chooses."""
         fitting = {
             plan: cost
             for plan, window in self.metered.known.items()
@@ -346,7 +346,7 @@ class _Tuning:
         return finalists
 
     def _finals(self, finalists: Sequence[Plan]) -> tuple[Plan, Measurement, float]:
-        """Measure the finalists again, interleaved, and return the cheapest."""
+        """Measure the finalists again in interleaved windows, and return the plan with the lowest cost."""
         self.final = True
         self.metered.step_budget = self.metered.steps_spent + _RESERVE
         self.metered.window_budget = None

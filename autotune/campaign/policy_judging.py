@@ -35,7 +35,7 @@ MECHANISMS: dict[str, tuple[str, ...]] = {
     "events": ("event_every",),
     "switching": ("switch_windows", "event_every"),
 }
-# Factor of all strengths, relative to the fitted ones, in the worlds in which everything changes.
+# Factor on the fitted strengths in the worlds in which all conditions change.
 FACTORS = {"all": 1.0, "all_half": 0.5, "all_double": 2.0}
 VARIANTS = ("depth48", "shifted", "misjudged")
 
@@ -49,7 +49,7 @@ Share = Callable[[float, str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSettings:
-    """What is measured.
+    """Settings of an evaluation.
 
     Attributes:
         jobs: number of held-out jobs in each table.
@@ -76,11 +76,11 @@ class BenchSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A policy folder's parts, and the networks of all its training's seeds.
+    """Contents of a policy folder, and the networks of all seeds of its training.
 
     Attributes:
         folder: the policy folder.
-        settings: settings of the planner that it adjusts.
+        settings: settings of the planner that the policy adjusts.
         ranges: ranges of the features in training.
         shipped: the network in the folder.
         networks: the networks to evaluate, by name; without a training run, only the shipped one.
@@ -100,7 +100,7 @@ def load_judged(policy: Path, train_run: Path | None = None) -> Judged:
 
     Args:
         policy: a policy folder that ``train`` wrote.
-        train_run: run directory of a training, whose networks are all evaluated; ``None`` for the policy alone.
+        train_run: run directory of a training, to evaluate all its networks; ``None`` for the policy alone.
 
     Raises:
         PolicyFileError: if the folder has no such policy, or the file of a network is damaged.
@@ -108,8 +108,8 @@ def load_judged(policy: Path, train_run: Path | None = None) -> Judged:
     """
     loaded = load_policy(policy)
     if not isinstance(loaded, PlannerPolicy):
-        raise PolicyFileError("chooses plans by itself", where=str(policy), allowed="a policy that adjusts a planner")
-    # Both files were checked by loading the policy.
+        raise PolicyFileError("does not adjust a planner", where=str(policy), allowed="a policy that adjusts a planner")
+    # Loading the policy has checked both files.
     manifest, shipped = read_json(policy / MANIFEST), _network(policy / WEIGHTS)
     files = {"policy": policy / WEIGHTS}
     if train_run is not None:
@@ -117,7 +117,7 @@ def load_judged(policy: Path, train_run: Path | None = None) -> Judged:
         files = {path.stem: path for path in sorted(train_run.glob("seed-*.safetensors"))}
         if not files:
             raise RunDirectoryError(
-                "holds no seed-*.safetensors", where=str(train_run), allowed="the run directory of a training"
+                "has no seed-*.safetensors", where=str(train_run), allowed="the run directory of a training"
             )
     return Judged(
         folder=policy,
@@ -159,7 +159,7 @@ def untrained_network(width: int) -> LeverNetwork:
 
 
 class Guarded:
-    """A policy as it controls real runs: if a feature is outside the range of training, the planner acts alone.
+    """A policy as in real runs: if a feature is outside the range of training, the planner acts alone.
 
     Args:
         judged: the policy.

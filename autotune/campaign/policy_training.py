@@ -1,6 +1,6 @@
-"""Training of the policy that adjusts a planner: several seeds in parallel, of which the best is kept.
+"""Training of the policy that adjusts a planner: several seeds train in parallel, and the best is kept.
 
-Seeds train in separate processes and write their state to files, which this process reads to follow them. An
+Seeds train in separate processes and write their state to files, which this process reads to show their progress. An
 interrupted training is resumed from these files.
 """
 
@@ -74,7 +74,7 @@ def train_seed(document: dict[str, Any], seed: int, folder: str, parent: int) ->
         document: the recipe as a JSON object.
         seed: random seed for the network, the courses and the actions.
         folder: the run directory.
-        parent: process id of the waiting process; training ends when it has ended.
+        parent: process id of the parent process; training stops when that process has ended.
     """
     import torch
     from safetensors.torch import save

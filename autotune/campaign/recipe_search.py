@@ -1,9 +1,9 @@
-"""Search for the best PPO settings of a recipe by many short trainings, evaluated as full trainings are.
+"""Search for the best PPO settings of a recipe by many short trainings, evaluated in the same way as full ones.
 
 A trial trains one seed in a separate process for a share of the recipe's decisions. Its score is the gain over the
-planner on validation jobs, by which a full training selects its best seed. No trial is pruned: the gain in a rollout
-comes from sampled actions on training jobs, predicts the score poorly, and would penalise settings that explore. An
-interrupted search is resumed from its files.
+planner on validation jobs; a full training selects its best seed by the same score. No trial is pruned: the gain in a
+rollout comes from sampled actions on training jobs, predicts the score poorly, and would penalise settings that
+explore. An interrupted search is resumed from its files.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def _begin(search: Search, proposal: Proposal, begin: Begin) -> SeedProcess:
 
 
 def _tell(search: Search, proposal: Proposal, training: SeedProcess) -> Outcome:
-    """Record the outcome of a training that has ended; a training that raised is a failed trial."""
+    """Record the outcome of a training that has ended; a training without a result is a failed trial."""
     code = training.exitcode
     if code is not None and code < 0:
         raise AutotuneError(
@@ -222,7 +222,7 @@ def _report(search: Search, outcomes: list[Outcome], running: list[Proposal], re
 
 
 def best_first(outcomes: list[Outcome]) -> list[Outcome]:
-    """Return outcomes by gain, the recipe's own settings before equal ones, failed trials last."""
+    """Return outcomes in order of falling gain; on a tie the recipe's own settings first, failed trials last."""
     return sorted(
         outcomes,
         key=lambda outcome: (
@@ -284,7 +284,7 @@ def _row(outcome: Outcome) -> dict[str, Any]:
 def _ahead(search: Search, ranked: list[Outcome]) -> dict[str, Any] | None:
     """Return the lead of the best trial over the recipe's own settings on the same runs; ``None`` if it is unknown.
 
-    The interval covers jobs alone: one seed says nothing about others, and the best of many trials is overestimated.
+    The interval covers only jobs: one seed says nothing about others, and the best of many trials is overestimated.
     """
     own = next((outcome for outcome in ranked if outcome.proposal.own and outcome.gain is not None), None)
     if own is None:

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Number of lanes in which networks are evaluated.
 VALIDATION_LANES = 512
-# A line of progress has about 80 bytes.
+# Size limits; a line of progress has about 80 bytes.
 _RESULT_BYTES, _WEIGHTS_BYTES, _PROGRESS_BYTES, _LARGEST_BYTES = 2**20, 2**24, 2**24, 2**26
 _VERSION = 1
 # Counts and percentages are far below this limit.
@@ -122,10 +122,10 @@ class SeedFiles:
     def keep_rows(self) -> None:
         """Remove damaged lines from the progress.
 
-        Rollouts after the last checkpoint are repeated with the same outcome, so that their lines stay.
+        Lines after the last checkpoint are kept: their rollouts are repeated with the same outcome.
 
         Raises:
-            RunDirectoryError: if something other than a file is there and cannot be removed.
+            RunDirectoryError: if the progress cannot be read and cannot be removed.
         """
         if not self.progress.exists() and not self.progress.is_symlink():
             return
@@ -135,7 +135,7 @@ class SeedFiles:
             logger.warning("%s: %s; the progress of earlier rollouts is lost", self.progress, error.problem)
             remove(self.progress)
             return
-        # After the last line end there is nothing, or an incomplete line that a kill left.
+        # The last part is empty, or an incomplete line of a killed process.
         *lines, incomplete = content.split(b"\n")
         rows = [(line, _row(line)) for line in lines]
         kept = [line for line, row in rows if row is not None]
@@ -231,12 +231,12 @@ def finished(files: SeedFiles, recipe: Recipe) -> SeedResult | None:
 
 
 def taken_up(files: SeedFiles, recipe: Recipe, generations: Generations | None = None) -> SavedTraining | None:
-    """Return the state from which a seed continues training; ``None`` for the start. Damaged checkpoints are removed.
+    """Return the state from which a seed continues training; ``None`` if it starts anew. Remove damaged checkpoints.
 
     Args:
         files: the seed's files.
         recipe: the training recipe.
-        generations: the seed's checkpoints, if training goes on to write them; ``None`` opens them for reading.
+        generations: the seed's checkpoints, if training continues to write them; ``None`` only reads them.
 
     Raises:
         RunDirectoryError: if a damaged file cannot be removed.
@@ -252,7 +252,7 @@ def taken_up(files: SeedFiles, recipe: Recipe, generations: Generations | None =
 
 
 def own_folder(path: Path) -> Path:
-    """Return a folder inside a run directory, made if it is missing.
+    """Return a folder inside a run directory; make it if it is missing.
 
     Raises:
         RunDirectoryError: if it cannot be made, or is a link, which could lead out of the run directory.
@@ -267,7 +267,7 @@ def own_folder(path: Path) -> Path:
 
 
 def identity(files: SeedFiles, recipe: Recipe) -> str:
-    """Return the text that identifies the training of a checkpoint."""
+    """Return the text in a checkpoint that identifies its training."""
     return f"recipe {recipe.sha256} seed {files.seed}"
 
 

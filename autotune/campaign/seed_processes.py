@@ -1,7 +1,7 @@
 """Training of seeds in separate processes, on this machine or on a cluster.
 
-Files that a seed writes on a cluster are copied to the run directory while it trains: if its machine is lost, the seed
-continues elsewhere from the last checkpoint that arrived.
+Files that a seed writes on a cluster are copied to the run directory while it trains. If its machine is lost, the seed
+continues on another machine from the last copied checkpoint.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from autotune.io.environment_variables import variable
 from autotune.io.files import write_atomic
 from autotune.io.scratch import ScratchFolder
 
-# Trains one seed. Arguments: recipe as a JSON object, seed, folder of its files, process id of the waiting process.
+# Trains one seed. Arguments: recipe as a JSON object, seed, folder of its files, process id of the parent process.
 Train = Callable[[dict[str, Any], int, str, int], None]
 # Time limit in seconds for a machine to send the files of a seed.
 _NEWS_S = 60.0
 
 
 class SeedProcess(Protocol):
-    """The training of a seed; a process is one."""
+    """Interface of a seed's training, which :class:`multiprocessing.Process` has."""
 
     @property
     def exitcode(self) -> int | None:
@@ -68,7 +68,7 @@ def begin_seed(train: Train, recipe: dict[str, Any], seed: int, folder: Path) ->
 
 
 def _train(train: Train, recipe: dict[str, Any], seed: int, folder: str, parent: int) -> None:
-    # Without its parent, it would write to the same files as a resumed training.
+    # A process that outlived its parent would write to the same files as a resumed training.
     die_with_parent(parent)
     # An interrupt from the keyboard reaches the whole process group; the parent stops its seeds itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -76,9 +76,9 @@ def _train(train: Train, recipe: dict[str, Any], seed: int, folder: str, parent:
 
 
 def _without_working_directory() -> AbstractContextManager[None]:
-    """Keep Python processes that start meanwhile from importing modules from the working directory.
+    """Keep Python processes that are started in this context from importing modules of the working directory.
 
-    A process that is started with ``-c``, as by multiprocessing, searches it first, also for the standard library.
+    Python with ``-c``, as multiprocessing runs it, searches that folder first, even for the standard library.
     """
     return variable("PYTHONSAFEPATH", "1")
 
@@ -126,7 +126,7 @@ class ClusterSeeds:
 
     @property
     def at_once(self) -> int:
-        """Return the number of seeds that can train in parallel; it falls when machines are lost.
+        """Return the number of seeds that can train in parallel; it decreases when machines are lost.
 
         Raises:
             WorkerLostError: if all machines are lost.
@@ -154,11 +154,11 @@ class SeedHost:
         train: trains the seed.
         recipe: the recipe as a JSON object.
         seed: the seed.
-        files: contents of its files so far, by name.
+        files: contents of the seed's existing files, by name.
     """
 
     def __init__(self, train: Train, recipe: dict[str, Any], seed: int, files: dict[str, bytes]) -> None:
-        # Never closed: the process of this object is killed in the end.
+        # Never closed: the process of this object is killed at the end.
         self._folder = ScratchFolder()
         self._path = self._folder.path
         self._files = SeedFiles(folder=self._path, seed=seed)
@@ -170,9 +170,9 @@ class SeedHost:
 
     def news(self) -> tuple[int | None, dict[str, bytes | None]]:
         """Return the exit code and the files that changed since the last call; ``None`` for a removed file."""
-        # Read first: files that were written before the process ended are complete.
+        # Read the exit code first: once the process has ended, its files are complete.
         code = self._process.exitcode
-        # The result is read first: the files that it depends on were written before it.
+        # Read the result before the files that it depends on, since it is written after them.
         seen: dict[str, tuple[int, int]] = {}
         changed: dict[str, bytes | None] = {}
         for path in reversed(self._files.all):
@@ -209,14 +209,14 @@ class _RemoteSeed:
 
     @property
     def exitcode(self) -> int | None:
-        """Copy the files that it wrote, and return its exit code."""
+        """Copy the files that the seed has changed, and return its exit code."""
         if self._code is None:
             try:
                 self._code, changed = self._host.begin("news")(_NEWS_S)
             except WorkerLostError:
                 self.holds_its_place = False
                 raise
-            # Here the result is written last.
+            # In this order, the result is written last.
             for path in self._files.all:
                 content = changed.get(path.name)
                 if content is not None:

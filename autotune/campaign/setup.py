@@ -1,4 +1,4 @@
-"""Check a request before anything is spent, and hold what the steps of its campaign share."""
+"""Check of a request before anything is measured, and the state that the steps of its campaign share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from autotune.records.run_directory import RunDirectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
-    """A checked request, and what the steps of its campaign share.
+    """A checked request, and the state that the steps of its campaign share.
 
     Attributes:
         request: the request.
@@ -39,13 +39,13 @@ class Campaign:
         reporter: shows progress.
         budget: the memory budget; ``None`` for none.
         settings: limits and objective of each search.
-        ranks: processes that train the job together, through DeepSpeed; ``None`` for one without.
+        ranks: processes that train the job together through DeepSpeed; ``None`` for one process without DeepSpeed.
         cluster: cluster whose workers measure plans in parallel; ``None`` for this machine.
-        dips: how the budget dips in compared runs; ``None`` for a constant budget. Static plans are searched for within
-            what a dip leaves.
+        dips: dips of the budget in compared runs; ``None`` for a constant budget. Static plans must fit the budget
+            during a dip.
         intensity: grams of CO2 per kWh, for compared runs; ``None`` if it was not given.
-        journal: what the campaign has done so far.
-        run: run directory of a campaign that is resumed; ``None`` for a new campaign.
+        journal: operations of the campaign so far.
+        run: run directory of a resumed campaign; ``None`` for a new campaign.
     """
 
     request: Request
@@ -73,7 +73,7 @@ def prepare(request: Request, trusted: TrustedInputs, runs: Path, reporter: Repo
 
     Args:
         request: the request.
-        trusted: what the caller supplies for it.
+        trusted: inputs that the caller supplies for the request.
         runs: the runs folder.
         reporter: shows progress.
 

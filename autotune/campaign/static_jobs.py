@@ -1,4 +1,4 @@
-"""Evaluation of planners, policies and searches on static jobs: one plan for a known profile, against the optimum."""
+"""Evaluation of planners, policies and searches on static jobs: one plan per job, compared with the optimum."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Case:
         return peak_bytes(self.truth, plan) <= self.usable_bytes * (1 + _ROUNDING)
 
     def regret(self, plan: Plan) -> float:
-        """Return the additional time of a plan per unit of progress against the optimum, in percent."""
+        """Return the additional time of a plan per sample of progress, in percent of the optimum."""
         return 100 * (_seconds(self.truth, plan, self.noise_scale) / self.best - 1)
 
 
@@ -93,8 +93,8 @@ def static_cases(settings: BenchSettings, variant: str = "") -> list[Case]:
 
     Args:
         settings: number of jobs, their depth and the random seed.
-        variant: "depth48" draws deep jobs; in "shifted" jobs, units cost up to a factor more or less than in all
-            jobs of training, and profiles know it; in "misjudged" jobs, profiles do not know it.
+        variant: "depth48" draws deep jobs; "shifted" multiplies the times of each unit by a random factor, which no job
+            in training has and profiles include; "misjudged" does the same, but profiles do not include the factor.
     """
     generator, shifts = np.random.default_rng(settings.seed), np.random.default_rng([settings.seed, 1])
     depth = (_DEEP, _DEEP) if variant == "depth48" else settings.depth
@@ -115,7 +115,7 @@ def static_cases(settings: BenchSettings, variant: str = "") -> list[Case]:
 
 
 def _shifted(generator: np.random.Generator, profile: Profile) -> Profile:
-    """Return a profile whose times are changed by a factor per unit and precision; bytes are unchanged."""
+    """Return a profile whose times are multiplied by a random factor per unit and precision; bytes are unchanged."""
     factors = {
         (unit.name, str(precision)): math.exp(generator.uniform(-1, 1) * math.log(_SHIFT))
         for unit in profile.units
@@ -149,7 +149,7 @@ def static_table(cases: Sequence[Case], judged: Judged, settings: BenchSettings,
     Args:
         cases: the jobs.
         judged: the policy.
-        settings: what is measured.
+        settings: settings of the evaluation.
         windows: number of windows that the policy expects in a run.
     """
     found: dict[str, list[list[Proposal]]] = {}
@@ -269,7 +269,7 @@ def _best_told(search: Search, case: Case, evaluations: int) -> Plan | None:
 
 
 def _window(case: Case, plan: Plan, *, limited: bool = True) -> Measurement:
-    """Return the measurement of a window of one step, as predicted."""
+    """Return the predicted measurement of a window of one step."""
     profile, peak, seconds = case.truth, peak_bytes(case.truth, plan), seconds_per_step(case.truth, plan)
     samples = profile.batch_size * (plan.accumulation_steps if profile.batching == "adaptive" else 1)
     fits = not limited or case.fits(plan)

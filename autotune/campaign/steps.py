@@ -20,7 +20,7 @@ from autotune.report.writing import publish
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchInputs:
-    """What a search for a plan works with.
+    """Inputs of a search for a plan.
 
     Attributes:
         engine: engine that measures plans.
@@ -64,7 +64,7 @@ def begin_run(campaign: Campaign, verb: str, config: dict[str, Any]) -> RunDirec
 
     Args:
         campaign: the campaign.
-        verb: the command.
+        verb: name of the command.
         config: keys of ``config.json`` that only this command has.
     """
     if campaign.run is not None:
@@ -88,9 +88,9 @@ def begin_run(campaign: Campaign, verb: str, config: dict[str, Any]) -> RunDirec
 
 
 def search_plan(campaign: Campaign, method: str, inputs: SearchInputs) -> plan_search.TuningResult:
-    """Search a plan with one method; the result's plan says how the job is launched."""
+    """Search for a plan with one method; the plan in the result has the campaign's launch options."""
     campaign.reporter.stage(f"tune with {method}", campaign.settings.steps)
-    # The database's first connection migrates its schema, which must not fall into a timed window.
+    # The first connection to the database migrates its schema, which must not happen during a timed window.
     inputs.tracker.settle(20.0)
     result = plan_search.tune(
         campaign.job,
@@ -108,7 +108,7 @@ def search_plan(campaign: Campaign, method: str, inputs: SearchInputs) -> plan_s
 
 
 def publish_run(run: RunDirectory, tracker: Tracker) -> None:
-    """Write the report of a finished campaign, and log it and the policy that was trained."""
+    """Write the report of a finished campaign, log it and any trained policy, and close the tracker."""
     if (run.path / "policy").is_dir():
         tracker.artifact(run.path / "policy")
     publish(run.path, tracker)

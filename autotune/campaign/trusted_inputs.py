@@ -1,7 +1,7 @@
-"""Inputs that no file of a run may decide: code that is loaded, files outside the run, addresses that are contacted.
+"""Inputs that a run's own files must not decide: code to load, files outside the run, addresses to contact.
 
-A run directory is data that may come from anybody. Its request records only the text of these inputs; the campaign uses
-what its caller supplies, and ``autotune resume`` must be given them again.
+A run directory may come from anyone. Its request records these inputs only as text; the campaign uses the values that
+its caller supplies, and ``autotune resume`` must be given them again.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _Given = TypeVar("_Given")
 class TrustedInputs:
     """Inputs that a campaign's caller supplies.
 
-    Each method takes the value that the request records, returns the caller's own, and raises
-    :class:`autotune.errors.RunDirectoryError` if the two do not match.
+    Methods take the recorded value and return the caller's value. They raise
+    :class:`autotune.errors.RunDirectoryError` if a required value is missing, or a value is given but not recorded.
 
     Attributes:
         jobs: jobs or references to them; a run on one job accepts a single job of any name.
@@ -41,7 +41,7 @@ class TrustedInputs:
         ds_config: DeepSpeed configuration.
         data: folder of a reproduction's data.
         carbon_intensity: grams of CO2 per kWh, or the path of a file with a series of them.
-        run: run directory that is resumed, for error messages; ``None`` for a new campaign.
+        run: resumed run directory, for error messages; ``None`` for a new campaign.
     """
 
     jobs: Sequence[str | Job] = ()
@@ -54,7 +54,7 @@ class TrustedInputs:
     run: Path | None = None
 
     def job(self, recorded: str | None, *, several: bool = False) -> str | Job:
-        """Return the job: the one that the caller supplies, or one of the catalog.
+        """Return the job that the caller supplies, or the recorded job of the catalog.
 
         Args:
             recorded: the recorded reference; ``None`` if the job was an object.
@@ -69,12 +69,12 @@ class TrustedInputs:
         if is_catalog_reference(recorded):
             return recorded
         raise self._refusal(
-            f"its job {recorded[:200]!r} is code, which is not loaded on the word of a run's own files",
+            f"its job {recorded[:200]!r} is code, which is not loaded because only the run's own files request it",
             "--job with its reference",
         )
 
     def require_arms(self, recorded: Sequence[str]) -> None:
-        """Check that the caller supplies every arm or method that is a file, a folder or another package's."""
+        """Check that the caller supplies every arm or method that is a file, a folder or code of another package."""
         for name in recorded:
             plain = split(name, where=f"{self.run}, arms")[0]
             if name in self.arms or plain in OWN_ARMS:
@@ -82,7 +82,7 @@ class TrustedInputs:
             installed = plain in RULES or plain in METHODS or plain in POLICIES
             kind = "code of another package" if installed else "a file or a folder"
             raise self._refusal(
-                f"its arm {name[:200]!r} is {kind}, which is not opened on the word of a run's own files",
+                f"its arm {name[:200]!r} is {kind}, which is not opened because only the run's own files request it",
                 "--arms with the arms of the original command",
             )
 
@@ -113,7 +113,7 @@ class TrustedInputs:
         return self._supplied(recorded, given, "--data", "the folder of its data")
 
     def carbon(self, recorded: str | None) -> str | None:
-        """Return the carbon intensity, of which the run may decide a number but not a file; ``None`` for none."""
+        """Return the carbon intensity; the run may provide a number, but not a file. ``None`` for none."""
         if recorded is not None and self.carbon_intensity is None and _is_number(recorded):
             return recorded
         what = "its file of carbon intensities"

@@ -1,4 +1,4 @@
-"""A tuning from the first check to the last file: references, profile, search, documents."""
+"""A tuning, from the first check to the last file: references, profile, search and documents."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tune(campaign: Campaign, method: str) -> dict[str, Any]:
             campaign.settings.objective.check(references.baseline)
             profile = profile_for(campaign, [method])
             if profile is not None:
-                # A budget that cannot be met is refused here, before anything is written.
+                # Refuse a budget that cannot be met before anything is written.
                 plans = found.plans if isinstance(found, PlanningMethod) else close_plans
                 plans(profile, references.memory_budget_bytes, Goal())
             run = opened.enter_context(begin_run(campaign, "tune", {"method": method}))
@@ -71,7 +71,7 @@ def _require_method(campaign: Campaign, name: str, method: Method) -> None:
 
 
 def _document(result: TuningResult, references: References, profile: Profile | None) -> dict[str, Any]:
-    """Return ``tuned.json`` without the run directory."""
+    """Return ``tuned.json`` without the path of the run directory."""
     budget = references.memory_budget_bytes
     return {
         "plan": result.plan.to_json(),

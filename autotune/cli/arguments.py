@@ -1,4 +1,4 @@
-"""Checks of command-line arguments before any verb sees them: they are text, and paths lead to what is expected.
+"""Checks of command-line arguments before any subcommand runs: arguments are text, and paths can be used.
 
 The contents of files are not checked here.
 """
@@ -16,7 +16,7 @@ from autotune.errors import InputError, RunDirectoryError
 
 
 def require_text(arguments: Sequence[str]) -> None:
-    """Refuse arguments that no file name, document or database can hold.
+    """Refuse arguments that cannot be stored in a file name, a document or a database.
 
     Raises:
         InputError: if an argument contains a NUL, or bytes that are not UTF-8.
@@ -75,7 +75,7 @@ def output_folder(parameter: typer.CallbackParam, path: Path | None) -> Path | N
 def require_readable(path: Path, *, where: str) -> None:
     """Refuse a path to something other than a readable file or folder.
 
-    A path that does not exist is accepted: the verb knows what is expected there.
+    A path that does not exist is accepted: the subcommand knows what it expects there.
 
     Args:
         path: the path.
@@ -107,6 +107,6 @@ def _is_unicode(text: str) -> bool:
 
 
 def _named(parameter: typer.CallbackParam, path: Path) -> str:
-    """Return a path as errors name it: after its option, if it has one."""
+    """Return a path as errors show it, preceded by its option if it has one."""
     option = parameter.opts[0] if parameter.opts else ""
     return f"{option} {path}" if option.startswith("-") else str(path)

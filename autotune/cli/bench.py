@@ -1,4 +1,4 @@
-"""``autotune bench``: benchmarks of the project itself, as ratios within one run."""
+"""``autotune bench``: benchmarks of this project, reported as ratios within one run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 app = typer.Typer(help="Benchmarks; results are written to runs/benchmarks/<device>/.", no_args_is_help=True)
-# Benchmarks that need no run of another command. Those that need a library or a GPU are added where it is present.
+# Benchmarks that need no run of another command. Those that need a library or a GPU are added if it is present.
 ALL = ("overhead", "profile", "solver", "simulator", "attach", "batching", "search")
 
 
@@ -32,7 +32,7 @@ def _group() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What every benchmark is given: the console, the progress bars, and the folder of runs."""
+    """The arguments of every benchmark: the console, the progress bars, and the folder of runs."""
 
     output: Console
     bars: shared.Bars
@@ -41,13 +41,13 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """What a benchmark found.
+    """The result of a benchmark.
 
     Attributes:
         name: name of its file, without suffix.
         document: content of its file.
-        lines: sentences for people; the path of the file follows the last one.
-        draw: draws a figure of the document to a path beside the file; ``None`` for no figure.
+        lines: sentences to print; the path of the file is appended to the last one.
+        draw: function that draws the document to a PNG file next to the JSON file; ``None`` for no figure.
     """
 
     name: str
@@ -60,7 +60,7 @@ def _bench(measure: Callable[..., _Measured]) -> Callable[..., _Measured]:
     """Register a benchmark under its function's name; all of them take ``--runs-dir`` and ``--json``.
 
     Args:
-        measure: returns what was measured; its parameters are a :class:`_Run` and the benchmark's own options.
+        measure: runs the benchmark; its parameters are a :class:`_Run` and the benchmark's own options.
     """
 
     def command(runs_dir: RunsOption = shared.RUNS, as_json: JsonOption = False, **options: Any) -> None:
@@ -98,7 +98,7 @@ def overhead(
     zero_stage: Annotated[int, typer.Option("--zero-stage", min=0, max=3, help="With deepspeed: the stage.")] = 2,
     seed: SeedOption = 0,
 ) -> _Measured:
-    """Compare the engine's step with a hand-written loop of the same job, interleaved."""
+    """Compare the engine's step time with that of a hand-written loop of the same job, in interleaved blocks."""
     from autotune.bench.bench_deepspeed import bench_deepspeed
     from autotune.bench.bench_overhead import bench_overhead, lines
     from autotune.catalog import load_job
@@ -122,7 +122,7 @@ def solver(
     ] = 100,
     seed: SeedOption = 0,
 ) -> _Measured:
-    """Compare the solvers with brute force on small jobs, and time the exact one on 1,000 units."""
+    """Compare the solvers with brute force on small jobs, and time the exact solver on 1,000 units."""
     from autotune.bench.bench_solver import bench_solver, lines
 
     document = bench_solver(instances=instances, seed=seed, reporter=run.bars)
@@ -139,7 +139,7 @@ def simulator(
     seeds: Annotated[int, typer.Option("--seeds", min=1, max=1000, help="Number of real runs of each plan.")] = 3,
     seed: SeedOption = 0,
 ) -> _Measured:
-    """Count simulated decisions per second; with --job, compare predicted with real times to the target."""
+    """Count simulated decisions per second; with --job, compare predicted and real times to the target."""
     from autotune.bench.bench_simulator import bench_simulator, lines, rank_plans
     from autotune.catalog import load_job
     from autotune.records.protocol import paired_seeds
@@ -169,7 +169,7 @@ def policy(
     ] = None,
     seed: SeedOption = 0,
 ) -> _Measured:
-    """Compare the policy with planner, solvers, searches and a clairvoyant, on jobs that it was not trained on."""
+    """Compare the policy with the planner, solvers, searches and a clairvoyant, on jobs it was not trained on."""
     from autotune.agents.recipe import read_recipe
     from autotune.bench.bench_policy import bench_policy, lines
     from autotune.campaign.policy_judging import BenchSettings, load_judged
@@ -203,7 +203,7 @@ def search(
     lean: LeanOption = True,
     seed: SeedOption = 0,
 ) -> _Measured:
-    """Count the real steps and seconds that each method needs until its plan is nearly the best one known."""
+    """Count the real steps and seconds until each method's plan is nearly as good as the best one known."""
     from autotune.bench.bench_search import METHODS, SearchBenchSettings, bench_search
     from autotune.bench.search_judging import lines
     from autotune.budget import MemoryBudget
@@ -226,7 +226,7 @@ def search(
 
 
 def _search_table(document: dict[str, Any]) -> Table:
-    """Return a table with a row per method: what it needed to arrive, and how good its answer is."""
+    """Return a table with one row per method: steps and seconds to a good plan, and how good its final plan is."""
     from autotune.bench.search_judging import shown
 
     table = shared.table(
@@ -267,7 +267,7 @@ def attach(
         str,
         typer.Option(
             "--followed",
-            help="Jobs and situations whose live runs an unattached copy follows under the same plans, or none.",
+            help="Jobs and situations whose live runs are repeated unattached under the same plans; or none.",
         ),
     ] = "charlm,digits_deep,charlm_long:adaptive,mixed lengths with k free,moving budget with k free",
     steps: Annotated[
@@ -280,7 +280,7 @@ def attach(
     policy: Annotated[str, typer.Option("--policy", help="Policy that is attached in the situations.")] = "ppo",
     seed: SeedOption = 0,
 ) -> _Measured:
-    """Measure the overhead of attaching to a live run, and the gain where no static plan is always right."""
+    """Measure the overhead of attaching to a live run, and the gain where no static plan is best throughout."""
     from autotune.bench.bench_attach import bench_attach, lines
 
     named = [[] if text == "none" else text.split(",") for text in (jobs, situations, followed)]
@@ -310,7 +310,7 @@ def batching(
     seeds: Annotated[int, typer.Option("--seeds", min=1, max=1000, help="Number of paired runs.")] = 6,
     policy: Annotated[str, typer.Option("--policy", help="Policy that is attached.")] = "ppo",
 ) -> _Measured:
-    """Compare steps of a constant number of batches with a live run that follows the gradient's noise."""
+    """Compare runs with a constant number of batches per step with a live run that follows the gradient's noise."""
     from autotune.bench.bench_batching import bench_growing_noise, lines
 
     document = bench_growing_noise(job, seeds=seeds, policy=policy, reporter=run.bars)
@@ -331,7 +331,7 @@ def cluster(
     windows: Annotated[int, typer.Option("--windows", min=4, max=shared.MOST_STEPS, help="Trials in each turn.")] = 24,
     seed: SeedOption = 0,
 ) -> _Measured:
-    """Compare the trials a minute of one worker and of all workers of a cluster, in turn."""
+    """Compare the trials per minute of one worker with those of all workers of a cluster, in alternating turns."""
     from autotune.bench.bench_cluster import bench_cluster, lines
     from autotune.engines.ray_cluster import ClusterOptions
 
@@ -349,7 +349,7 @@ def profile(
     ] = 20,
     seed: SeedOption = 0,
 ) -> _Measured:
-    """Predict plans from a lean and from a full profile, and measure them."""
+    """Compare the predictions of a lean and of a full profile with measurements of random plans."""
     from autotune.bench.bench_profile import bench_profile, lines
     from autotune.catalog import load_job
 
@@ -359,7 +359,7 @@ def profile(
 
 @app.command("all")
 def every(runs_dir: RunsOption = shared.RUNS) -> None:
-    """Run every benchmark that needs no run of another command, one after another, with its defaults."""
+    """Run all benchmarks that need no run of another command, one after another, with their defaults."""
     import importlib.util
 
     from autotune.mechanics.devices import device_kind
@@ -376,7 +376,7 @@ def every(runs_dir: RunsOption = shared.RUNS) -> None:
 def gpu(
     jobs: Annotated[
         str | None,
-        typer.Option("--jobs", help="Jobs, separated by commas; left out, GPT-2 small, ResNet-50 and a GPT of 1.3 B."),
+        typer.Option("--jobs", help="Jobs, separated by commas (default: GPT-2 small, ResNet-50 and a 1.3 B GPT)."),
     ] = None,
     data: Annotated[
         Path | None,

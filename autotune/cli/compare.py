@@ -32,7 +32,7 @@ def command(
         str, typer.Option("--arms", help="Arms: rules, methods, plan files or policy folders, separated by commas.")
     ] = "baseline,uniform-bf16,recompute-all,sqrt,paper,random,optuna,ppo",
     seeds: Annotated[
-        int, typer.Option("--seeds", help="Number of paired fresh seeds; fewer than 6 give an indication.")
+        int, typer.Option("--seeds", help="Number of paired fresh seeds; fewer than 6 give only an indication.")
     ] = 10,
     memory_budget: BudgetOption = None,
     dips: Annotated[
@@ -54,7 +54,7 @@ def command(
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
 ) -> None:
-    """Find the arms that must be searched for, then compare all of them on paired, interleaved, fresh seeds."""
+    """Search for a plan for each arm that needs one, then compare all arms on fresh paired seeds, interleaved."""
     from autotune import commands
     from autotune.campaign.arms import arm_names
     from autotune.campaign.trusted_inputs import TrustedInputs

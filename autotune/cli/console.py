@@ -1,6 +1,6 @@
 """Options, progress bars and output streams that the commands share.
 
-With ``--json``, stdout carries one document and nothing else; bars are drawn only on a terminal.
+With ``--json``, only one document is written to stdout. Bars are drawn only on a terminal.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from autotune.engines.ray_cluster import ClusterOptions
     from autotune.engines.registry import RankOptions
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, all else on stderr.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document on stdout, all other output on stderr.")
+]
 RunsOption = Annotated[Path, typer.Option("--runs-dir", help="Folder in which run directories are made.")]
 LeanOption = Annotated[
     bool, typer.Option("--lean/--full", help="Profile in a tenth of the steps, or measure each plan several times.")
 ]
-# Larger values are surely mistakes, and would otherwise be noticed only after hours or when memory runs out.
+# Larger values are mistakes that would otherwise be noticed only after hours or when memory runs out.
 MOST_STEPS = 1_000_000
 LONGEST_S = 86_400
 MOST_WATTS = 1_000_000
@@ -70,7 +72,7 @@ WattsOption = Annotated[
     ),
 ]
 SeedsOption = Annotated[
-    int, typer.Option("--seeds", help="Number of paired fresh seeds; fewer than 6 give an indication.")
+    int, typer.Option("--seeds", help="Number of paired fresh seeds; fewer than 6 give only an indication.")
 ]
 JobArgument = Annotated[
     str, typer.Argument(help="Job: a catalog name, package.module:attribute, or file.py:attribute.")
@@ -90,7 +92,7 @@ ConfigOption = Annotated[
 
 
 def console(*, as_json: bool) -> Console:
-    """Return the console for readable output: stdout, or stderr while stdout carries JSON."""
+    """Return the console for readable output: stdout, or stderr if stdout is reserved for JSON."""
     from autotune.cli.plain_console import PlainConsole
 
     return PlainConsole(sys.stderr if as_json else sys.stdout)
@@ -124,14 +126,14 @@ def keep_stdout_for_json() -> None:
 
 
 def open_closed_streams() -> None:
-    """Open closed standard streams on the null device, since the next opened file would otherwise take their place."""
+    """Open closed standard streams on the null device; otherwise the next opened file would take their descriptor."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
 
 
 def let_go_of_stdout() -> None:
-    """Discard all further output to stdout, including what is still buffered, once nobody reads it."""
+    """Discard all further and buffered output to stdout, because its reader has exited."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in _document_streams():
         os.dup2(null, stream.fileno())
@@ -156,7 +158,7 @@ def print_json(document: Any) -> None:
 
 
 class Bars:
-    """Progress bars, one per stage, with the remaining time; on anything but a terminal, one line per stage."""
+    """Progress bars, one per stage, with the remaining time; without a terminal, one line per stage."""
 
     def __init__(self, output: Console) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -200,7 +202,7 @@ class Bars:
             self._progress.update(self._task, completed=min(done, self._total), detail=printable(detail))
 
     def _finish(self) -> None:
-        """Fill the bar, since a stage may end early."""
+        """Fill the bar, because a stage may end early."""
         if self._task is not None:
             self._progress.update(self._task, completed=self._total, detail="")
             self._task = None

@@ -23,7 +23,7 @@ def command(
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
 ) -> None:
-    """Tune a real training job inside 40 % of its memory, then compare the result with static configurations."""
+    """Tune a real training job within a memory budget, then compare the result with static configurations."""
     from autotune import commands
     from autotune.campaign.trusted_inputs import TrustedInputs
     from autotune.records.requests import CompareOptions

@@ -13,7 +13,7 @@ _EXTRAS = ("deepspeed", "transformers", "lightning", "ray", "zeus", "psycopg", "
 
 
 def command(runs_dir: RunsOption = shared.RUNS, as_json: JsonOption = False) -> None:
-    """Show versions, the device, its useful precisions, the jobs, and whether runs can be written."""
+    """Show versions, the device, its useful precisions, the jobs, and whether the folder of runs is writable."""
     document = _examine(runs_dir)
     if as_json:
         shared.print_json(document)

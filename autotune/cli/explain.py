@@ -37,7 +37,7 @@ def command(
 
     plan, found, space, rows = _explain(subject, job)
     kept = Path(subject) / PROFILE
-    # A run contains the profile that it was planned from; runs on several ranks have a profile of their own.
+    # A run contains the profile that it was planned with; a run on several ranks has its own.
     profile = read_profile(kept) if kept.is_file() else find_profile(found, runs_dir)
     if pareto and profile is None:
         raise InputError("the job has no profile yet", where="--pareto", allowed=f"autotune profile {found.name} first")
@@ -122,7 +122,7 @@ def _explain(subject: str, job: str | None) -> tuple[Plan, Job, PlanSpace, list[
 
 
 def _catalog_job(run: RunDirectory) -> str:
-    """Return the run's job if it is a reference job; any other is code, which only the command line may name."""
+    """Return the run's job if it is in the catalog; other jobs are code, which only the command line may name."""
     from autotune.catalog import is_catalog_reference
     from autotune.errors import InputError
     from autotune.records.run_documents import CompareConfig, TuneConfig

@@ -16,11 +16,11 @@ def command(
     plan: Annotated[str, typer.Argument(metavar="PLAN|RUN", help="A plan file, or a run directory with one.")],
     job: Annotated[str, typer.Option("--job", help="The job that the plan is for.")],
     to: Annotated[str, typer.Option("--to", help="deepspeed, accelerate, transformers, python or json.")] = "deepspeed",
-    ranks: Annotated[int, typer.Option("--ranks", min=1, max=100_000, help="Number of ranks that will train it.")] = 1,
+    ranks: Annotated[int, typer.Option("--ranks", min=1, max=100_000, help="Number of ranks to train on.")] = 1,
     out: Annotated[Path, typer.Option("--out", help="The folder to write to.")] = Path(),
     as_json: JsonOption = False,
 ) -> None:
-    """Write the files that launch a plan with another program, and say what of the plan they cannot express."""
+    """Write the files that launch a plan with another program, and list the parts of it that they cannot express."""
     from autotune.catalog import load_job
     from autotune.errors import InputError
     from autotune.io.files import write_atomic, write_json
@@ -32,7 +32,7 @@ def command(
     found = read_plan(path)
     made = export(found, load_job(job), to, ranks=ranks, reference=job)
     if not out.is_dir():
-        raise InputError("is no folder", where=f"--out {out}", allowed="a folder that is there")
+        raise InputError("is not a folder", where=f"--out {out}", allowed="an existing folder")
     for name, document in made.files.items():
         if isinstance(document, str):
             write_atomic(out / name, document)

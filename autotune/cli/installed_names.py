@@ -1,4 +1,4 @@
-"""Help that names the methods, rules and policies which installed packages add."""
+"""Help texts that list the methods, rules and policies of installed packages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _GROUPS = {"method": (SEARCH_GROUP, POLICY_GROUP), "arms": (RULE_GROUP, SEARCH_G
 
 
 class NamingCommand(typer.core.TyperCommand):
-    """A command whose help is completed when it is shown, since looking for installed packages takes time."""
+    """A command whose help is completed only when it is shown, because finding installed packages takes time."""
 
     def format_help(self, ctx, formatter) -> None:  # type: ignore[no-untyped-def]  # Typer may bring its own click
         """Write the help."""

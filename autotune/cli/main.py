@@ -1,7 +1,7 @@
-"""The command line: all verbs, and one way to report failures.
+"""The command line: all subcommands, and how failures are reported.
 
-Wrong input is reported in one line on stderr with exit code 2; any other intended failure, and a refusal of the
-operating system, in one line with exit code 1. A traceback is a defect of this package.
+Invalid input is reported in one line on stderr with exit code 2. Other expected failures, including errors of the
+operating system, are reported in one line with exit code 1. A traceback is a bug in this package.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ for module in _COMMANDS:
     app.command(module.__name__.rpartition(".")[2], cls=helped)(module.command)
 app.add_typer(bench.app, name="bench")
 
-# Typer has its own copy of click or uses an installed one; its exceptions lead to both.
+# Typer bundles click or uses an installed copy; the bases of its own exceptions are those of the click in use.
 _UsageError, _ClickException = cast("tuple[type[Exception], type[Exception]]", typer.BadParameter.__mro__[1:3])
 
 
@@ -105,7 +105,7 @@ def main() -> None:
     """Run the command line and exit."""
     open_closed_streams()
     end_in_order()
-    # Memory metering frees blocks that are older than the profile; the warning from C++ about it is not useful.
+    # Memory metering frees blocks that were allocated before profiling; the C++ warning about it is not useful.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if "--json" in sys.argv:
         keep_stdout_for_json()
@@ -125,7 +125,7 @@ def run(arguments: list[str]) -> int:
     except BrokenPipeError as error:
         return _broken_pipe(error)
     except SystemExit as leaving:
-        # Typer exits silently when any pipe breaks, also one to a worker.
+        # Typer exits silently when any pipe breaks, even a pipe to a worker.
         if isinstance(leaving.__context__, BrokenPipeError):
             return _broken_pipe(leaving.__context__)
         raise
@@ -141,7 +141,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _broken_pipe(error: BrokenPipeError) -> int:
-    """Exit quietly if the reader of stdout has ended, as in ``autotune ... | head``."""
+    """Return the exit code; report the error unless the reader of stdout has exited, as in ``autotune ... | head``."""
     if not stdout_has_no_reader():
         return _fail(_refusal(error), 1)
     let_go_of_stdout()
@@ -171,7 +171,7 @@ def _fail(message: str, code: int) -> int:
 
 
 def _fail_usage(error: BaseException, code: int) -> int:
-    """Print a usage error in one line, or the help text if no verb was given."""
+    """Print a usage error in one line, or the help text if no subcommand was given."""
     context = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError" and context is not None:
         print(context.get_help(), file=sys.stderr)
@@ -181,7 +181,7 @@ def _fail_usage(error: BaseException, code: int) -> int:
 
 
 def _refusal(error: BaseException) -> str:
-    """Return what the operating system or Python refused, in a few words."""
+    """Describe an error of the operating system or of Python in a few words."""
     if isinstance(error, MemoryError):
         return f"out of memory ({error})" if str(error) else "out of memory"
     if not isinstance(error, OSError) or error.strerror is None:

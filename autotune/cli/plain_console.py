@@ -21,10 +21,10 @@ class PlainConsole(Console):
         super().__init__(file=stream, highlight=False, markup=False, emoji=False)
 
     def render_str(self, text: str, **settings: Any) -> Text:
-        """Return text for the screen; Rich calls this for everything it prints, including table cells and titles."""
+        """Return text for the screen; Rich calls this for all that it prints, including table cells and titles."""
         return super().render_str(escaped(text), **{**settings, "markup": False, "emoji": False})
 
     def on_broken_pipe(self) -> None:
-        """Raise the error, which the command line handles."""
+        """Raise the error again; the command line handles it."""
         # Rich calls this method while it handles the exception.
         raise

@@ -34,7 +34,7 @@ def command(
 ) -> None:
     """Estimate a job's memory and time on another device, and compute the plan to launch with.
 
-    The model is not allocated: jobs far larger than this machine can be planned. All numbers are estimates.
+    The model is not allocated, so jobs far larger than this machine can be planned. All numbers are estimates.
     """
     from autotune.budget import format_bytes
     from autotune.catalog import load_job
@@ -88,7 +88,7 @@ def command(
 
 
 def _with_advice(error: BudgetError, profile: Profile) -> BudgetError:
-    """Return the error; if the optimizer's update needs the memory, it says that no plan can help."""
+    """Return the error; if the peak is in the optimizer's update, its message says that no plan can help."""
     from autotune.cost_model.solver import smallest
     from autotune.errors import BudgetError
 

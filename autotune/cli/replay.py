@@ -1,4 +1,4 @@
-"""``autotune replay``: repeat a run from its decision log, and show where predictions were wrong."""
+"""``autotune replay``: compare the predictions in a decision log with measurements, and repeat the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def command(
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Repeat an attached run's schedule without its policy, and compare predictions with measurements."""
+    """Compare an attached run's predictions with measurements; with --job, repeat its schedule without its policy."""
     from autotune.catalog import load_job
     from autotune.live.replaying import replay
 

@@ -1,4 +1,4 @@
-"""``autotune report``: one page about a run, in one file that fetches nothing; its figures and tables on request."""
+"""``autotune report``: write a page about a run as one self-contained file, and optionally figures and tables."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def command(
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", callback=output_file, help="The file to write; RUN/report.html, if left out."),
+        typer.Option("--out", callback=output_file, help="File to write (default: RUN/report.html)."),
     ] = None,
     figures: Annotated[
         Path | None,
         typer.Option(
-            "--figures", callback=output_folder, help="A folder for the figures as SVG, and PNG of a campaign's."
+            "--figures", callback=output_folder, help="Folder for the figures: SVG, and for a campaign also PNG."
         ),
     ] = None,
     csv: Annotated[
@@ -41,7 +41,7 @@ def command(
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option("--profile", callback=input_path, help="A profile of the job, for a campaign that kept none."),
+        typer.Option("--profile", callback=input_path, help="A profile of the job, for a campaign without one."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -90,7 +90,7 @@ def command(
 
 @contextmanager
 def _writing(made: dict[str, str], kind: str, path: Path) -> Iterator[None]:
-    """Record what is written and where; turn a failure to write into an error of one line."""
+    """Record what is written and where; turn a failure to write into a one-line error."""
     from autotune.errors import RunDirectoryError
 
     try:

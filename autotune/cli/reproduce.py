@@ -25,12 +25,12 @@ def command(
         str, typer.Option("--scale", help="paper: the paper's jobs; cpu: small jobs on data that every machine has.")
     ] = "paper",
     seeds: Annotated[
-        int, typer.Option("--seeds", help="Number of paired fresh seeds; fewer than 6 give an indication.")
+        int, typer.Option("--seeds", help="Number of paired fresh seeds; fewer than 6 give only an indication.")
     ] = 6,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
 ) -> None:
-    """Repeat one of the paper's tables: the paper's number, ours, and the ratio."""
+    """Repeat one of the paper's tables, and show the paper's numbers, ours, and their ratios."""
     from autotune import commands
 
     output = shared.console(as_json=as_json)
@@ -40,7 +40,7 @@ def command(
 
 
 def show(document: dict[str, Any], output: Console, *, as_json: bool) -> None:
-    """Print a reproduced table with its notes, and with ``as_json`` the document."""
+    """Print a reproduced table with its notes; with ``as_json`` also the document."""
     from autotune.report.reproduction import missing_lines, reproduction_table
 
     output.print(reproduction_table(document))

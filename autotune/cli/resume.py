@@ -40,9 +40,9 @@ def command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Finish a campaign that was interrupted at any instant; what it has measured is kept.
+    """Finish an interrupted tuning, comparison or reproduction; everything that was measured is kept.
 
-    A run directory is data: code, files outside it and addresses must be given again, as in the original command.
+    Run directories contain only data: give code, files outside them and addresses as in the original command.
     """
     from autotune import commands
     from autotune.io.files import read_json

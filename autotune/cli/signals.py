@@ -1,4 +1,4 @@
-"""Conversion of termination signals into an exception, so that work in progress is cleaned up."""
+"""Conversion of termination signals into an exception, so that unfinished work is cleaned up."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def end_in_order() -> None:
     def end(number: int, _: FrameType | None) -> None:
         nonlocal last
         if os.getpid() != process:
-            # A process that the job forked ends as it would without this handler.
+            # A process that the job forked exits as it would without this handler.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif time.monotonic() - last > _AGAIN_S:

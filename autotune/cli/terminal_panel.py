@@ -1,6 +1,6 @@
 """The state of an attached run for terminals: a panel, or one line.
 
-Logs may come from anyone: their text is shown without characters that a terminal would act on.
+Logs may come from anyone, so control characters in their text are escaped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autotune.plan import Plan, Precision
 from autotune.report.standing import Snapshot, Watched
 from autotune.report.wording import count, progress
 
-# Most cells of the strip of a plan; in larger models neighbours share a cell.
+# Largest number of cells in a plan's strip; in larger models, neighbouring units share a cell.
 _CELLS = 40
 _LEGEND = ", ".join(f"{precision.letter} {precision}" for precision in (*REDUCED_PRECISIONS, Precision.FP32))
 _BAR = 12
@@ -34,7 +34,7 @@ def panel(snapshot: Snapshot, silent_s: float | None = None, *, plain: bool = Fa
 
     Args:
         snapshot: the state to show.
-        silent_s: seconds since the last line of the log; ``None`` to leave them out.
+        silent_s: seconds since the last line of the log; ``None`` to omit them.
         plain: whether to use ASCII characters only.
     """
     table = Table.grid(padding=(0, 2))
@@ -56,11 +56,11 @@ def panel(snapshot: Snapshot, silent_s: float | None = None, *, plain: bool = Fa
 
 
 def line(snapshot: Snapshot, silent_s: float | None = None) -> str:
-    """Return the state in one line, the most important first.
+    """Return the state in one line, the most important parts first.
 
     Args:
         snapshot: the state to show.
-        silent_s: seconds since the last line of the log; ``None`` to leave them out.
+        silent_s: seconds since the last line of the log; ``None`` to omit them.
     """
     pressure = "no budget" if snapshot.pressure is None else f"{snapshot.pressure:.0%} of the budget"
     parts = [
@@ -76,7 +76,7 @@ def line(snapshot: Snapshot, silent_s: float | None = None) -> str:
 
 
 def strip(snapshot: Snapshot, *, plain: bool = False) -> Text:
-    """Return one cell per unit: kept, recomputed or fixed; in large models one cell for several neighbours."""
+    """Return a strip with one cell per unit (kept, recomputed or fixed); in large models, neighbours share a cell."""
     each = max(-(-len(snapshot.units) // _CELLS), 1)
     text = Text()
     for start in range(0, len(snapshot.units), each):
@@ -95,7 +95,7 @@ def told_plan(plan: Plan, recomputable: frozenset[str]) -> str:
 
 
 def told_time(predicted_s: float | None, measured_s: float | None) -> str:
-    """Return predicted against measured seconds per step, in words."""
+    """Return the measured and the predicted time per step in words."""
     if predicted_s is None:
         return _NOT_KNOWN
     told, error = f"{_milliseconds(predicted_s)} predicted", time_error(measured_s, predicted_s)
@@ -141,7 +141,7 @@ def _memory(snapshot: Snapshot, *, plain: bool) -> Text:
 
 
 def _measured_peak(snapshot: Snapshot) -> str:
-    # A peak that was measured by tracing may be some steps old, and of another plan.
+    # A peak measured by tracing may be several steps old and belong to another plan.
     measured = snapshot.measured_peak_bytes
     return "not measured yet" if measured is None else f"{format_bytes(measured)} when last measured"
 

@@ -56,7 +56,7 @@ def command(
 ) -> None:
     """Train a policy by PPO on simulated jobs with changing conditions, or continue training one on a real job.
 
-    The policy folder is written to the run directory. With --search, a recipe is searched for instead.
+    The policy folder is written to the run directory. With --search, search for a better recipe instead.
     """
     from autotune import commands
     from autotune.commands.training import FineTuneRequest, TrainRequest

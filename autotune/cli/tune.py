@@ -100,7 +100,7 @@ def command(
 
 
 def show(document: dict[str, Any], request: TuneRequest, output: Console, *, as_json: bool) -> None:
-    """Print the result of a tuning: the document, or a table for people."""
+    """Print the result of a tuning: a table with a summary, or the JSON document."""
     if as_json:
         shared.print_json(document)
         return

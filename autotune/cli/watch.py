@@ -1,4 +1,4 @@
-"""``autotune watch``: show the state of an attached run from its decision log, while it trains elsewhere."""
+"""``autotune watch``: show the state of an attached run from its decision log, while it trains."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def command(
 ) -> None:
     """Show the state of an attached run while it trains: plan, memory, times, switches, trips. Ctrl-C ends the display.
 
-    Only the run's decision log is read. A terminal shows one panel; anything else gets one line per decision.
+    Only the run's decision log is read. A terminal shows a panel; other outputs get one line per decision.
     """
     from autotune.cli.terminal_panel import farewell
     from autotune.report.standing import Watched
@@ -76,7 +76,7 @@ def _drawn(watched: Watched, output: Console) -> RenderableType:
 
 
 def _tell(watched: Watched, output: Console, *, once: bool) -> None:
-    """Print a line with the state of the run, and one for each new decision and trip until the run has ended."""
+    """Print one line with the state of the run, and one for each new decision and trip until the run has ended."""
     from autotune.cli.terminal_panel import line
 
     watched.look()

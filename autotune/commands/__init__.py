@@ -1,4 +1,4 @@
-"""Functions behind the verbs: tune, compare, train, resume and reproduce, down to the documents on disk."""
+"""Functions of the subcommands tune, compare, train, resume and reproduce, which write documents to disk."""
 
 from __future__ import annotations
 

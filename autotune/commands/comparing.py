@@ -1,4 +1,4 @@
-"""Compare arms on one job: ``autotune.compare``."""
+"""Comparison of arms on one job: ``autotune.compare``."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def compare(
     runs_dir: str | Path = "runs",
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
-    """Compare arms on paired, interleaved, fresh seeds; methods among them are searched for first.
+    """Compare arms in interleaved runs on paired seeds; arms that are methods search for a plan first.
 
     Args:
         job: the job, or its reference.
         arms: rules, methods, plan files or policy folders.
-        seeds: number of paired seeds; fewer than six give an indication.
+        seeds: number of paired seeds; with fewer than six, the result is only an indication.
         memory_budget: as for :func:`tune`.
         steps: as for :func:`tune`, for each search.
         trials: as for :func:`tune`, for each search.
         seed: random seed for the searches and for the tuning engine.
-        dips: how the budget dips in compared runs, ``EVERY:SHARE`` as in ``5:70%``; ``None`` for a constant budget.
+        dips: dips of the budget in compared runs, ``EVERY:SHARE`` as in ``5:70%``; ``None`` for a constant budget.
         lean: as for :func:`tune`.
         storage: as for :func:`tune`.
         watts: as for :func:`tune`.
-        carbon_intensity: grams of CO2 per kWh, or a file with a series of them that covers the runs; the document then
-            has the grams of each run whose energy is known.
+        carbon_intensity: grams of CO2 per kWh, or a file with a time series that covers the runs. The document then has
+            the grams of CO2 of each run with known energy.
         runs_dir: folder in which the run directory is made.
         reporter: shows progress; ``None`` shows nothing.
 
@@ -82,7 +82,7 @@ def run_comparison(
 
     Args:
         request: the request.
-        trusted: what the caller supplies for it.
+        trusted: inputs that the caller supplies for the request.
         runs: folder in which the run directory is made.
         reporter: shows progress.
         verb: the command that the run directory is named after.

@@ -1,4 +1,4 @@
-"""Repeat the paper's tables: ``autotune.reproduce``."""
+"""Reproduction of the paper's tables: ``autotune.reproduce``."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def reproduce(
     runs_dir: str | Path = "runs",
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
-    """Repeat one of the paper's tables: the paper's numbers, ours, and the ratio.
+    """Reproduce one of the paper's tables: the paper's numbers, our own, and their ratios.
 
     Args:
         table: ``table1`` to ``table4``, or ``error-analysis``.
-        data: folder with CIFAR-10 and WikiText-2 in a published format; ``None`` for the folder that the environment
-            names, or for a scale that needs no data.
-        scale: ``paper`` for the paper's own jobs; ``cpu`` for small ones on data that every machine has.
-        seeds: number of paired seeds; fewer than six give an indication.
+        data: folder with CIFAR-10 and WikiText-2 in a published format; ``None`` for the folder in ``AUTOTUNE_DATA``,
+            or for a scale that needs no data.
+        scale: ``paper`` for the paper's own jobs; ``cpu`` for small jobs on data that every machine has.
+        seeds: number of paired seeds; with fewer than six, the result is only an indication.
         runs_dir: folder in which the run directory is made.
         reporter: shows progress; ``None`` shows nothing.
 
@@ -59,7 +59,7 @@ def reproduce(
 
 
 def reproduced_run(request: TableRequest, run: RunDirectory, journal: Journal, reporter: Reporter) -> dict[str, Any]:
-    """Measure what is missing of a table, and return its document."""
+    """Measure what is missing from a table, and return the table's document."""
     from autotune.paper.paper_tables import experiments_for, reproduced
     from autotune.paper.table_comparisons import Campaign
 
@@ -74,7 +74,7 @@ def reproduced_run(request: TableRequest, run: RunDirectory, journal: Journal, r
 
 
 def _publish(document: Mapping[str, Any], run: RunDirectory) -> None:
-    """Write the table and its figure, and send both and all our numbers to MLflow."""
+    """Write the table and its figure, and log both and our numbers to MLflow."""
     tracker = Tracker(run.path.parent, run.path, f"reproduce {document['table']}")
     tracker.params({name: document[name] for name in ("table", "scale", "jobs", "seeds", "device")})
     tracker.metrics({f"{row['metric']} of {row['configuration']}": row["ours"] for row in document["rows"]})

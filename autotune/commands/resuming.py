@@ -1,6 +1,6 @@
-"""Resume an interrupted campaign: ``autotune.resume``; and compare on several jobs, some of which may have begun.
+"""Resumption of interrupted campaigns, ``autotune.resume``, and comparison on several jobs, new or interrupted.
 
-The request of a campaign is read from its run directory; what no file of a run may decide comes from the caller.
+The request of a campaign is read from its run directory; inputs that its files must not decide come from the caller.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ def resume(
     carbon_intensity: str | None = None,
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
-    """Resume a tuning, a comparison or a reproduction that was interrupted at any instant, and finish it.
+    """Resume a tuning, a comparison or a reproduction that was interrupted at any point, and finish it.
 
-    Measurements before the interruption are kept. The model starts again from its initial weights, so that windows
-    after the interruption see an earlier stage of training than they would have. The document of a finished campaign is
-    returned as it is.
+    Measurements before the interruption are kept. The model starts again from its initial weights, so windows after the
+    interruption measure an earlier stage of training than in an uninterrupted run. The document of a finished campaign
+    is returned unchanged.
 
-    Only jobs of the catalog are loaded on the run's own word. Any other job, a plan file or a policy folder among the
-    arms, a database, a cluster, a DeepSpeed configuration, a folder of data or a series of carbon intensities must be
-    given again, with the value of the original command.
+    Jobs of the catalog are loaded as recorded. Any other job, a plan file or a policy folder among the arms, a
+    database, a cluster, a DeepSpeed configuration, a folder of data or a series of carbon intensities must be given
+    again, with the value of the original command.
 
     Args:
         run: the run directory.
-        job: the job or its reference; of a comparison on several jobs, the references that are not in the catalog.
-        arms: arms that are files or folders, as they were given.
+        job: the job or its reference; for a comparison on several jobs, the references that are not in the catalog.
+        arms: arms that are files, folders or code of another package, as in the original command.
         storage: as for :func:`autotune.tune`.
         cluster: the address of the Ray cluster.
         ds_config: the DeepSpeed configuration.
@@ -73,8 +73,8 @@ def resume(
         The document that the command would have returned.
 
     Raises:
-        InputError: if the folder holds no such run, or a damaged one, another process writes in it, or something that
-            must be given again was not.
+        InputError: if the folder has no such run, the run is damaged, another process is writing to it, or an input
+            that must be given again is missing.
     """
     trusted = TrustedInputs(
         jobs=[job] if isinstance(job, str | Job) else list(job or ()),
@@ -86,7 +86,7 @@ def resume(
         carbon_intensity=carbon_intensity,
     )
     path = Path(run)
-    # The runs folder is the parent of the run's folder, which `.` does not name.
+    # The runs folder is the parent of the run's folder, so `.` and `..` must be resolved.
     return _resumed(path.resolve() if path.name in ("", "..") else path, trusted, reporter or Silent())
 
 
@@ -102,15 +102,15 @@ def compare_jobs(
 
     Args:
         jobs: references of the jobs.
-        arms: as for :func:`autotune.compare`, without plan files, which fit one job.
+        arms: as for :func:`autotune.compare`, without plan files, which fit only one job.
         options: options of the comparison on each job.
-        trusted: what the caller supplies.
-        runs: folder in which the run directories are made: one for each job, and one for all.
+        trusted: inputs that the caller supplies.
+        runs: folder in which the run directories are made: one for each job, and one for the whole comparison.
         reporter: shows progress.
 
     Returns:
-        ``jobs`` (name, run and ``against_baseline`` of each), ``together`` (an entry of each arm, its interval
-        stratified by job) and ``run``.
+        A document with ``jobs`` (name, run and ``against_baseline`` of each), ``together`` (one entry per arm, with an
+        interval stratified by job) and ``run``.
 
     Raises:
         InputError: for wrong input, before anything is written.
@@ -126,7 +126,7 @@ def compare_jobs(
 
 
 def _require_arms_for_any_job(jobs: Sequence[str], arms: Sequence[str]) -> None:
-    """Refuse arms that cannot be compared on every one of several jobs."""
+    """Refuse arms that cannot be compared on every job."""
     named = [split(name, where="--arms") for name in arm_names(arms)]
     for name, _ in named:
         if Path(name).suffix == ".json":
@@ -155,7 +155,7 @@ def _resumed(path: Path, trusted: TrustedInputs, reporter: Reporter) -> dict[str
     with RunDirectory.take_up(path) as run, _naming(path):
         config = run.config
         if run.has(result_name(config, str(path))):
-            # The process that held the lock has finished it.
+            # The process that held the lock has finished the campaign.
             return result_of(run, config)
         match config:
             case JobsConfig():
@@ -171,7 +171,7 @@ def _resumed(path: Path, trusted: TrustedInputs, reporter: Reporter) -> dict[str
 
 @contextmanager
 def _naming(run: Path) -> Iterator[None]:
-    """Name the run in an error about its request, which is not part of this command line."""
+    """Add the run to errors about its recorded request, which is not part of this command line."""
     try:
         yield
     except InputError as error:
@@ -189,10 +189,10 @@ def _campaign(
         raise RunDirectoryError(
             f"was measured on {measured_on!r}, and this is {device_name()!r}",
             where=str(run.path),
-            allowed="the same device: times of two do not compare",
+            allowed="the same device: times from different devices are not comparable",
         )
     campaign = prepare(config.asked, trusted, run.path.parent, reporter)
-    # The journal comes last: nothing is written before the whole request was checked.
+    # Open the journal after the request was checked, since opening it may write a file.
     campaign = replace(campaign, journal=Journal.opened(run.path), run=run)
     if isinstance(config, TuneConfig):
         trusted.require_arms([config.method])
@@ -201,7 +201,7 @@ def _campaign(
 
 
 def _jobs(run: RunDirectory, config: JobsConfig, trusted: TrustedInputs, reporter: Reporter) -> dict[str, Any]:
-    """Compare several jobs; comparisons that have begun are resumed."""
+    """Compare arms on several jobs; resume comparisons that have begun."""
     options, runs = config.settings, run.path.parent
     trusted.require_arms(config.arms)
     trusted.database(options.storage)
@@ -224,7 +224,7 @@ def _jobs(run: RunDirectory, config: JobsConfig, trusted: TrustedInputs, reporte
 
 
 def _begun_within(run: RunDirectory, job: str) -> Path | None:
-    """Return the run directory of a job's comparison that belongs to a comparison on several jobs."""
+    """Return the run directory of one job's part of a comparison on several jobs; ``None`` if it has not begun."""
     for path in sorted(run.path.parent.glob("*/config.json")):
         try:
             config = RunDirectory.open(path.parent).config

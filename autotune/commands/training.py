@@ -1,4 +1,4 @@
-"""Train policies on simulated jobs or on a real job, and search for training recipes."""
+"""Training of policies on simulated jobs or on a real job, and search for training recipes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TrainRequest:
     """Options of a training on simulated jobs, or of a search for its recipe.
 
     Attributes:
-        recipe: a recipe file, whose own settings a search tries first; ``None`` for the defaults, or for the recipe of
+        recipe: a recipe file; a search tries its own settings first. ``None`` for the defaults, or for the recipe of
             ``resume``.
         resume: run directory of an interrupted training or search; ``None`` for a new one.
         processes: number of seeds or trials trained in parallel; ``None`` for one per core, or per worker of the
@@ -76,7 +76,7 @@ class FineTuneRequest:
 
 
 def train(request: TrainRequest, *, runs_dir: str | Path = "runs", reporter: Reporter | None = None) -> dict[str, Any]:
-    """Train the policy that adjusts the planner by PPO on simulated jobs, or search for the best recipe by Optuna.
+    """Train the policy that adjusts the planner with PPO on simulated jobs, or search for the best recipe with Optuna.
 
     Args:
         request: the options.
@@ -84,7 +84,7 @@ def train(request: TrainRequest, *, runs_dir: str | Path = "runs", reporter: Rep
         reporter: shows progress; ``None`` shows nothing.
 
     Returns:
-        The document that ``autotune train --json`` prints, with ``--search`` if the request has trials.
+        The document that ``autotune train --json`` prints, or ``autotune train --search --json`` for a search.
 
     Raises:
         InputError: for wrong input, before anything is written.
@@ -133,10 +133,12 @@ def _resumed(request: TrainRequest, resume: Path) -> tuple[Recipe, SearchSetting
 
     config = RunDirectory.open(resume).config
     if not isinstance(config, TrainConfig):
-        raise RunDirectoryError("holds no training", where=str(resume), allowed="the run directory of a training")
+        raise RunDirectoryError("has no training", where=str(resume), allowed="the run directory of a training")
     if (request.trials is None) is not (config.search is None):
-        kind, other = ("a search", "with --search N") if request.trials is None else ("no search", "without --search")
-        raise RunDirectoryError(f"holds {kind}", where=str(resume), allowed=f"autotune train --resume {other}")
+        problem, other = "is not a search", "without --search"
+        if request.trials is None:
+            problem, other = "is a search", "with --search N"
+        raise RunDirectoryError(problem, where=str(resume), allowed=f"autotune train --resume {other}")
     settings = None
     if config.search is not None and request.trials is not None:
         decisions = config.search.decisions

@@ -1,4 +1,4 @@
-"""Find a plan: ``autotune.tune``."""
+"""Search for a plan: ``autotune.tune``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def tune(
         steps: number of real optimizer steps that may be spent.
         trials: number of plans that may be measured; ``None`` for as many as the steps allow.
         seed: random seed for the search and for the engine.
-        lean: whether a profile, if there is none yet, may be measured in a tenth of the steps.
+        lean: whether a missing profile may be measured in a tenth of the steps.
         isolate: whether windows run in a separate process, so that a crash or a hang of the job is a failed window. The
             job is then given by its reference.
         ranks: number of processes that train the job together through DeepSpeed, and their ZeRO stage; ``None`` for
@@ -57,7 +57,7 @@ def tune(
             measure one plan after another on this machine. For ``random``, ``optuna`` and ``optuna-prices``.
         storage: a database for Optuna's studies, ``postgresql://user@host:port/database``; ``None`` keeps them in the
             run directory.
-        weights: weights of time, memory and energy in what is minimised, ``1,0,0.5``; ``None`` for time alone.
+        weights: weights of time, memory and energy in the objective, as in ``1,0,0.5``; ``None`` for time alone.
         watts: power of the device in watts, to estimate energy where it cannot be measured; ``None`` makes no estimate.
         runs_dir: folder in which the run directory is made.
         reporter: shows progress; ``None`` shows nothing.
@@ -97,7 +97,7 @@ def run_tuning(request: TuneRequest, trusted: TrustedInputs, runs: Path, reporte
 
     Args:
         request: the request.
-        trusted: what the caller supplies for it.
+        trusted: inputs that the caller supplies for the request.
         runs: folder in which the run directory is made.
         reporter: shows progress.
 
@@ -116,12 +116,12 @@ def tune_stages(request: TuneRequest, trusted: TrustedInputs, runs: Path, report
     Args:
         request: the request, with ranks of any stage. A memory budget that is a share refers to the baseline's peak at
             stage 0, for all stages.
-        trusted: what the caller supplies for it.
+        trusted: inputs that the caller supplies for the request.
         runs: folder in which the run directories are made.
         reporter: shows progress.
 
     Returns:
-        The document of the fastest stage, with ``stages``: what was measured at each stage, or why nothing was.
+        The document of the fastest stage, with ``stages``: the measurements at each stage, or why it was refused.
 
     Raises:
         InputError: for wrong input, or for a budget that no stage meets.

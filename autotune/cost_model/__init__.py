@@ -1,1 +1,1 @@
-"""Predict a step's time and memory from a profile, and find the best plan: pure functions that know no torch."""
+"""Predictions of a step's time and memory from a profile, and solvers for the best plan; independent of torch."""

@@ -1,7 +1,7 @@
 """Carbon emissions: grams of CO2 from energy, and the start time with the lowest emissions for a run of known length.
 
 An intensity is grams of CO2 equivalents per kWh of the grid that a machine draws from, constant from one row of a
-series to the next. This file knows nothing of where series come from; operators and services export them as CSV.
+series to the next. Grid operators and services export series as CSV; this module only reads them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autotune.io.files import read_text
 
 JOULES_PER_KWH = 3.6e6
 _ALLOWED = "g/kWh as a number, or a CSV file of two columns: ISO time with zone, gCO2/kWh"
-# No grid is as clean as 2 g/kWh or as dirty as 5000: life-cycle medians reach from 11 (wind) to 820 (coal) g/kWh.
+# No grid is as clean as 2 g/kWh or as dirty as 5000: life-cycle medians range from 11 (wind) to 820 (coal) g/kWh.
 # Source: IPCC AR5 WG3, annex III, table A.III.2 (2014).
 _LEAST, _MOST = 2.0, 5000.0
 _FOREIGN_UNIT = re.compile(r"kg|lb|mwh|\bmj\b|/\s*j\b|\bt(on)?/", re.IGNORECASE)
@@ -36,8 +36,8 @@ class Intensity:
     """A carbon intensity over time, constant between changes.
 
     Attributes:
-        starts_s: POSIX seconds from which each value holds, ascending; minus infinity for one that always holds.
-        grams_per_kwh: the values.
+        starts_s: POSIX seconds at which each value begins, ascending; minus infinity for a constant intensity.
+        grams_per_kwh: the value from each start.
         end_s: POSIX seconds at which the last value ends.
     """
 
@@ -52,10 +52,10 @@ class Intensity:
 
     @classmethod
     def parse(cls, text: str, *, where: str = "--carbon-intensity") -> Intensity:
-        """Read a number of g/kWh, or a file.
+        """Return a constant intensity from a number of g/kWh, or a series from a file.
 
         Raises:
-            InputError: naming what is wrong and, in a file, the line.
+            InputError: if the number or the file is invalid; in a file, the message names the line.
         """
         try:
             number = float(text)
@@ -66,14 +66,14 @@ class Intensity:
 
     @classmethod
     def read(cls, path: Path) -> Intensity:
-        """Read a series from a CSV file; the last row is valid for as long as the row before it.
+        """Read a series from a CSV file; the last row lasts as long as the others.
 
         Raises:
-            InputError: naming the file, the line, and what is allowed.
+            InputError: if the file is invalid; the message names the line and what is allowed.
         """
         rows = list(_rows(path))
         if len(rows) < 2:
-            raise InputError(f"holds {len(rows)} values", where=str(path), allowed="at least two rows")
+            raise InputError(f"has {len(rows)} rows", where=str(path), allowed="at least two rows")
         # The most frequent distance, so that a gap after the first row is reported in the right place.
         step = statistics.mode(later - earlier for (_, earlier, _), (_, later, _) in itertools.pairwise(rows))
         for (_, earlier, _), (line, later, _) in itertools.pairwise(rows):
@@ -91,7 +91,7 @@ class Intensity:
         )
 
     def __str__(self) -> str:
-        """Return the intensity with its unit, for people."""
+        """Return the intensity as text with its unit."""
         low, high = min(self.grams_per_kwh), max(self.grams_per_kwh)
         span = f"{low:g}" if len(self.grams_per_kwh) == 1 else f"{low:g} to {high:g}"
         return f"{span} g CO2e per kWh"
@@ -102,7 +102,7 @@ class Intensity:
         return self.starts_s[0]
 
     def at(self, time_s: float) -> float:
-        """Return grams per kWh at a time that is covered."""
+        """Return grams per kWh at a covered time."""
         return self.grams_per_kwh[bisect.bisect_right(self.starts_s, time_s) - 1]
 
     def covers(self, begin_s: float, end_s: float) -> bool:
@@ -113,19 +113,19 @@ class Intensity:
         """Refuse a time span that the series does not cover.
 
         Raises:
-            InputError: saying what is covered.
+            InputError: if it does not; the message says what is covered.
         """
         end_s = begin_s if end_s is None else end_s
         if not self.covers(begin_s, end_s):
             stretch = iso(begin_s) if end_s == begin_s else f"{iso(begin_s)} to {iso(end_s)}"
             raise InputError(
-                f"the series says nothing of {stretch}",
+                f"the series does not cover {stretch}",
                 where=where,
                 allowed=f"{iso(self.begin_s)} to {iso(self.end_s)}",
             )
 
     def mean(self, begin_s: float, end_s: float) -> float:
-        """Return the mean grams per kWh over a covered time span; the value at a moment if the span is empty."""
+        """Return the mean grams per kWh over a covered time span; if it is empty, the value at its start."""
         if end_s <= begin_s:
             return self.at(begin_s)
         first = bisect.bisect_right(self.starts_s, begin_s) - 1
@@ -144,7 +144,7 @@ class Intensity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """One start time of a run.
+    """A possible start of a run.
 
     Attributes:
         begin_s: POSIX seconds.
@@ -173,10 +173,10 @@ class Schedule:
 
 
 def schedule(intensity: Intensity, length_s: float, earliest_s: float, deadline_s: float | None = None) -> Schedule:
-    """Return the starts at which a run of constant power emits least and most; of equal ones, the earlier.
+    """Return the earliest start, and those with the lowest and highest emissions at constant power; ties go earlier.
 
-    What a run emits is linear in its start for as long as neither of its ends meets a change of the intensity, so that
-    only such starts, the earliest and the latest one can be best or worst.
+    Emissions are linear in the start time until one end of the run crosses a change of the intensity. So only the
+    starts at such crossings, the earliest start and the latest start can be best or worst.
 
     Args:
         intensity: the series.
@@ -185,7 +185,7 @@ def schedule(intensity: Intensity, length_s: float, earliest_s: float, deadline_
         deadline_s: POSIX seconds by which the run must end; ``None`` for the end of the series.
 
     Raises:
-        InputError: if no start is left, or the series says nothing of some.
+        InputError: if no start meets the deadline, or the series does not cover the whole range.
     """
     until = intensity.end_s if deadline_s is None else deadline_s
     latest_s = until - length_s
@@ -219,7 +219,7 @@ def parse_length(text: str) -> float:
     """Return the seconds of a length such as ``6h``, ``90min`` or ``1d12h``.
 
     Raises:
-        InputError: if it is none, not above 0, or longer than ten years.
+        InputError: if the text is not a length, or the length is 0 or longer than ten years.
     """
     units = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
     seconds = sum(float(number) * units[unit] for number, unit in _LENGTH.findall(text))
@@ -233,7 +233,7 @@ def parse_time(text: str, *, where: str) -> float:
     """Return the POSIX seconds of an ISO time with a time zone.
 
     Raises:
-        InputError: if it is none, has no zone, or lies before 1970 or after 2199.
+        InputError: if the text is not an ISO time, has no zone, or is before 1970 or after 2199.
     """
     allowed = "an ISO time with its zone, such as 2025-03-01T18:00:00Z or 2025-03-01T18:00:00+01:00"
     try:
@@ -244,19 +244,19 @@ def parse_time(text: str, *, where: str) -> float:
         raise InputError(f"time {text!r} has no zone", where=where, allowed=allowed)
     if not _FIRST_YEAR <= time.year <= _LAST_YEAR:
         years = f"years from {_FIRST_YEAR} to {_LAST_YEAR}"
-        raise InputError(f"time {text!r} is of another age", where=where, allowed=years)
+        raise InputError(f"time {text!r} is out of range", where=where, allowed=years)
     return time.timestamp()
 
 
 def iso(time_s: float) -> str:
-    """Return a time as ISO text in UTC, to the second."""
+    """Return a time as ISO text in UTC, to the second; ``without limit`` if it is not finite."""
     if not math.isfinite(time_s):
-        return "ever"
+        return "without limit"
     return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="seconds")
 
 
 def _rows(path: Path) -> list[tuple[int, float, float]]:
-    """Return line number, POSIX seconds and g/kWh of each row; a first line without data must be a heading."""
+    """Return the line number, POSIX seconds and g/kWh of each row; only the first line may be a heading."""
     # Spreadsheets write a byte-order mark at the beginning.
     text = read_text(path, limit_bytes=_LIMIT_BYTES).removeprefix("\ufeff")
     reader = csv.reader(text.splitlines())
@@ -282,7 +282,7 @@ def _is_heading(cells: list[str], where: str) -> bool:
     """Return whether a line is a heading.
 
     Raises:
-        InputError: if it names another unit than g/kWh.
+        InputError: if it names a unit other than g/kWh.
     """
     if any(character.isdigit() for character in cells[0]):
         return False
@@ -302,15 +302,15 @@ def _grams(text: str, where: str) -> float:
 
 
 def _require_grams(values: list[float], *, where: str) -> None:
-    """Refuse values that must be in another unit.
+    """Refuse values that are not intensities or must be in another unit.
 
     Raises:
-        InputError: naming the largest of them.
+        InputError: if a value is negative or not finite, or the largest is implausible in g/kWh.
     """
     largest = max(values)
     if not math.isfinite(largest) or min(values) < 0:
-        raise InputError("is no intensity", where=where, allowed=_ALLOWED)
+        raise InputError("is not an intensity", where=where, allowed=_ALLOWED)
     if largest < _LEAST:
-        raise InputError(f"no value reaches {_LEAST:g}, which looks like kg/kWh", where=where, allowed="gCO2/kWh")
+        raise InputError(f"no value reaches {_LEAST:g}; looks like kg/kWh", where=where, allowed="gCO2/kWh")
     if largest > _MOST:
-        raise InputError(f"{largest:g} is no grid's, and looks like g/MWh", where=where, allowed="gCO2/kWh")
+        raise InputError(f"{largest:g} is too high for a grid; looks like g/MWh", where=where, allowed="gCO2/kWh")

@@ -1,4 +1,4 @@
-"""The memory and the time model on arrays, for many plans of many jobs at once.
+"""The memory model and the time model on arrays, for many plans of many jobs at once.
 
 Predictions equal those of :mod:`autotune.cost_model.memory_model` and :mod:`autotune.cost_model.time_model`, and a
 thousand plans take about as long as one. Jobs are padded to the largest.
@@ -21,7 +21,7 @@ from autotune.plan import Plan, Storage
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
-# Lower than every level, so that padded segments never have the peak.
+# Lower than every level, so that padded segments never determine the peak.
 _NEVER = -1e18
 _RECOMPUTES = np.array([storage.recomputes for storage in STORAGES])
 
@@ -68,8 +68,8 @@ class CostArrays:
         profiles: the profiles of the jobs.
         max_units: largest number of units of a job.
         max_k: largest number of accumulation choices of a job.
-        variants: number of sets of costs of a job: one per k for mixed precisions and, if a profile has them, one more
-            per k and 16-bit precision for plans that use it everywhere. The number of a set is regime x max_k + k.
+        variants: number of cost sets of a job: one per k for mixed precisions and, if a profile has them, one per k and
+            16-bit precision for plans that use it everywhere. The index of a set is regime x max_k + k.
         max_precisions: largest number of precisions of a job.
         max_choices: choices per unit: the largest number of precisions times the number of storages.
         num_units: shape (jobs,), number of units.
@@ -77,12 +77,12 @@ class CostArrays:
         num_precisions: shape (jobs,), number of precisions.
         recomputable: shape (jobs, max_units), whether a unit can be recomputed.
         accumulation_steps: shape (jobs, max_k), values of k; the last one is repeated.
-        unit_seconds: shape (jobs, variants, max_units, max_choices), calibrated seconds; a choice that a unit lacks has
-            those of saving.
+        unit_seconds: shape (jobs, variants, max_units, max_choices), calibrated seconds; those of saving for a choice
+            that a unit lacks.
         between_seconds: shape (jobs, variants), calibrated seconds of the code between units.
         constant_seconds: shape (jobs, variants), seconds that do not depend on the sequence length.
         missing: shape of ``unit_seconds``, whether the choice could not be profiled.
-        unit_kept_bytes: shape of ``unit_seconds``, bytes that stay until backward because of the unit, with boundaries.
+        unit_kept_bytes: shape of ``unit_seconds``, bytes that the unit keeps until backward, boundaries included.
     """
 
     def __init__(self, profiles: Sequence[Profile], *, max_units: int | None = None) -> None:
@@ -202,7 +202,7 @@ class CostArrays:
                     self.unit_kept_bytes[(*where, numbers[unit])] += np.array(keeps) * boundary.size_bytes
 
     def encode(self, job: int, plan: Plan) -> tuple[int, Indices]:
-        """Return a plan as the number of its k and its units' choices, shape (max_units,).
+        """Return the index of a plan's k, and its units' choices, shape (max_units,).
 
         Raises:
             ProfileError: if the plan's k or a precision is not in the job's profile.
@@ -222,7 +222,7 @@ class CostArrays:
         return k, choices
 
     def decode(self, job: int, k: int, choices: Indices) -> Plan:
-        """Return the plan that numbers encode; see :meth:`encode`."""
+        """Return the plan with a k index and unit choices; the inverse of :meth:`encode`."""
         profile = self.profiles[job]
         pairs = list(zip(profile.units, choices.tolist(), strict=False))
         return Plan(
@@ -232,7 +232,7 @@ class CostArrays:
         )
 
     def variant(self, plans: Plans) -> Indices:
-        """Return the number of the set of costs of each plan, shape (n,)."""
+        """Return the index of each plan's cost set, shape (n,)."""
         if self.regimes == 1:
             return plans.k
         precision = precision_index(plans.choices)
@@ -252,7 +252,7 @@ class CostArrays:
         factor = np.broadcast_to(np.asarray(length, dtype=np.float64), plans.job.shape)[:, None]
         saved = np.take(self._saved.reshape(-1), cell) * factor
         all_born, kept_born = self._boundary_changes(plans, row, cell)
-        # Levels before each segment: what earlier ones saved, and the boundaries born before it.
+        # Level before each segment: bytes saved by earlier ones, and boundaries allocated before it.
         earlier = np.cumsum(saved, axis=1) - saved
         forward = earlier + np.cumsum(all_born, axis=1)[:, :-1] * factor
         backward = earlier + np.cumsum(kept_born, axis=1)[:, :-1] * factor
@@ -285,7 +285,7 @@ class CostArrays:
         return np.asarray(growing * length + np.take(self.constant_seconds.reshape(-1), row))
 
     def _cells(self, plans: Plans) -> tuple[Indices, Indices]:
-        """Return the flat index of each lane's job and k, and of each of its segments' choices."""
+        """Return the flat index of each lane's job and cost set, and of each of its segments' choices."""
         row = plans.job * self.variants + self.variant(plans)
         unit_of = np.take(self._unit_of.reshape(-1, self._segments), row, axis=0)
         padded = np.concatenate([plans.choices, np.zeros((len(row), 1), dtype=np.int64)], axis=1)
@@ -294,7 +294,7 @@ class CostArrays:
         return row, segment * self.max_choices + choice
 
     def _boundary_changes(self, plans: Plans, row: Indices, cell: Indices) -> tuple[Floats, Floats]:
-        """Return the change of the level at each segment by all boundaries, and by those that stay until backward."""
+        """Return the level's change at each segment due to all boundaries, and due to those kept until backward."""
 
         def of(array: NDArray[Any]) -> NDArray[Any]:
             return np.take(array.reshape(-1, self._boundaries), row, axis=0)
@@ -317,7 +317,7 @@ class CostArrays:
 
 
 def _table(profile: Profile, regime: int, mixed: StepTable) -> StepTable:
-    """Return the costs of plans with one 16-bit precision everywhere; those of mixed plans if there are none."""
+    """Return the costs of plans with one 16-bit precision everywhere; without such costs, those of mixed plans."""
     if not 0 < regime < len(profile.precisions):
         return mixed
     tables = profile.uniform_tables.get(str(profile.precisions[regime]), ())
@@ -325,7 +325,7 @@ def _table(profile: Profile, regime: int, mixed: StepTable) -> StepTable:
 
 
 def _larger(first: tuple[int, int], later_one: tuple[int, int], *, later: bool) -> tuple[int, int]:
-    """Return the larger of two needs as constant and activation bytes; the second applies only if k > 1."""
+    """Return the larger of two needs, as constant and activation bytes; the second applies only if k > 1."""
     return later_one if later and sum(later_one) > sum(first) else first
 
 

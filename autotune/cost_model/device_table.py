@@ -1,8 +1,8 @@
-"""Published figures of devices, for plans made without the device, and the memory of a GPU that torch reserves.
+"""Published figures of devices, for planning without the device, and the GPU memory that torch reserves.
 
 Rates are those of dense matrix products with fp32 accumulation: half of what a data sheet gives with sparsity. ``fp32``
 is the rate of ordinary fp32 arithmetic. ``tf32`` is the rate of fp32 products that torch rounds to TF32: by default
-convolutions on NVIDIA, and matrix products only where it is asked to.
+only convolutions on NVIDIA; matrix products on request.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from autotune.plan import Precision
 _GB = 10**9
 _KIB, _MIB = 2**10, 2**20
 _TERA = 1e12
-# Assumed shares of the published peaks that single kernels reach, and the time of a kernel launch: assumptions,
-# not measurements of these devices. Whole training steps are reported to use 21 to 46 % of the peak (Chowdhery et al.
-# 2022, arXiv:2204.02311, table 3), so that estimates are rather too fast than too slow.
+# Shares of the published peaks that single kernels reach, and the time of a kernel launch: assumptions, not
+# measurements of these devices. Whole training steps are reported to use 21 to 46 % of the peak (Chowdhery et al.
+# 2022, arXiv:2204.02311, table 3), so estimates tend to be too fast.
 _COMPUTE_SHARE = 0.6
 _BANDWIDTH_SHARE = 0.8
 _LAUNCH_S = 4e-6
-# The caching allocator rounds every block up to a multiple of this, under CUDA and ROCm alike. Source: kMinBlockSize in
+# The caching allocator rounds every block up to a multiple of this, on CUDA and on ROCm. Source: kMinBlockSize in
 # torch's c10/core/AllocatorConfig.h.
 _BLOCK_BYTES = 512
-# Matrix products keep a workspace for each thread that makes them, in the caching allocator's memory, until the process
-# ends: one is forward's thread, one is backward's. Source: aten/src/ATen/cuda/CublasHandlePool.cpp of torch 2.13.
+# Each thread that runs matrix products keeps a workspace in the caching allocator's memory until the process ends: the
+# forward thread and the backward thread. Source: aten/src/ATen/cuda/CublasHandlePool.cpp of torch 2.13.
 _THREADS = 2
-# cuBLAS and cuBLASLt share it: 32 MiB on Hopper and Blackwell (on Blackwell since pytorch/pytorch#175344; before that
-# as on what is older), ":4096:2:16:8" on what is older.
+# The workspace that cuBLAS and cuBLASLt share: 32 MiB on Hopper and, since pytorch/pytorch#175344, on Blackwell;
+# ":4096:2:16:8" on older devices, and on Blackwell before.
 _HOPPER_WORKSPACE = _THREADS * 32 * _MIB
 _AMPERE_WORKSPACE = _THREADS * (2 * 4096 + 8 * 16) * _KIB
-# hipBLASLt, which torch prefers on CDNA 3 and 4 (80 MiB after torch 2.13, pytorch/pytorch#197201). What it cannot do
-# goes to hipBLAS, which would keep another 128 MiB per thread.
+# The workspace of hipBLASLt, which torch prefers on CDNA 3 and 4 (80 MiB after torch 2.13, pytorch/pytorch#197201).
+# Products that it does not support go to hipBLAS, which would keep another 128 MiB per thread.
 _CDNA_WORKSPACE = _THREADS * 76 * _MIB
-# The driver's context and the kernels that it has loaded, which no allocator counts. An assumption: 300 MB are reported
-# before most kernels are loaded (pytorch/pytorch#107667), and more with every library in use.
+# The driver's context and its loaded kernels, which no allocator counts. An assumption: 300 MB are reported before most
+# kernels are loaded (pytorch/pytorch#107667), and every library in use adds more.
 _CONTEXT_BYTES = 500 * 10**6
 
 
@@ -50,13 +50,13 @@ class DeviceSpec:
         name: name of the device.
         memory_bytes: memory capacity.
         bandwidth: memory bandwidth in bytes per second.
-        flops: peak floating-point operations per second, by precision; a precision without a fast path is missing.
+        flops: peak floating-point operations per second, by precision; only precisions with a fast path.
         source: where the figures are published.
-        tf32: peak of fp32 products that are rounded to TF32; ``None`` for a device without TF32.
+        tf32: peak rate of fp32 products that are rounded to TF32; ``None`` for a device without TF32.
         tf32_convolutions: whether convolutions use TF32 by default.
         block_bytes: the allocator rounds every block up to a multiple of this; 1 if it does not round, as on a CPU.
         workspace_bytes: bytes that matrix products keep allocated.
-        context_bytes: bytes that the driver takes of the capacity, which no allocator counts.
+        context_bytes: bytes of the capacity that the driver uses and no allocator counts.
     """
 
     name: str
@@ -72,7 +72,7 @@ class DeviceSpec:
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """Return fp32 and the best 16-bit precision of the device, which is bf16 if it is supported."""
+        """Return fp32 and the device's best 16-bit precision: bf16 if supported, otherwise fp16."""
         return (Precision.FP32, Precision.BF16 if Precision.BF16 in self.flops else Precision.FP16)
 
     @property
@@ -89,9 +89,9 @@ class DeviceSpec:
 
         Args:
             operations: floating-point operations.
-            moved_bytes: bytes that it reads and writes.
-            precision: the format that it computes in.
-            tf32: whether torch lets it round fp32 to TF32.
+            moved_bytes: bytes read and written.
+            precision: the format of the computation.
+            tf32: whether torch may round fp32 to TF32.
 
         Source: the roofline model (Williams, Waterman and Patterson 2009, doi:10.1145/1498765.1498785).
         """
@@ -228,7 +228,7 @@ DEVICES: Mapping[str, DeviceSpec] = MappingProxyType(
         ),
         "v100": _gpu("NVIDIA V100 SXM2 32GB", 32, 900, "NVIDIA V100 Tensor Core GPU datasheet", fp32=15.7, fp16=125),
         "t4": _gpu("NVIDIA T4", 16, 320, "NVIDIA T4 Tensor Core GPU datasheet", fp32=8.1, fp16=65),
-        # Its matrix cores have no TF32; libraries emulate it with bf16, at a rate that is not published.
+        # CDNA 4 matrix cores have no TF32; libraries emulate it with bf16, at an unpublished rate.
         "mi355x": _gpu(
             "AMD Instinct MI355X",
             288,
@@ -270,7 +270,7 @@ _REPORTED = {
     "NVIDIA A100-SXM4-40GB": "a100-40gb",
     "Tesla V100-SXM2-32GB": "v100",
 }
-# Words and characters that do not distinguish devices; a virtual function (VF) of an MI300X is a whole one.
+# Words and characters that do not distinguish devices; a virtual function (VF) of an MI300X is a whole device.
 _WORDLESS = re.compile(r"\b(nvidia|geforce|tesla|amd|instinct|oam|vf)\b|\brtx|[^a-z0-9]")
 
 
@@ -287,8 +287,8 @@ def find_device(name: str) -> DeviceSpec:
     """Return the figures of a device.
 
     Args:
-        name: its key in the table, or what ``torch.cuda.get_device_name()`` says; the maker's words may be left out, as
-            in ``RTX 4090`` or ``4090``.
+        name: key in the table, or result of ``torch.cuda.get_device_name()``; vendor and brand may be left out, as in
+            ``RTX 4090`` or ``4090``.
 
     Raises:
         InputError: if the device is not in the table.

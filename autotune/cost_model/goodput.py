@@ -1,7 +1,7 @@
-"""Statistical efficiency: what a step or a sample is worth at a batch size and a gradient noise scale.
+"""Statistical efficiency: the progress of a step or a sample at a batch size and a gradient noise scale.
 
-Both laws say the same in different units: per step, against a step without noise; per sample, against a reference
-batch.
+Both efficiencies express one law in different units: per step, relative to a step without noise; per sample, relative
+to a reference batch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Number = TypeVar("Number", float, NDArray[np.float64])
 
 
 def step_efficiency(batch: Number, noise_scale: Number, squared_error: Number | float = 0.0) -> Number:
-    """Return the worth of a step as a share of a step without noise; above 0 and at most 1.
+    """Return the progress of a step as a fraction of a noise-free step's; above 0 and at most 1.
 
     Args:
         batch: effective batch in samples, > 0.
@@ -24,13 +24,13 @@ def step_efficiency(batch: Number, noise_scale: Number, squared_error: Number | 
         squared_error: squared relative error that low precision adds to the gradient, >= 0.
 
     Source: McCandlish et al. 2018 (arXiv:1812.06162), eq. 2.7: 1/(1 + phi/B). Rounding adds a variance of e^2 times the
-    gradient's own square |G|^2 (1 + phi/B), so that the share becomes 1/((1 + phi/B)(1 + e^2)).
+    expected square of the gradient, |G|^2 (1 + phi/B), so the fraction becomes 1/((1 + phi/B)(1 + e^2)).
     """
     return 1.0 / ((1.0 + noise_scale / batch) * (1.0 + squared_error))
 
 
 def efficiency(batch: Number, noise_scale: Number, reference_batch: Number) -> Number:
-    """Return the worth of a sample in a batch, relative to a sample in a reference batch.
+    """Return the progress per sample in a batch, relative to that in a reference batch.
 
     Args:
         batch: effective batch in samples.

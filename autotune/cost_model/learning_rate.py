@@ -1,4 +1,4 @@
-"""How the learning rate follows the effective batch; how it follows time is :class:`autotune.job.WarmupCosine`."""
+"""Scaling of the learning rate with the effective batch; :class:`autotune.job.WarmupCosine` schedules it over time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autotune.job import LearningRateRule
 
 
 def batch_factor(rule: LearningRateRule, batch: float, base_batch: float) -> float:
-    """Return the factor by which the learning rate follows the effective batch.
+    """Return the factor on the learning rate at an effective batch.
 
     Args:
         rule: ``linear`` (eq. 11 of the paper; Goyal et al. 2017), ``sqrt`` (usual for Adam), or ``none``.

@@ -1,8 +1,8 @@
 """Peak memory of any plan, predicted from a profile.
 
-Along a step the level is what is static, plus what earlier segments keep, plus what the running segment needs; the peak
-is the largest of these over the forward and backward passes of all segments and the update. With fp32 boundaries a
-segment's own need depends on its own choice alone, so that homogeneous traces suffice.
+At any point of a step, the level is the static bytes, plus what earlier segments keep, plus what the running segment
+needs. The peak is the highest level over the forward and backward passes of all segments and the update. With fp32
+boundaries, a segment's need depends only on its own choice, so traces with one choice for all units suffice.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from autotune.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Levels:
-    """Bytes that are alive besides the running segment and the static bytes, per running segment.
+    """Bytes allocated on top of the static bytes and the running segment's own, for each running segment.
 
     Attributes:
-        forward: during each segment's forward pass, in the first micro-batch.
-        backward: during each segment's backward pass, in the first micro-batch.
-        gradients_before: gradients alive in later micro-batches, whatever the segment.
-        gradients_after: gradients alive in the first micro-batch at each segment's backward pass.
+        forward: bytes during each segment's forward pass, without gradients.
+        backward: bytes during each segment's backward pass, without gradients.
+        gradients_before: bytes of gradients throughout later micro-batches.
+        gradients_after: bytes of gradients at each segment's backward pass in the first micro-batch.
     """
 
     forward: tuple[int, ...]
@@ -47,13 +47,13 @@ def is_kept(boundary: Boundary, chosen: Sequence[str]) -> bool:
 def levels(
     gradients: Sequence[int], saved: Sequence[int], boundaries: Sequence[Boundary], kept: Sequence[bool]
 ) -> Levels:
-    """Return the bytes that are alive besides each running segment.
+    """Return the bytes allocated on top of each running segment's own.
 
     Args:
         gradients: bytes of parameter gradients, per segment.
         saved: bytes saved, per segment.
         boundaries: tensors that pass between segments.
-        kept: whether each boundary stays until backward.
+        kept: whether each boundary stays until its backward pass.
     """
     count = len(saved)
     steady, passing = [0] * (count + 1), [0] * (count + 1)

@@ -1,6 +1,6 @@
 """Gradient variance and noise scale, and the accumulation that the paper derives from the variance.
 
-Pure functions on squared norms; where the norms come from is the business of ``mechanics.gradient_stats``.
+Pure functions of squared norms, which ``mechanics.gradient_stats`` measures.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def gradient_variance(
     Raises:
         ValueError: for fewer than two micro-batches.
 
-    Source: eq. 7 of the paper for equal shares, expanded so that only norms are needed; unequal shares are weighed
-    with the usual correction for their effective number.
+    Source: eq. 7 of the paper for equal shares, expanded so that only norms are needed; for unequal shares, the usual
+    correction for the effective number of micro-batches.
     """
     k = len(micro_squares)
     if k < 2:
@@ -42,7 +42,7 @@ def adaptive_accumulation(variance: float, target_std: float, k_max: int, *, eps
 
     Args:
         variance: sigma^2 of eq. 7.
-        target_std: sigma_target, the deviation to be averaged down to.
+        target_std: sigma_target, the standard deviation to reach by averaging.
         k_max: the largest k allowed.
         epsilon: keeps the quotient finite.
 
@@ -54,7 +54,7 @@ def adaptive_accumulation(variance: float, target_std: float, k_max: int, *, eps
 
 @dataclass(frozen=True, slots=True)
 class NoiseSample:
-    """Unbiased estimates from one step with two batch sizes.
+    """Unbiased estimates from two batch sizes in one step.
 
     Attributes:
         trace: estimate of tr(Sigma), the trace of the per-sample gradient covariance; may be negative.
@@ -66,7 +66,7 @@ class NoiseSample:
 
 
 def noise_sample(micro_squares: Sequence[float], micro_samples: Sequence[int], whole_square: float) -> NoiseSample:
-    """Return unbiased estimates of tr(Sigma) and |G|^2 from micro-batches and their whole.
+    """Return unbiased estimates of tr(Sigma) and |G|^2 from micro-batches and the whole batch.
 
     Args:
         micro_squares: |g_j|^2 of each micro-batch's mean gradient.
@@ -91,14 +91,14 @@ def noise_sample(micro_squares: Sequence[float], micro_samples: Sequence[int], w
 class NoiseScaleAverage:
     """Moving averages of the numerator and the denominator of the noise scale.
 
-    The memory is short at first and grows to ``1/(1-decay)`` samples, since |G|^2 collapses early in training and
-    a long memory lags behind it.
+    The averaging window is short at first and grows to ``1/(1-decay)`` samples, since |G|^2 falls steeply early in
+    training and a long window would lag behind.
 
     Attributes:
         trace: average of tr(Sigma).
         square: average of |G|^2.
         count: samples averaged so far.
-        decay: the largest weight of the past.
+        decay: the largest weight of the previous average.
     """
 
     trace: float = 0.0
@@ -107,7 +107,7 @@ class NoiseScaleAverage:
     decay: float = 0.9
 
     def updated(self, sample: NoiseSample) -> NoiseScaleAverage:
-        """Return the average with one more sample; a sample that is not finite changes nothing."""
+        """Return the average with one more sample; a sample that is not finite is ignored."""
         if not (math.isfinite(sample.trace) and math.isfinite(sample.square)):
             return self
         past = min(self.decay, self.count / (self.count + 1.0))

@@ -1,7 +1,7 @@
 """The paper's equations, each as a function: cost (3), accumulation (4, 5, 9), memory (8, 17-20) and speed-up (21-23).
 
 They assume equal layers and ideal accumulation. The project plans with measured costs; the paper's recipe and its
-tables use these functions. The other equations are where they act: adaptive accumulation and its variance (6, 7) in
+tables use these functions. The other equations are elsewhere: adaptive accumulation and its variance (6, 7) in
 ``cost_model.noise_scale``, warm-up and cosine (10) in ``job.WarmupCosine``, learning-rate scaling (11) in
 ``cost_model.learning_rate``, fp32 masters and loss scaling (13-16) in ``mechanics``.
 """
@@ -17,7 +17,7 @@ from autotune.errors import InputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Weigh time, memory and energy in the objective.
+    """The weights of time, memory and energy in the objective.
 
     Attributes:
         time: w1.
@@ -39,7 +39,7 @@ class Weights:
         """Read ``TIME,MEMORY,ENERGY``, as in ``1,0,0.5``.
 
         Raises:
-            InputError: if it is not three numbers, none negative and not all 0.
+            InputError: if the text is not three numbers, none negative and not all 0.
         """
         try:
             time, memory, energy = (float(part) for part in text.split(","))
@@ -54,12 +54,12 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """The three constraints of eq. 3; ``None`` leaves one out.
+    """The three constraints of eq. 3; ``None`` disables one.
 
     Attributes:
-        target_loss: L(theta*) must not exceed it.
-        memory_budget: M must not exceed it.
-        gradient_norm: the norm of the gradient must not exceed it.
+        target_loss: upper bound of L(theta*).
+        memory_budget: upper bound of M.
+        gradient_norm: upper bound of the gradient's norm.
     """
 
     target_loss: float | None = None
@@ -67,7 +67,7 @@ class Constraints:
     gradient_norm: float | None = None
 
     def met(self, *, loss: float, memory: float, gradient_norm: float) -> bool:
-        """Return whether all constraints hold; NaN meets none."""
+        """Return whether all constraints are met; NaN meets none."""
         pairs = (
             (loss, self.target_loss),
             (memory, self.memory_budget),
@@ -80,13 +80,13 @@ def cost(time: float, memory: float, energy: float | None, weights: Weights) -> 
     """Return C = w1 T + w2 M + w3 E.
 
     Args:
-        time: T as a ratio to the baseline's.
-        memory: M as a ratio to the baseline's.
-        energy: E as a ratio to the baseline's; ``None`` where it was not measured.
+        time: T relative to the baseline's.
+        memory: M relative to the baseline's.
+        energy: E relative to the baseline's; ``None`` if it was not measured.
         weights: w1, w2, w3.
 
     Raises:
-        ValueError: if energy is weighed but absent.
+        ValueError: if energy has a weight but was not measured.
 
     Source: eq. 3 of the paper.
     """
@@ -98,8 +98,8 @@ def cost(time: float, memory: float, energy: float | None, weights: Weights) -> 
 def accumulated_gradient(gradients: Sequence[float]) -> float:
     """Return one coordinate of the mean of k micro-batch gradients.
 
-    Source: eq. 4 of the paper. It holds for micro-batches of equal counts only; ``mechanics.stepping`` weighs each by
-    its loss-bearing items instead.
+    Source: eq. 4 of the paper. It is correct only for micro-batches of equal size; ``mechanics.stepping`` weights each
+    by its number of items that contribute to the loss.
     """
     return sum(gradients) / len(gradients)
 
@@ -112,8 +112,8 @@ def gradient_step(weight: float, gradient: float, learning_rate: float) -> float
 def total_memory(model: float, optimizer: float, activation: float, k: int) -> float:
     """Return M_model + M_optimizer + M_activation/k, in the unit of its arguments.
 
-    Source: eq. 8 of the paper. An idealisation: it holds at a fixed batch that k splits, and leaves out gradients,
-    workspace and what does not shrink with the micro-batch.
+    Source: eq. 8 of the paper. An idealisation: it assumes a fixed batch split into k, and ignores gradients, workspace
+    and whatever does not shrink with the micro-batch.
     """
     return model + optimizer + activation / k
 
@@ -137,8 +137,8 @@ def clipped(gradient_norm: float, limit: float) -> float:
 def precision_savings(weights: float, gradients: float) -> float:
     """Return the memory that 16-bit weights and gradients would save, in the unit of its arguments.
 
-    Source: eq. 17 of the paper. With fp32 masters and fp32 gradients, as here, nothing of it is saved; what shrinks is
-    the activations.
+    Source: eq. 17 of the paper. With fp32 master weights and gradients, as here, none of this is saved; only
+    activations shrink.
     """
     return 0.5 * (weights + gradients)
 
@@ -167,9 +167,9 @@ def recomputation(forward: float, num_layers: int) -> float:
 
 
 def kept_layers(num_layers: int) -> tuple[int, ...]:
-    """Return which of L layers keep their activations: ceil(sqrt(L)) of them at even distances.
+    """Return which of L layers keep their activations: ceil(sqrt(L)) of them, evenly spaced.
 
-    The last layer is among them: its backward comes first, so what it would recompute is still alive.
+    The last layer is always kept: its backward pass runs first, so recomputing it would save nothing.
 
     Source: eq. 19 of the paper; Chen et al. 2016 (arXiv:1604.06174), algorithm 1 at the granularity of layers.
     """
@@ -185,11 +185,11 @@ def net_speedup(throughput_gain: float, recomputation_overhead: float) -> float:
 
 
 def efficiency_after(cycles: float, gain: float) -> float:
-    """Return the efficiency after some optimization cycles, as a factor of today's.
+    """Return the efficiency after some optimization cycles, as a multiple of today's.
 
     Args:
-        cycles: t/T_cycle, as a number of cycles.
-        gain: factor of one cycle.
+        cycles: t/T_cycle, the number of cycles.
+        gain: factor per cycle.
 
     Source: eq. 22 of the paper, which leaves the length of a cycle, T_cycle, undefined.
     """
@@ -200,9 +200,9 @@ def cycles_to_double(gain: float) -> float | None:
     """Return the cycles after which the efficiency has doubled; ``None`` if a cycle gains nothing.
 
     Args:
-        gain: factor of one cycle.
+        gain: factor per cycle.
 
-    Source: eq. 22 of the paper, solved for a factor of 2. Eq. 23 does the same with 5 months as the length of a cycle,
-    a number that it takes from the target it argues for; 5 log(2)/log(1.26) is 15.0 months, not 14.8.
+    Source: eq. 22 of the paper, solved for a factor of 2. Eq. 23 does the same for a cycle of 5 months, a length that
+    the paper takes from the target it argues for; 5 log(2)/log(1.26) is 15.0 months, not 14.8.
     """
     return math.log(2) / math.log(gain) if gain > 1 else None

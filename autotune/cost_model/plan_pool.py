@@ -1,6 +1,6 @@
-"""A pool of good plans for each job, so that planning again is one matrix product.
+"""A pool of good plans for each job, so that replanning is one matrix product.
 
-Under any budget, length and cost errors, the best plan is nearly always one of a few hundred. They are found once: by
+Under any budget, length and cost errors, the best plan is nearly always one of a few hundred. These are found once: by
 the price solver under many random costs and budgets, and by changing single units of its plans.
 """
 
@@ -32,10 +32,10 @@ class PoolSettings:
         size: largest number of plans per job.
         worlds: number of sets of costs, the profile's own included; the others are random.
         budgets: budgets per set of costs, from the leanest plan's peak to the baseline's.
-        cost_error: standard deviation of the logarithm of a random cost over the profile's.
+        cost_error: standard deviation of the logarithm of each random cost factor: one per unit, one per precision.
         rounds: number of rounds in which single units of the plans are changed.
         changes: largest number of such changes in a round; if more are possible, they are drawn at random. Deep models
-            have more of them and need them less, since one unit is a small part.
+            have more but need fewer, since one unit is a small part.
         seed: random seed for costs and changes.
     """
 
@@ -50,18 +50,18 @@ class PoolSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPool:
-    """M plans of each job; arrays of shape (jobs, m, ...), padded.
+    """Up to m plans of each job; arrays of shape (jobs, m, ...), padded.
 
     Attributes:
         there: shape (jobs, m), false for padding.
-        k: shape (jobs, m), the number of each plan's k.
+        k: shape (jobs, m), the index of each plan's k.
         choices: shape (jobs, m, max_units); see :func:`autotune.cost_model.cost_arrays.choice_index`.
         peaks: shape (jobs, m, len(LENGTHS)), bytes at each length.
         weights: shape (jobs, m, max_units x precisions), seconds of each unit in its precision; 0 in others.
         between: shape (jobs, m), seconds of the code between units, which also grow with the length.
         constant: shape (jobs, m), constant seconds.
-        baseline: shape (jobs,), number of the baseline plan.
-        leanest: shape (jobs,), number of the plan with the smallest peak.
+        baseline: shape (jobs,), index of the baseline plan.
+        leanest: shape (jobs,), index of the plan with the smallest peak at the profiled length.
     """
 
     there: NDArray[np.bool_]
@@ -75,18 +75,18 @@ class PlanPool:
     leanest: Indices
 
     def take(self, job: Indices) -> PlanPool:
-        """Return one row per lane, given the number of each lane's job."""
+        """Return one row per lane, given the index of each lane's job."""
         return PlanPool(**{item.name: getattr(self, item.name)[job] for item in fields(self)})
 
     def peak_bytes(self, length: Floats) -> Floats:
-        """Return every plan's peak in bytes at each lane's length, shape (lanes, m); rows must be lanes."""
+        """Return every plan's peak in bytes at each lane's length, shape (lanes, m); call :meth:`take` first."""
         place, share = _between(length)
         lanes = np.arange(len(place))
         low, high = self.peaks[lanes, :, place], self.peaks[lanes, :, place + 1]
         return np.asarray(low + share[:, None] * (high - low))
 
     def longest(self, budget_bytes: Floats) -> Floats:
-        """Return the length up to which every plan fits a budget, shape (lanes, m); rows must be lanes.
+        """Return the largest length at which each plan fits a budget, shape (lanes, m); call :meth:`take` first.
 
         Args:
             budget_bytes: shape (lanes,), memory budgets.
@@ -101,7 +101,7 @@ class PlanPool:
         return np.where(self.peaks[:, :, 0] <= budget, longest, 1e-3)
 
     def seconds_per_step(self, factor: Floats, length: Floats) -> Floats:
-        """Return every plan's seconds per step, shape (lanes, m); rows must be lanes.
+        """Return every plan's seconds per step, shape (lanes, m); call :meth:`take` first.
 
         Args:
             factor: shape (lanes, max_units, precisions), factors on the seconds of units.
@@ -111,32 +111,32 @@ class PlanPool:
         return np.asarray((units + self.between) * length[:, None] + self.constant)
 
     def peak_of(self, plan: Indices, length: Floats) -> Floats:
-        """Return the peak of one plan per lane in bytes, shape (lanes,); rows must be lanes."""
+        """Return the peak of one plan per lane in bytes, shape (lanes,); call :meth:`take` first."""
         place, share = _between(length)
         lanes = np.arange(len(place))
         low, high = self.peaks[lanes, plan, place], self.peaks[lanes, plan, place + 1]
         return np.asarray(low + share * (high - low))
 
     def seconds_of(self, plan: Indices, factor: Floats, length: Floats) -> Floats:
-        """Return the seconds per step of one plan per lane, shape (lanes,); rows must be lanes."""
+        """Return the seconds per step of one plan per lane, shape (lanes,); call :meth:`take` first."""
         lanes = np.arange(len(plan))
         units = (self.weights[lanes, plan] * factor.reshape(len(plan), -1)).sum(axis=1)
         return np.asarray((units + self.between[lanes, plan]) * length + self.constant[lanes, plan])
 
 
 def _between(length: Floats) -> tuple[Indices, Floats]:
-    """Return the index in ``LENGTHS`` below each length, and the share of the way to the next."""
+    """Return the index in ``LENGTHS`` below each length, and its fraction of the way to the next."""
     place = np.clip(np.searchsorted(LENGTHS, length, side="right") - 1, 0, len(LENGTHS) - 2)
     return place, (length - LENGTHS[place]) / (LENGTHS[place + 1] - LENGTHS[place])
 
 
 def make_pool(arrays: CostArrays, settings: PoolSettings | None = None, also: Sequence[Plans] = ()) -> PlanPool:
-    """Return a pool of good plans of every job.
+    """Return a pool of good plans for every job.
 
     Args:
         arrays: costs of the jobs.
         settings: settings for the search of plans.
-        also: further plans for the pool, one per job each.
+        also: further plans for the pool; each item has one per job.
     """
     settings = settings or PoolSettings()
     solver = PriceSolver(arrays)
@@ -147,7 +147,7 @@ def make_pool(arrays: CostArrays, settings: PoolSettings | None = None, also: Se
     numbers, choices = np.zeros((jobs, size), dtype=np.int64), np.zeros((jobs, size, units), dtype=np.int64)
     for job, (k, chosen) in enumerate(pools):
         there[job, : len(k)] = True
-        # Padding repeats the first plan, so that all its numbers are ordinary.
+        # Padding repeats the first plan, so that its numbers are valid.
         numbers[job], choices[job] = k[0], chosen[0]
         numbers[job, : len(k)], choices[job, : len(k)] = k, chosen
     return _filled(arrays, there, numbers, choices)
@@ -180,11 +180,11 @@ def _filled(arrays: CostArrays, there: NDArray[np.bool_], k: Indices, choices: I
 def _job_pool(
     arrays: CostArrays, solver: PriceSolver, job: int, settings: PoolSettings, also: Sequence[Plans]
 ) -> tuple[Indices, Indices]:
-    """Return the numbers of k, shape (m,), and the choices, shape (m, max_units), of one job's plans."""
+    """Return the indices of k, shape (m,), and the choices, shape (m, max_units), of one job's plans."""
     generator = np.random.default_rng(settings.seed)
     shape = (settings.worlds, arrays.max_units, arrays.max_precisions)
     worlds = np.exp(settings.cost_error * generator.standard_normal(shape))
-    # Half of an error is common to a precision, which decides whether that precision is the best one.
+    # Half of an error's variance is common to a precision, which decides whether that precision is the best one.
     worlds *= np.exp(settings.cost_error * generator.standard_normal((settings.worlds, 1, shape[2])))
     worlds[0] = 1.0
     fixed = _known(arrays, job, also)
@@ -217,7 +217,7 @@ def _profiled(arrays: CostArrays, job: int, k: int, choices: Indices, liked: Flo
 
 
 def _lacking(arrays: CostArrays, job: int) -> NDArray[np.bool_]:
-    """Return which choices could not be profiled, of units that have others; shape (variants, max_units, choices)."""
+    """Return which choices could not be profiled, if the unit has others; shape (variants, max_units, choices)."""
     missing = arrays.missing[job]
     return np.asarray(missing & ~missing.all(axis=2, keepdims=True))
 
@@ -232,13 +232,13 @@ def _bounds(arrays: CostArrays, job: int, budgets: int) -> Floats:
     peaks = _peaks(arrays, job, rows)
     least = float(peaks[1:].min(initial=_NEVER))
     if peaks[0] >= _NEVER:
-        # If the baseline could not be profiled, the plans that keep most take its place.
+        # If the baseline could not be profiled, the plans that keep the most bytes replace it.
         save = np.zeros(arrays.max_units, dtype=np.int64)
         kept = arrays.unit_kept_bytes[job]
         rows = np.stack([_profiled(arrays, job, k, save, kept[k]) for k in range(int(arrays.num_k[job]))])
         peaks = np.append(peaks[1:], _peaks(arrays, job, rows))
     most = float(peaks[peaks < _NEVER].max(initial=least))
-    # Small budgets are close together, since there a byte saves most time.
+    # Small budgets are closer together, since a byte saves the most time there.
     return np.append(np.geomspace(least, max(most, 1.01 * least), budgets - 1), np.inf)
 
 
@@ -260,7 +260,7 @@ def _solved(arrays: CostArrays, solver: PriceSolver, job: int, worlds: Floats, s
 
 
 def _neighbours(arrays: CostArrays, job: int, rows: Indices, most: int, generator: np.random.Generator) -> Indices:
-    """Return plans that differ in one unit: all of them, or at most ``most`` drawn at random."""
+    """Return plans that differ in one unit from given ones: all of them, or at most ``most`` drawn at random."""
     choices = len(STORAGES) * int(arrays.num_precisions[job])
     unit, choice = np.nonzero(
         (np.arange(arrays.max_units)[:, None] < arrays.num_units[job])
@@ -275,7 +275,7 @@ def _neighbours(arrays: CostArrays, job: int, rows: Indices, most: int, generato
 
 
 def _best(arrays: CostArrays, job: int, rows: Indices, worlds: Floats, settings: PoolSettings) -> Indices:
-    """Return the plans that are best for some k, budget and costs; those that are best most often come first."""
+    """Return the indices of the plans that are best for some k, budget and costs, by descending frequency."""
     plans = Plans(np.full(len(rows), job), rows[:, 0], rows[:, 1:])
     variant = arrays.variant(plans)
     peak = arrays.peak_bytes(plans)
@@ -289,7 +289,7 @@ def _best(arrays: CostArrays, job: int, rows: Indices, worlds: Floats, settings:
         for k in range(int(arrays.num_k[job])):
             cost = np.where(fits & (rows[:, 0] == k)[:, None], seconds[:, None], np.inf)
             best = cost.argmin(axis=0)
-            # The profile's own costs count more than all random ones.
+            # The profile's own costs outweigh all random ones.
             np.add.at(votes, best[np.isfinite(cost.min(axis=0))], 1000.0 if number == 0 else 1.0)
     order = np.argsort(-votes, kind="stable")
     return np.asarray(order[votes[order] > 0])
@@ -297,7 +297,7 @@ def _best(arrays: CostArrays, job: int, rows: Indices, worlds: Floats, settings:
 
 def _unique(rows: Indices) -> Indices:
     """Return rows without repetitions, in the order of their first appearance."""
-    # Rows are compared by one random product each, since sorting whole rows would take most of the time.
+    # Rows are compared by a random dot product, since sorting whole rows would take most of the time.
     product = rows @ np.random.default_rng(0).integers(-(2**62), 2**62, rows.shape[1])
     _, first = np.unique(product, return_index=True)
     return np.asarray(rows[np.sort(first)])

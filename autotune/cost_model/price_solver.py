@@ -1,9 +1,9 @@
-"""A fast solver for many lanes at once: memory has a price per byte, found by bisection, and each unit decides alone.
+"""A fast solver for many lanes at once: a price per byte of memory, found by bisection, decides for each unit alone.
 
-Each unit's useful choices form a chain from its fastest to its leanest, and each link of the chain gives bytes for
-seconds. Taking links in the order of bytes per second, until the plan fits, is what a price per byte comes to
-(Everett 1963: a Lagrange multiplier for a resource). Against the exact solver the plans are within a percent or two;
-they cost microseconds, not milliseconds.
+Each unit's useful choices form a chain from its fastest to its leanest, and each link saves bytes at a cost in seconds.
+Taking links in descending order of bytes per second until the plan fits is equivalent to a price per byte (Everett
+1963: a Lagrange multiplier for a resource). Plans are within one or two percent of the exact solver's, and take
+microseconds instead of milliseconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Chains:
 
     Attributes:
         vertex: shape (rows, max_units, links + 1), a unit's choice after 0, 1, ... of its links.
-        rank: shape (rows, max_units, links), position of each link in its row's order, from 1; beyond all if absent.
+        rank: shape (rows, max_units, links), position of each link in its row's order, from 1; absent links come last.
         count: shape (rows,), number of links.
     """
 
@@ -34,23 +34,23 @@ class Chains:
     count: Indices
 
     def choices(self, rows: Indices, taken: Indices) -> Indices:
-        """Return every unit's choice after the first links of a row, shape (n, max_units).
+        """Return every unit's choice after the first links of its row, shape (n, max_units).
 
         Args:
-            rows: shape (n,), numbers of rows.
-            taken: shape (n,), number of links.
+            rows: shape (n,), indices of rows.
+            taken: shape (n,), number of links to take.
         """
         steps = (np.take(self.rank, rows, axis=0) <= taken[:, None, None]).sum(axis=2)
         return np.take_along_axis(np.take(self.vertex, rows, axis=0), steps[:, :, None], axis=2)[:, :, 0]
 
 
 def make_chains(seconds: Floats, size: Floats, allowed: NDArray[np.bool_]) -> Chains:
-    """Return the chains of units whose choices cost seconds and bytes.
+    """Return the chains for the seconds and bytes of each choice.
 
     Args:
         seconds: shape (rows, max_units, choices), seconds of each choice.
         size: same shape, bytes of each choice.
-        allowed: same shape, whether a unit has a choice; all false for a missing unit.
+        allowed: same shape, whether a unit has a choice; all false for padding.
     """
     rows, units, choices = seconds.shape
     fastest = np.argmin(np.where(allowed, seconds, np.inf), axis=2)
@@ -118,8 +118,8 @@ class PriceSolver:
             job: shape (n,), number of each lane's job.
             budget_bytes: shape (n,), memory budgets; infinity for none.
             length: factor on activations, as for :meth:`CostArrays.peak_bytes`.
-            worth: shape (n, max_k), worth of a step with each k; ``None`` if all are equal. Seconds per worth are
-                minimised.
+            worth: shape (n, max_k), progress of a step with each k; ``None`` if all are equal. The solver minimises
+                seconds per progress.
             unit_seconds: shape (n, variants, max_units, max_choices), seconds of the units; ``None`` takes the
                 profiles.
 
@@ -133,7 +133,7 @@ class PriceSolver:
         best = _Best(len(job), self.arrays.max_units)
         for place in range(self.arrays.variants):
             variant = order[:, place]
-            # Skip lanes in which even the plan without a budget is slower than the best one so far.
+            # Skip lanes where even the fastest plan without a budget is slower than the best one so far.
             least = np.take_along_axis(bound, variant[:, None], 1)[:, 0]
             at = np.flatnonzero((least < best.cost) & (least < np.inf))
             if not len(at):
@@ -157,7 +157,7 @@ class PriceSolver:
 
 
 class _Lanes:
-    """The problem of each lane."""
+    """The planning problem of each lane."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class _Lanes:
         return self._seconds(lanes, plans).reshape(-1, count)
 
     def fit(self, lanes: Indices, variant: Indices) -> tuple[Plans, Floats, Floats]:
-        """Return the plan of some lanes with the fewest links taken that fits, its peak and its seconds."""
+        """Return, for some lanes, the plan with the fewest links that fits, its peak and its seconds."""
         low, high = np.zeros(len(lanes), dtype=np.int64), self._chains.count[self._first[lanes] + variant]
         open_ = np.flatnonzero(low < high)
         while len(open_):
@@ -218,7 +218,7 @@ class _Best:
         self._least = np.full(lanes, np.inf)
 
     def take(self, at: Indices, plans: Plans, peak: Floats, cost: Floats, fits: NDArray[np.bool_]) -> None:
-        """Compare one plan of some lanes with the best so far."""
+        """Update the best plan of some lanes with one more plan each."""
         better = np.where(fits, cost < self.cost[at], ~self.fits[at] & (peak < self._least[at]))
         chosen, won = at[better], at[better & fits]
         self.k[chosen], self.choices[chosen] = plans.k[better], plans.choices[better]

@@ -1,7 +1,7 @@
 """The profile of a job on a device: the measured cost of its parts, from which all predictions are made.
 
 A step is a chain of *segments*: the calls of units, and the code between them. A segment of a unit has one cost per
-choice of precision and storage; the code between has one.
+choice of precision and storage; code between units has a single cost.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autotune.plan import Plan, PlanSpace, Precision, Storage
 from autotune.units import Unit
 
 PROFILE_VERSION = 3
-# The one choice of a segment that belongs to no unit.
+# The only choice of a segment without a unit.
 FIXED = "fixed"
 
 
@@ -26,7 +26,7 @@ def choice_name(precision: Precision, storage: Storage) -> str:
     return f"{precision}/{storage}"
 
 
-# Largest total number of segments that the boundaries of a step pass: the solver has a term for each.
+# Limit on the number of segments that a step's boundaries pass in total; the solver has a term for each.
 _MOST_PASSED = 2**20
 _CHOICES = frozenset(choice_name(precision, storage) for precision in Precision for storage in Storage)
 
@@ -39,9 +39,9 @@ class Cost:
         forward_s: seconds in all forward passes of a step.
         backward_s: seconds in all backward passes of a step, recomputation included.
         saved_bytes: bytes that stay allocated from forward until backward, without boundaries.
-        forward_peak_bytes: highest level within its forward pass above what earlier segments keep, in the first
-            micro-batch and in later ones (0 where there are none).
-        backward_peak_bytes: the same for its backward pass.
+        forward_peak_bytes: highest level within the forward pass above what earlier segments keep, in the first
+            micro-batch and in later ones (0 if there are none).
+        backward_peak_bytes: the same for the backward pass.
     """
 
     __pydantic_config__ = STRICT
@@ -114,7 +114,7 @@ class StepTable:
 
     Attributes:
         accumulation_steps: k.
-        micro_batch: samples in its largest micro-batch.
+        micro_batch: samples in the largest micro-batch.
         segments: segments in forward order.
         boundaries: tensors that pass between segments.
         update_peak_bytes: highest level outside forward and backward: all gradients and the memory of the update.
@@ -135,7 +135,7 @@ class StepTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """A correction of summed seconds to those of whole plans: scale x sum + per micro-batch x k + constant.
+    """A correction from the sum of parts to the seconds of a step: scale x sum + micro_batch_s x k + constant_s.
 
     Attributes:
         scale: factor on the sum.
@@ -143,7 +143,7 @@ class Calibration:
         constant_s: seconds per step.
         plans: number of measured plans in the fit; 0 without a fit.
         error_frac: median relative error on those plans after the fit.
-        plans_needed: number of plans after which a fit has at most 1.1 times that error; 0 if the sum alone has.
+        plans_needed: number of plans that suffice for at most 1.1 times that error; 0 if the plain sum does.
     """
 
     __pydantic_config__ = STRICT
@@ -171,17 +171,17 @@ class Profile:
         precisions: allowed precisions.
         static_bytes: model and optimizer state.
         tables: one per profiled k, ascending.
-        uniform_tables: tables per k by 16-bit precision, for plans that use it for all units: these have other costs,
-            since tensors then pass between units in 16 bits.
+        uniform_tables: tables per k by 16-bit precision, for plans that use it for all units. Their costs differ, since
+            tensors then pass between units in 16 bits.
         calibration: calibration of the time model.
-        noise_frac: median relative difference of two medians of the same plan.
+        noise_frac: median relative difference between two median times of the same plan.
         switch_s: median extra seconds of the first step after a switch.
         seconds: seconds that profiling took.
         steps: real optimizer steps that profiling took.
         length_spread: standard deviation of the logarithm of a batch's bytes, over the job's first batches; 0 if all
             batches are equal.
         fragments_bytes: largest difference between peak reserved and peak allocated memory of a step; 0 on a CPU.
-        warnings: warnings for people who read the profile.
+        warnings: warnings for readers of the profile.
         estimated: whether the costs were estimated for an absent device instead of measured.
     """
 
@@ -274,7 +274,7 @@ class Profile:
         except ProfileError as error:
             about = document if isinstance(document, Mapping) else {}
             maker = f"made for job {shown(about.get('job'))} on {shown(about.get('device'))}"
-            allowed = error.allowed or "a profile as it was written"
+            allowed = error.allowed or "an unmodified profile"
             raise ProfileError(f"{error.problem}, {maker}", where=where, allowed=allowed) from error
         return found
 
@@ -283,10 +283,10 @@ def _require_consistent(profile: Profile) -> None:
     """Refuse a profile with inconsistent parts.
 
     Raises:
-        ProfileError: naming the parts.
+        ProfileError: if parts are inconsistent; the message names them.
     """
     names = [unit.name for unit in profile.units]
-    _require(len(set(names)) == len(names), "two units have one name")
+    _require(len(set(names)) == len(names), "two units have the same name")
     choices = profile.accumulation_choices
     _require(bool(choices) and choices[0] >= 1 and sorted(set(choices)) == list(choices), "accumulation_choices")
     _require(bool(profile.precisions) and len(set(profile.precisions)) == len(profile.precisions), "precisions")
@@ -307,17 +307,18 @@ def _require_whole(table: StepTable, units: set[str]) -> None:
         first = choices.setdefault(segment.unit, set(segment.costs))
         _require(set(segment.costs) <= first, f"calls of unit {shown(segment.unit)} have different choices")
         known = {FIXED} if segment.unit is None else _CHOICES
-        _require(segment.unit is None or segment.unit in units, f"a segment is of unit {shown(segment.unit)}")
-        _require(bool(segment.costs) and set(segment.costs) <= known, "a segment's costs are of unknown choices")
+        there = segment.unit is None or segment.unit in units
+        _require(there, f"a segment refers to unknown unit {shown(segment.unit)}")
+        _require(bool(segment.costs) and set(segment.costs) <= known, "a segment has costs for unknown choices")
     passed = sum(max(0, one.last_use - one.born) for one in table.boundaries)
-    _require(passed <= _MOST_PASSED, f"boundaries pass {passed} segments, more than any step's")
+    _require(passed <= _MOST_PASSED, f"boundaries pass {passed} segments, more than the limit")
     for one in table.boundaries:
         _require(one.born <= one.last_use < count, "a boundary lies outside the step")
         _require(all(key < count for key in one.keepers), "a boundary is kept outside the step")
 
 
 def _require_costly(profile: Profile, table: StepTable) -> None:
-    """Refuse costs with which a plan would take no time or no memory, since plans are compared by ratios."""
+    """Refuse costs under which a plan takes no time or no memory, since plans are compared by ratios."""
     sums = table.update_s + sum(min(cost.seconds for cost in segment.costs.values()) for segment in table.segments)
     calibration, k = profile.calibration, table.accumulation_steps
     fastest = calibration.scale * sums + calibration.micro_batch_s * k + calibration.constant_s

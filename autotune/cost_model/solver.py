@@ -2,7 +2,7 @@
 
 For each k a mixed-integer program chooses one precision and storage per unit. The memory model is linear in these
 choices: a running total of what earlier segments keep, one row per pass of each segment, and one variable per boundary
-that is 1 if any neighbour keeps it. Solved with HiGHS; every solution is checked again with the memory model.
+that is 1 if any neighbour keeps it. HiGHS solves the program; every solution is checked with the memory model.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import BudgetError, ProfileError
 from autotune.plan import Plan, Precision, Storage
 
-# Share of a budget that is left free for memory outside of the memory model.
+# Share of a budget that is left free for memory outside the memory model.
 SAFETY_MARGIN = 0.005
 _MIB = 2.0**20
-# Thousands of equal units have too many equivalent orders to prove the last hundredth of a percent.
+# Thousands of equal units have too many equivalent plans to prove the last hundredth of a percent.
 _TIME_LIMIT_S = 1.5
 # Status of SciPy's `milp` when the time limit is reached.
 _TIME_IS_UP = 1
@@ -39,8 +39,8 @@ class Goal:
 
     Attributes:
         weights: w1, w2; energy is not predicted.
-        noise_scale: tr(Sigma)/|G|^2 in samples. Under adaptive batching a larger k is then worth less per sample;
-            ``None`` takes it to be one batch, where a step is worth half of one without noise.
+        noise_scale: tr(Sigma)/|G|^2 in samples. Under adaptive batching it reduces the progress per sample of a larger
+            k; ``None`` assumes one batch, at which a step makes half the progress of a noise-free one.
     """
 
     weights: Weights = field(default_factory=Weights)
@@ -54,10 +54,10 @@ class Solution:
     Attributes:
         plan: the plan.
         seconds_per_step: predicted seconds of one step.
-        seconds_per_sample: predicted seconds per sample of progress (a sample is worth less in larger batches).
+        seconds_per_sample: predicted seconds per sample of progress (a sample counts less in larger batches).
         peak_bytes: predicted peak.
         objective: value of the objective.
-        gap: upper bound of the relative improvement that is still possible.
+        gap: upper bound on the relative improvement that is still possible.
         shadow_price: predicted seconds per step that one more GiB would save; ``None`` if it was not computed.
     """
 
@@ -79,13 +79,13 @@ def solve(profile: Profile, budget_bytes: int | None = None, goal: Goal | None =
         goal: the objective; ``None`` for time alone.
 
     Raises:
-        BudgetError: if no plan fits; the message gives the smallest budget that can be met.
+        BudgetError: if no plan fits; the message gives the smallest feasible budget.
     """
     return solve_each(profile, budget_bytes, goal)[0]
 
 
 def solve_each(profile: Profile, budget_bytes: int | None = None, goal: Goal | None = None) -> list[Solution]:
-    """Return the best plan of every k with a plan that fits, the best first; see :func:`solve`."""
+    """Return the best fitting plan of every k that has one, the best first; see :func:`solve`."""
     goal = goal or Goal()
     usable = math.inf if budget_bytes is None else budget_bytes * (1 - SAFETY_MARGIN)
     found = _best_of_each_k(profile, usable, goal)
@@ -98,7 +98,7 @@ def require_feasible(profile: Profile, budget_bytes: int) -> None:
     """Refuse a budget that no plan meets.
 
     Raises:
-        BudgetError: naming the smallest budget that can be met, and the plan that meets it.
+        BudgetError: if no plan meets it; the message gives the smallest feasible budget and its plan.
     """
     least = smallest(profile)
     needed = math.ceil(least.peak_bytes / (1 - SAFETY_MARGIN))
@@ -120,13 +120,13 @@ def smallest(profile: Profile) -> Solution:
     found = _best_of_each_k(profile, math.inf, goal)
     if not found:
         raise ProfileError(
-            "has sizes that no solver can compute with", where=f"profile of {profile.job}", allowed="those of a job"
+            "has sizes too large for the solver", where=f"profile of {profile.job}", allowed="those of a job"
         )
     return min(found, key=lambda item: item.peak_bytes)
 
 
 def with_shadow_price(profile: Profile, solution: Solution, budget_bytes: int, goal: Goal | None = None) -> Solution:
-    """Return the solution with the price of memory at its budget, from a budget that is 5 % larger."""
+    """Return the solution with the shadow price at its budget, found by solving for a 5 % larger budget."""
     more = round(budget_bytes * 1.05)
     relaxed = solve(profile, more, goal)
     saved = max(solution.seconds_per_step - relaxed.seconds_per_step, 0.0)
@@ -134,7 +134,7 @@ def with_shadow_price(profile: Profile, solution: Solution, budget_bytes: int, g
 
 
 def pareto_front(profile: Profile, points: int = 16, goal: Goal | None = None) -> list[Solution]:
-    """Return the fastest plan for each of several budgets, the smallest feasible one first, none dominated."""
+    """Return the best plans at several budgets, the smallest feasible one first, without dominated plans."""
     least, fastest = smallest(profile), solve(profile, None, goal)
     budgets = np.geomspace(least.peak_bytes, max(fastest.peak_bytes, least.peak_bytes), points) / (1 - SAFETY_MARGIN)
     front: list[Solution] = []
@@ -146,7 +146,7 @@ def pareto_front(profile: Profile, points: int = 16, goal: Goal | None = None) -
 
 
 def _best_of_each_k(profile: Profile, usable_bytes: float, goal: Goal) -> list[Solution]:
-    """Return the best plan of every k, with mixed precisions or one 16-bit precision; without k for which none fits."""
+    """Return the best fitting plan of every k that has one, with mixed precisions or one 16-bit precision."""
     best: dict[int, Solution] = {}
     for table in (*profile.tables, *(table for tables in profile.uniform_tables.values() for table in tables)):
         solution = _best_at(profile, table, usable_bytes, goal)
@@ -206,7 +206,7 @@ def _solution(profile: Profile, plan: Plan, goal: Goal, gap: float) -> Solution:
 
 
 def _reference(profile: Profile, goal: Goal) -> tuple[float, int]:
-    """Return the baseline's seconds per sample of progress and peak; the leanest plan's if the baseline cannot run."""
+    """Return the baseline's seconds per sample of progress and peak; the leanest plan's if it was not profiled."""
     plan = profile.space.baseline()
     try:
         peak = peak_bytes(profile, plan)
@@ -218,7 +218,7 @@ def _reference(profile: Profile, goal: Goal) -> tuple[float, int]:
 
 
 def samples_of_progress(profile: Profile, accumulation_steps: int, noise_scale: float | None) -> float:
-    """Return the worth of a step with some k, in samples at k = 1.
+    """Return the progress of a step with a given k, in samples at k = 1.
 
     Args:
         profile: the profile.
@@ -247,8 +247,8 @@ def _plan(profile: Profile, table: StepTable, chosen: dict[str, str]) -> Plan:
 class _Program:
     """The mixed-integer program of one k.
 
-    Columns: the choices of each unit, the boundaries, the running totals, the peak. Memory is in MiB, because rows in
-    bytes exceed the solver's tolerances; the rows of logic are left unscaled, because scaled ones fall below them.
+    Columns: the choices of each unit, the boundaries, the running totals, the peak. Memory is in MiB, because values in
+    bytes are too large for the solver's tolerances. Logical rows are not scaled, because values in MiB are too small.
     """
 
     def __init__(self, profile: Profile, table: StepTable, usable_bytes: float, goal: Goal) -> None:
@@ -318,7 +318,7 @@ class _Program:
             if segment.unit is None:
                 continue
             if segment.unit not in self._options:
-                # The profile may contain choices that a lock has removed.
+                # The profile may contain choices that a lock now forbids.
                 locked = segment.unit in self._saved_only
                 names = [name for name in segment.costs if not locked or name.endswith(f"/{Storage.SAVE}")]
                 self._options[segment.unit] = {name: self._column(0, 1, whole=True) for name in names}
@@ -340,7 +340,7 @@ class _Program:
         return columns
 
     def _remember(self) -> None:
-        """Add the running total, and the rows that bound every pass of every segment by the peak."""
+        """Add the running totals, and the rows by which the peak bounds every pass of every segment."""
         table, kept = self._table, self._kept()
         gradients = [segment.gradient_bytes for segment in table.segments]
         around = levels(gradients, [0] * len(gradients), (), ())
@@ -397,7 +397,7 @@ class _Program:
         )
 
     def _terms(self, index: int, what: Callable[[Cost], float]) -> tuple[list[tuple[int, float]], float]:
-        """Return a segment's bytes in MiB: per choice, or fixed for the code between units."""
+        """Return a segment's need in MiB: per choice, or fixed for code between units."""
         segment = self._table.segments[index]
         if segment.unit is None:
             return [], what(segment.costs[FIXED]) / _MIB

@@ -1,4 +1,4 @@
-"""Predict the seconds of a step under any plan from a profile, as a calibrated sum of measured parts."""
+"""Predicted seconds of a step under any plan: a calibrated sum of a profile's measured parts."""
 
 from __future__ import annotations
 

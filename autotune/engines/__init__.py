@@ -1,1 +1,1 @@
-"""What turns a plan into a measurement."""
+"""Engines, which run a job under a plan and return a measurement."""

@@ -11,7 +11,7 @@ from autotune.errors import JobError
 from autotune.job import Job
 from autotune.mechanics.trees import map_tensors
 
-# Distance between the seeds of epochs: epochs of one seed must not repeat those of a neighbouring seed.
+# Distance between the seeds of epochs, so that the epochs of one seed do not repeat those of a neighbouring seed.
 _EPOCH_STRIDE = 1_000_003
 
 
@@ -47,14 +47,14 @@ class BatchStream:
         try:
             moved = map_tensors(lambda leaf: leaf.to(self._device, non_blocking=True), batch)
         except BaseException:
-            # If the device has no room now, it remains the next batch.
+            # A batch that does not fit on the device remains the next one.
             self._kept = [batch]
             raise
         self.position += 1
         return moved
 
     def seek(self, position: int) -> None:
-        """Go to a position; to go back, the stream is restarted and batches are skipped."""
+        """Go to a position; to go back, the stream restarts and skips batches."""
         if position < self.position:
             self._epoch, self._iterator, self._kept, self.position = 0, None, [], 0
         while self.position < position:

@@ -1,4 +1,4 @@
-"""Keep a search within its budget of optimizer steps and windows, and never measure the same plan twice."""
+"""Keep a search within its budget of optimizer steps and windows, and return repeated plans from memory."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class StepsSpentError(AutotuneError):
 
 
 class BudgetedEngine(EngineProxy):
-    """An engine that counts real steps, remembers each plan's window, and answers repeats from memory at no cost.
+    """An engine that counts the steps it runs, and returns a repeated plan's window from memory at no cost.
 
     Args:
-        engine: the engine that really trains.
-        step_budget: number of real optimizer steps that may be spent.
-        listener: called with every window that was really run.
-        window_budget: number of windows that may really be run; ``None`` for as many as the steps allow.
+        engine: the engine that trains.
+        step_budget: number of optimizer steps that may be run.
+        listener: called with the plan and measurement of every window that was run, not of those from memory.
+        window_budget: number of windows that may be run; ``None`` for as many as the steps allow.
 
     Attributes:
-        steps_spent: real optimizer steps so far.
+        steps_spent: optimizer steps run so far.
         known: the measured window of each plan.
     """
 
@@ -54,7 +54,7 @@ class BudgetedEngine(EngineProxy):
         return self.steps_spent + sum(self._prepared.values()) + steps <= self.step_budget
 
     def prepare(self, plan: Plan, steps: int) -> None:
-        """Begin a window that will be asked for, if it must be measured and the budget allows it."""
+        """Begin a window that will be requested later, unless it is known or prepared already or over the budget."""
         plan = self.space.check(plan)
         if not isinstance(self.engine, PreparingEngine) or plan in self.known or plan in self._prepared:
             return
@@ -65,7 +65,7 @@ class BudgetedEngine(EngineProxy):
     def run(self, steps: int) -> Measurement:
         """Return the plan's window, from memory if it was measured before.
 
-        A window that ended because of a memory budget is measured again once the budget is lifted.
+        A window that ended because of the memory budget is measured again once its peak fits the current budget.
 
         Raises:
             StepsSpentError: if the window does not fit what is left of the budget.
@@ -76,7 +76,7 @@ class BudgetedEngine(EngineProxy):
         return known
 
     def measure(self, steps: int) -> Measurement:
-        """Run a window for real, whether or not the plan is known.
+        """Run a window even if the plan's window is known.
 
         Raises:
             StepsSpentError: if the window does not fit what is left of the budget.
@@ -88,7 +88,7 @@ class BudgetedEngine(EngineProxy):
         self._windows += 1
         self._prepared.pop(self.plan, None)
         measurement = super().run(steps)
-        # A window that fails in its first step has cost that step too.
+        # A window that fails in its first step costs that step too.
         self.steps_spent += max(measurement.steps, 1)
         if self._listener is not None:
             self._listener(self.plan, measurement)

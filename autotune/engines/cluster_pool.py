@@ -1,7 +1,7 @@
 """Measure a job's plans on the machines of a cluster.
 
-Each worker trains in a child process: the crash of a job is a value of its window. A worker is lost only if its own
-process or machine is gone.
+Each worker trains in a child process, so that a job's crash is a failure of its window. A worker is lost only if its
+own process or machine is gone, does not answer, or cannot use the job.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Trainer:
         self._engine: Any = None
 
     def describe(self) -> dict[str, Any]:
-        """Build the model, and return the plans that it allows, or the error in the job."""
+        """Build the model, and return the plans that the job allows, or the error in the job."""
         if self._engine is None:
             try:
                 self._engine = self._open()
@@ -92,7 +92,7 @@ class Trainer:
             options=EngineOptions(**self._opening["options"]),
             threads=threads,
         )
-        # The first step of a process has costs that no plan causes.
+        # The first step of a process includes start-up costs that do not depend on the plan.
         engine.run(1)
         return engine
 
@@ -116,7 +116,7 @@ class _ClusterWorker:
         """Run a window, and return its measurement."""
         found: dict[str, Any] = self._trainer.begin("run", plan, steps, memory_budget_bytes)(None)
         if "input_error" in found:
-            # The first worker could use the job: this machine lacks something.
+            # The first worker could use the job, so this machine lacks something.
             raise WorkerLostError(f"the job cannot be used there: {found['input_error']['problem']}")
         return found
 

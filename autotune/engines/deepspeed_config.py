@@ -36,7 +36,7 @@ def engine_config(job: Job, zero_stage: int, user: Mapping[str, Any] | None = No
         user: the user's own configuration; keys that are missing or ``"auto"`` are filled in.
 
     Returns:
-        A configuration with one micro-batch per step; the engine is told the actual number at each step.
+        A configuration with one micro-batch per step; the actual number is set at each step.
 
     Raises:
         InputError: if the stage is unknown or the user's configuration contradicts the job or the plan.
@@ -69,7 +69,7 @@ def engine_config(job: Job, zero_stage: int, user: Mapping[str, Any] | None = No
         **{name: value for name, value in config.items() if value != AUTO},
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        # Its default is to clip at 1.
+        # DeepSpeed clips at 1 by default.
         "gradient_clipping": clip,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {**{k: v for k, v in zero.items() if v != AUTO}, "stage": zero_stage},

@@ -30,24 +30,24 @@ from autotune.mechanics.sharded import ShardedProbe, ShardedUpdate
 from autotune.mechanics.trees import tensors
 from autotune.plan import Plan, Precision
 
-# Elements of a communication buffer if the configuration does not say: DeepSpeed's default.
+# DeepSpeed's default size of a communication buffer, in elements.
 _BUCKET = 500_000_000
-# Distance between the seeds from which ranks draw their dropout.
+# Distance between the seeds of the ranks' generators, for example for dropout.
 _RANK_STRIDE = 7919
 
 
 class DeepSpeedEngine(TorchEngine):
     """An engine that trains one job on the ranks of a process group.
 
-    A step that raises on one rank leaves the others waiting. It therefore ends the process, and the launcher
-    (:class:`autotune.IsolatedEngine`, ``torchrun``) ends the other ranks.
+    A step that raises on one rank leaves the others waiting. Its exception is therefore raised, to end the process;
+    the launcher (:class:`autotune.IsolatedEngine`, ``torchrun``) then ends the other ranks.
 
     Args:
         job: the job; its batches are the global ones.
         zero_stage: ZeRO stage, 0 to 3.
         seed: random seed for weights, batches and training.
-        device: ``cpu``, or an accelerator's type, of which each rank takes the device with its own number; ``None``
-            for the accelerator of this machine, if any.
+        device: ``cpu``, or an accelerator's type; each rank takes the device with its local rank. ``None`` for the
+            accelerator of this machine, if any.
         options: how to measure.
         config: the user's own DeepSpeed configuration; ``None`` for none.
 
@@ -98,7 +98,7 @@ class DeepSpeedEngine(TorchEngine):
         self._require_same_everywhere(seed)
 
     def energy_meter(self) -> EnergyMeter:
-        """Return the meter of this machine's processors; several GPUs are not metered: a rank sees only its own."""
+        """Return this machine's meter; for several GPUs, only an estimate, because a rank sees only its own."""
         if self.world > 1 and devices.is_accelerator(self.device):
             return estimate(self.options.watts)
         return super().energy_meter()
@@ -178,8 +178,8 @@ class DeepSpeedEngine(TorchEngine):
         """Return this rank's micro-batches of a step.
 
         Under fixed batching, consecutive pieces of a batch go to one rank; under adaptive batching, each batch is split
-        between the ranks. All ranks run the same number: a micro-batch without loss-bearing items is replaced by one
-        that has some, with weight 0.
+        between the ranks. All ranks run the same number of micro-batches: one without loss-bearing items is replaced by
+        one with such items, at weight 0.
         """
         grid = self._grid(pieces)
         counts = [[stepping.count_items(piece, self.job.count) for piece in row] for row in grid]
@@ -257,7 +257,7 @@ class DeepSpeedEngine(TorchEngine):
 def sized(config: Mapping[str, Any], trained: Iterable[torch.nn.Parameter]) -> dict[str, Any]:
     """Return a configuration whose communication buffer is at most as large as the model, unless its size is set.
 
-    DeepSpeed's default buffer takes 2 GB, however small the model is.
+    DeepSpeed's default buffer takes 2 GB even for a small model.
     """
     entries = sum(parameter.numel() for parameter in trained)
     zero = {"reduce_bucket_size": min(entries, _BUCKET), **config["zero_optimization"]}

@@ -1,9 +1,9 @@
 """Import DeepSpeed, compile the extension that it needs, and connect this process with the other ranks.
 
 On CPUs, DeepSpeed compiles one extension for communication. PyTorch guards the folder of an extension with a file
-called ``lock``, even to load one that is already compiled. A rank that is killed in between leaves the file behind, and
+called ``lock``, even to load one that is already compiled. A rank that is killed meanwhile leaves the file behind, and
 every later process waits forever. Autotune therefore uses a folder of its own and guards it with a lock that the
-kernel releases when its holder ends: under that lock, a remaining ``lock`` file belongs to a process that is gone.
+kernel releases when its holder ends. Under that lock, a leftover ``lock`` file can be deleted: its process has ended.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def imported(device: str) -> ModuleType:
     """
     if device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # It compiles with ninja, which is in the folder of the interpreter.
+    # DeepSpeed compiles with ninja, which is in the folder of the interpreter.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     try:
         with redirect_stdout(sys.stderr):
@@ -58,7 +58,7 @@ def imported(device: str) -> ModuleType:
 
 
 def connect(library: ModuleType, device: str) -> None:
-    """Join the process group of this process and the other ranks, or make a group of this process alone."""
+    """Join the process group of the ranks, or make one of this process alone."""
     place = devices.rank_device(device, int(os.environ.get("LOCAL_RANK", "0")))
     if distributed.is_initialized():
         if not library.comm.is_initialized():
@@ -79,7 +79,7 @@ def connect(library: ModuleType, device: str) -> None:
 
 
 def _compile(library: ModuleType) -> None:
-    """Load the extension that DeepSpeed is going to use, if any, and compile it if necessary."""
+    """Load the extension that DeepSpeed needs, if any, and compile it if necessary."""
     builder = library.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is None or not library.ops.__compatible_ops__.get(builder.NAME, False):
         return

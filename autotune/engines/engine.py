@@ -13,8 +13,8 @@ from autotune.plan import Plan, PlanSpace
 class Engine(Protocol):
     """Something that runs a job under plans.
 
-    A plan is applied only between steps, is idempotent and fully reversible. Running out of memory, a loss that is not
-    finite and a crash are values of a window (``Measurement.failure``) and leave the training state as it was.
+    A plan is applied only between steps; applying it is idempotent and fully reversible. Running out of memory, a loss
+    that is not finite and a crash are reported as ``Measurement.failure``, after which the engine can run more windows.
 
     Attributes:
         memory_budget_bytes: memory budget of each window, ``None`` for no budget; may change between windows.
@@ -80,7 +80,7 @@ class PreparingEngine(Engine, Protocol):
     ahead: int
 
     def prepare(self, plan: Plan, steps: int) -> None:
-        """Begin a window that :meth:`run` will be asked for."""
+        """Begin a window that :meth:`run` will return later."""
         ...
 
 
@@ -117,7 +117,7 @@ class EngineBase:
 
 
 class EngineProxy(EngineBase):
-    """Base of engines that wrap another one: they hand on the plan and the budget with each window.
+    """Base of engines that wrap another one and pass it the plan and the budget with each window.
 
     Args:
         engine: the wrapped engine.
@@ -161,6 +161,6 @@ class EngineProxy(EngineBase):
         self.engine.restore(snapshot)
 
     def close(self) -> None:
-        """Close the wrapped engine; it refuses further windows."""
+        """Close the wrapped engine and refuse further windows."""
         super().close()
         self.engine.close()

@@ -1,4 +1,4 @@
-"""The calls that an engine answers to another process, as JSON objects."""
+"""The calls that an engine answers for another process, with JSON objects as results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autotune.plan import Plan
 
 
 def described(engine: Engine) -> dict[str, Any]:
-    """Return ``space``, the plans that an engine's job allows, and ``locks``, why not others."""
+    """Return ``space``, the plans that an engine's job allows, and ``locks``, the reasons against others."""
     return {"space": engine.space.to_json(), "locks": {**getattr(engine, "locks", {})}}
 
 

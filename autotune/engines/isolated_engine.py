@@ -1,7 +1,7 @@
-"""Train a job in a separate process: if the process dies, hangs or sends garbage, that is a value of the window.
+"""Train a job in a separate process: if the process dies, hangs or sends garbage, only the window fails.
 
-The child leads its own process group, which is ended as a whole. The next window then begins in a new child, at the
-last snapshot that was taken or restored, or at the job's beginning if there is none.
+The child is then ended with all processes that it started. The next window begins in a new child, from the last
+snapshot that was taken or restored, or from the job's beginning if there is none.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Patience:
 
     Attributes:
         opening_s: seconds for building the model.
-        first_s: seconds for a window if nothing is known about its plan.
-        factor: limit of a window as a multiple of its predicted time, or of the slowest window so far.
-        grace_s: seconds added to that.
+        first_s: seconds for a window if no step time is predicted or measured yet, and for any other call.
+        factor: a window's limit as a multiple of its steps at the predicted or, if longer, the slowest measured time.
+        grace_s: seconds added to that limit.
     """
 
     opening_s: float = 300.0
@@ -43,7 +43,7 @@ class Patience:
 
 
 class StateFiles:
-    """Files without a name that keep a training state while this object lives, one for each process.
+    """Unnamed files that keep a training state while this object exists, one for each process.
 
     Args:
         count: number of processes.
@@ -63,7 +63,7 @@ class StateFiles:
 
 
 class IsolatedEngine(EngineBase):
-    """An engine that runs a job's windows in a child process that may die.
+    """An engine that runs a job's windows in a child process and survives the child's death.
 
     Args:
         job: the job's reference for :func:`autotune.load_job`; a job itself cannot be sent to another process.
@@ -76,7 +76,7 @@ class IsolatedEngine(EngineBase):
         ranks: options of several processes that train the job together; ``None`` for one process.
 
     Raises:
-        JobError: if the job cannot be used, or takes the child down while it is built.
+        JobError: if the job cannot be used, or the child ends or hangs while it builds the model.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class IsolatedEngine(EngineBase):
         self.locks: dict[str, str] = opened["locks"]
 
     def run(self, steps: int) -> Measurement:
-        """Run a window of optimizer steps; the end of the child is a failure of the window.
+        """Run a window of optimizer steps; if the child ends or hangs, the window fails.
 
         Raises:
             EngineError: if the engine was closed.
@@ -146,15 +146,15 @@ class IsolatedEngine(EngineBase):
         """Return the job's metric.
 
         Raises:
-            EngineError: if the child ends.
+            EngineError: if the child ends or hangs.
         """
         return float(self._told("evaluate"))
 
     def snapshot(self) -> StateFiles:
-        """Return the training state, which remains if the child ends.
+        """Return the training state, which outlives the child.
 
         Raises:
-            EngineError: if the child ends.
+            EngineError: if the child ends or hangs.
         """
         state = StateFiles(self._ranks or 1)
         self._told("snapshot", state)
@@ -165,13 +165,13 @@ class IsolatedEngine(EngineBase):
         """Return to a snapshot of this engine.
 
         Raises:
-            EngineError: if the child ends.
+            EngineError: if the child ends or hangs.
         """
         self._told("restore", snapshot)
         self._latest = snapshot
 
     def close(self) -> None:
-        """End the child, and delete its last snapshot."""
+        """End the child, and release the last snapshot, which is deleted unless the caller keeps it."""
         super().close()
         self._latest = None
         self._end()
@@ -211,7 +211,7 @@ class IsolatedEngine(EngineBase):
         return opened
 
     def _received(self, timeout_s: float) -> dict[str, Any]:
-        """Return the child's next document; a child that sends none is ended, since its state is unknown."""
+        """Return the child's next document; end a child that sends none, because its state is unknown."""
         assert self._child is not None
         try:
             return self._child.answer(timeout_s)

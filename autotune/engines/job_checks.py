@@ -29,20 +29,20 @@ logger = logging.getLogger(__name__)
 def inspect_job(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict[str, str]]:
     """Return the plans that a job's model allows, and the reasons why choices are locked.
 
-    The loss is run once in evaluation mode on the largest micro-batch that fits in memory; nothing is kept for a
-    backward pass.
+    The loss is run in evaluation mode on the largest micro-batch that fits in memory, and again in the lowest precision
+    if that is reduced; nothing is kept for a backward pass.
 
     Args:
         job: the job.
-        model: its model, on its device.
-        batch: its first batch.
+        model: the job's model, on its device.
+        batch: the job's first batch.
 
     Returns:
         The space with units in forward order, and a reason for each locked choice (``accumulation_steps``,
         ``precision``, ``borders``, ``storage``).
 
     Raises:
-        JobError: if the loss raises, is not a scalar tensor or takes no gradient, or the count is wrong.
+        JobError: if the loss raises, is not a scalar tensor or has no gradient, or the count is wrong.
     """
     units = units_of(model, job.units)
     ask(job, "count", lambda: stepping.count_items(batch, job.count))
@@ -84,10 +84,10 @@ def ask(job: Job, part: str, call: Callable[[], _Answer]) -> _Answer:
     Args:
         job: the job.
         part: name of the function in the job.
-        call: function that calls it.
+        call: calls that function.
 
     Raises:
-        JobError: if it raises.
+        JobError: if the function raises.
     """
     try:
         return call()
@@ -127,8 +127,8 @@ def build_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
 
 def _told_of(foreign: Mapping[str, str]) -> str:
     name, kind = next(iter(foreign.items()))
-    others = f", and so are {len(foreign) - 1} others" if len(foreign) > 1 else ""
-    return f"{name} is handed a {kind}{others}, which cannot be copied: recomputed, it might change it twice"
+    others = f", and so do {len(foreign) - 1} others" if len(foreign) > 1 else ""
+    return f"{name} receives a {kind}{others}, which cannot be copied: recomputation might change it twice"
 
 
 def _micro_batches(job: Job, batch: Any, choices: Sequence[int]) -> list[Any]:
@@ -151,7 +151,7 @@ def _largest_with_room(pieces: Sequence[Any], run: Callable[[Any], _Answer]) -> 
 
 
 def _trial(job: Job, model: nn.Module, batch: Any, units: tuple[Unit, ...]) -> tuple[dict[str, int], dict[str, str]]:
-    """Return the calls of each unit, in forward order, and its arguments that recomputation might change again."""
+    """Return the number of calls of each unit, in forward order, and the types of arguments that cannot be copied."""
     losses: list[Any] = []
     foreign: dict[str, str] = {}
 
@@ -166,7 +166,7 @@ def _trial(job: Job, model: nn.Module, batch: Any, units: tuple[Unit, ...]) -> t
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        # Tensors for the backward pass are dropped: the pass only shows whether the loss has a gradient.
+        # Tensors for the backward pass are dropped: this pass only shows whether the loss has a gradient.
         nothing = torch.empty(0)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _: nothing, lambda _: nothing):
             names = [unit.name for unit in units]
@@ -179,7 +179,7 @@ def _trial(job: Job, model: nn.Module, batch: Any, units: tuple[Unit, ...]) -> t
 
 
 def _try_reduced_borders(job: Job, model: nn.Module, batch: Any, space: PlanSpace, locks: dict[str, str]) -> None:
-    """Note in ``locks`` if the code between units fails on the reduced-precision tensors of uniform plans."""
+    """Note in ``locks`` if the code between units fails on reduced-precision tensors, which uniform plans pass on."""
     plan = space.plan(accumulation_steps=1, precision=space.lowest_precision)
     if plan.uniform_reduced is None or not space.units:
         return
@@ -189,8 +189,8 @@ def _try_reduced_borders(job: Job, model: nn.Module, batch: Any, space: PlanSpac
         controls.apply(model, plan)
         with torch.no_grad():
             job.loss(model, batch)
-    except Exception as error:  # noqa: BLE001 - whatever the user's code raises, plans use fp32 borders
-        locks["borders"] = f"code between units takes no {space.lowest_precision} tensors: {error}"
+    except Exception as error:  # noqa: BLE001 - if the user's code raises anything, plans use fp32 borders
+        locks["borders"] = f"code between units does not accept {space.lowest_precision} tensors: {error}"
     finally:
         controls.remove(model)
         for module, mode in training.items():
@@ -209,7 +209,7 @@ def _check_loss(loss: Any, where: str) -> None:
 
 
 def accumulation_choices(job: Job, model: nn.Module, locks: dict[str, str]) -> tuple[int, ...]:
-    """Return the allowed k, and note in ``locks`` the reason if it is locked."""
+    """Return the allowed k; if k is locked, note the reason in ``locks``."""
     normalised = any(isinstance(module, _BatchNorm) for module in model.modules())
     if job.batching == "fixed" and normalised and len(job.accumulation_choices) > 1:
         locks["accumulation_steps"] = (

@@ -23,7 +23,7 @@ class StepReport:
         items: loss-bearing items consumed.
         batch_bytes: bytes of the tensors of each batch.
         loss: mean loss per item; may be NaN or infinite.
-        stepped: whether the optimizer stepped.
+        stepped: whether the update was made, not skipped.
         learning_rate: learning rate of the first parameter group.
     """
 
@@ -40,7 +40,7 @@ class StepReport:
 
 @dataclass(slots=True, kw_only=True)
 class Window:
-    """A window of steps that begins when this object is made.
+    """A window of steps that begins when this object is created.
 
     Attributes:
         meter: the energy meter.

@@ -1,7 +1,7 @@
 """Measure several plans at once: prepared windows run on several workers and are returned in order.
 
-Each worker trains the job in its own process, possibly on another machine. Requests and the order of answers are the
-same as with one worker. If a worker is lost, another one runs its window again, once.
+Each worker trains the job in its own process, possibly on another machine. Answers are returned in the order of
+requests, as with one worker. If a worker is lost, another one repeats its window, once.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from autotune.plan import Plan, PlanSpace
 
 logger = logging.getLogger(__name__)
 
-# Windows that wait while every worker runs one: this number, or this share of the workers. Answers are taken in order,
-# and a search knows less about its next plan the more windows are open.
+# Windows that wait while every worker runs one: this number or this share of the workers, whichever is larger. Answers
+# are taken in order, and the more windows are open, the less a search knows when it chooses its next plan.
 _WAITING, _WAITING_SHARE = 2, 0.25
-# Times that a window is begun before its plan counts as the cause of lost workers.
+# Attempts at a window after which its plan counts as the cause of the lost workers.
 _TRIES = 2
 # Seconds for a worker's thread to end.
 _ENDING_S = 10.0
 
 
 class Worker(Protocol):
-    """Something that runs windows one after another outside this process."""
+    """A runner of windows outside this process, one at a time."""
 
     def describe(self) -> dict[str, Any]:
         """Return ``space``, the plans that the job allows, and ``locks``, the reasons against others, as JSON objects.
@@ -74,7 +74,7 @@ class PoolEngine(EngineBase):
 
     Args:
         workers: at least one worker.
-        on_close: called after all workers were told to end.
+        on_close: called at the end of :meth:`close`.
 
     Attributes:
         ahead: number of windows worth preparing before the first of them is run.
@@ -114,7 +114,7 @@ class PoolEngine(EngineBase):
             return len(self._alive)
 
     def prepare(self, plan: Plan, steps: int) -> None:
-        """Begin a window that :meth:`run` will be asked for, under the present budget, on any free worker."""
+        """Queue a window under the current budget for any free worker; :meth:`run` returns it later."""
         window = _Window(self.space.check(plan), steps, self.memory_budget_bytes)
         key = (window.plan, steps, window.memory_budget_bytes)
         if key not in self._prepared:
@@ -122,7 +122,7 @@ class PoolEngine(EngineBase):
             self._ask(self._shared, window)
 
     def run(self, steps: int) -> Measurement:
-        """Return the prepared window, or one that the first worker runs now.
+        """Return the prepared window; if there is none, let the first worker run one.
 
         Raises:
             EngineError: if the engine was closed, or all workers were lost.
@@ -134,7 +134,7 @@ class PoolEngine(EngineBase):
         return window.answer.result()
 
     def evaluate(self) -> float:
-        """Refuse: the models of the workers have seen different steps.
+        """Refuse: the models of the workers have been trained with different steps.
 
         Raises:
             EngineError: always.
@@ -169,7 +169,7 @@ class PoolEngine(EngineBase):
             self._on_close()
 
     def _first_answer(self) -> dict[str, Any]:
-        """Return the description of the job by the first worker that answers."""
+        """Return the job's description from the first worker that answers."""
         reason = "there are no workers"
         while self._alive:
             try:
@@ -189,7 +189,7 @@ class PoolEngine(EngineBase):
             self._changed.notify_all()
 
     def _serve(self, number: int) -> None:
-        """Run one worker's thread."""
+        """Run windows on a worker until it is lost or the engine is closed: the body of its thread."""
         while (window := self._next(number)) is not None:
             try:
                 found = self._workers[number].run(window.plan.to_json(), window.steps, window.memory_budget_bytes)
@@ -214,7 +214,7 @@ class PoolEngine(EngineBase):
         return None
 
     def _lose(self, number: int, window: _Window, error: WorkerLostError) -> None:
-        """Continue without a worker."""
+        """Remove a lost worker; return its window to the queue, or fail it after the last attempt."""
         with self._changed:
             self._alive.remove(number)
             window.lost += 1

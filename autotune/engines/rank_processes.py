@@ -21,12 +21,12 @@ _ARRIVING_S = 60.0
 
 
 class RanksError(EngineError):
-    """The ranks ended before they answered.
+    """The ranks ended or fell silent before they answered.
 
     Args:
-        message: one line about it.
+        message: one line about the failure.
         failure: the kind of failure.
-        tried: what they last announced to try; ``None`` if nothing.
+        tried: the last attempt that they reported; ``None`` if they reported none.
     """
 
     def __init__(self, message: str, failure: Failure, tried: str | None) -> None:
@@ -50,7 +50,7 @@ class Report:
         self._tell({"done": share})
 
     def tries(self, what: str) -> None:
-        """Report what is tried next, in case it ends the ranks."""
+        """Report the next attempt, in case it ends the ranks."""
         self._tell({"tries": what})
 
     def _tell(self, document: dict[str, Any]) -> None:
@@ -73,9 +73,9 @@ def run_on_ranks(
         module: the module, which calls :func:`be_rank`.
         asked: the document that every rank receives.
         ranks: number of ranks.
-        threads: torch threads of each rank unless the environment sets them; the same for a single rank, so that runs
-            with different numbers of ranks compare. ``None`` for one thread in each of several ranks, and torch's
-            default in a single one.
+        threads: torch threads of each rank, unless the environment sets them; also for a single rank, so that runs with
+            different numbers of ranks are comparable. ``None`` for one thread in each of several ranks, and for torch's
+            default in a single rank.
         patience_s: seconds without any report or output after which the ranks are ended.
         on_progress: called with the share of the work that is done.
 
@@ -108,7 +108,7 @@ def run_elsewhere(module: str, asked: Mapping[str, Any], *, threads: int) -> dic
 
     Raises:
         InputError: if the process refuses its input.
-        WorkersError: if it fails.
+        WorkersError: if the process fails.
     """
     with Workers(module, asked, environment={"OMP_NUM_THREADS": str(threads)}) as workers:
         found = _followed(workers, math.inf, None, [])
@@ -138,7 +138,7 @@ def _followed(
 
 
 def be_rank(work: Callable[[dict[str, Any], Report], Mapping[str, Any]]) -> NoReturn:
-    """Do the work that :func:`run_on_ranks` or :func:`run_elsewhere` asks of this process, and end the process.
+    """Do the work that :func:`run_on_ranks` or :func:`run_elsewhere` requests, and end this process.
 
     Args:
         work: function of the received document and the progress report that returns the answer.
@@ -146,7 +146,7 @@ def be_rank(work: Callable[[dict[str, Any], Report], Mapping[str, Any]]) -> NoRe
     wire, asked, number = opened()
     try:
         found = work(asked, Report(wire if number == 0 else None))
-    except Exception as error:  # noqa: BLE001 - whatever the job raises, the caller reports
+    except Exception as error:  # noqa: BLE001 - the caller reports whatever the job raises
         fail(wire, number, error)
     if number == 0:
         wire.send({"found": found})

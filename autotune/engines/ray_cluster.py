@@ -30,7 +30,7 @@ _CONNECT_S = 20.0
 _STORE_BYTES = 100 * 2**20
 # Characters of a message of Ray that are quoted.
 _QUOTED = 200
-# Makes Ray use only the loopback interface, as on systems without clusters; by default it listens on all.
+# Variable that makes Ray use only the loopback interface, as on systems without clusters; by default it uses all.
 _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 # Longest path of a folder for Ray's sockets, whose own paths may have about a hundred characters.
 _SHORT = 16
@@ -43,8 +43,8 @@ class ClusterOptions:
     Attributes:
         address: ``auto`` for the cluster that this machine belongs to, ``local:N`` for N workers on this machine, or a
             cluster's ``ray://HOST:PORT`` or ``HOST:PORT``.
-        cores: cores that each worker is pinned to; on a machine with GPUs there is one worker per GPU instead, and its
-            cores are shared out.
+        cores: number of cores to which each worker is pinned; a machine with GPUs instead has one worker per GPU, and
+            its cores are divided among them.
     """
 
     address: str
@@ -67,7 +67,7 @@ class ClusterOptions:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of one worker: its node, its cores on that machine (by rank), and its number of GPUs."""
+    """The place of one worker: its node, the indices of its cores on that machine, and its number of GPUs."""
 
     node: str
     cores: tuple[int, ...]
@@ -75,13 +75,13 @@ class Place:
 
 
 class Cluster:
-    """A connection to a cluster until it is closed.
+    """A connection to a cluster, which is started first if it is local.
 
     Args:
         options: the cluster and its workers.
 
     Attributes:
-        places: the places of workers, at least one.
+        places: the places for workers, at least one.
 
     Raises:
         InputError: if Ray is missing, the cluster does not answer, or it has no cores.
@@ -144,7 +144,7 @@ class Remote:
         """Begin a call, and return a function that waits for its answer, with a timeout in seconds.
 
         That function raises :class:`WorkerLostError` if the object's process or machine is gone or does not answer in
-        time, and the exceptions of the method.
+        time, and passes on exceptions of the method.
         """
         reference = self._actor.call.remote(method, *arguments)
 
@@ -170,7 +170,7 @@ class _Pinned:
 
     Args:
         body: class of the object.
-        cores: ranks of this machine's cores.
+        cores: indices of cores in the sorted list of those that this process may use.
         arguments: arguments of the class.
     """
 
@@ -191,7 +191,7 @@ def places(nodes: Sequence[Mapping[str, Any]], options: ClusterOptions) -> list[
 
     Args:
         nodes: Ray's descriptions of the nodes.
-        options: the number of cores of a worker.
+        options: options with the number of cores per worker.
     """
     used: Counter[str] = Counter()
     found = []
@@ -235,7 +235,7 @@ def _connect(ray: Any, options: ClusterOptions, folder: ScratchFolder | None) ->
         return
     try:
         if options.address != "auto":
-            # Ray itself would keep trying for minutes.
+            # Checked first, because Ray itself would retry for minutes.
             host, _, port = options.address.removeprefix("ray://").rpartition(":")
             socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
         ray.init(address=options.address, **common)

@@ -1,4 +1,4 @@
-"""The engines that train a job, by name: what ``--engine`` can name, and what a worker process opens.
+"""The engines that train a job, by the names that ``--engine`` and worker processes use.
 
 A new engine is a class with the constructor of :class:`autotune.TorchEngine` and an entry in :data:`ENGINES`.
 """
@@ -19,11 +19,11 @@ DEFAULT_ENGINE = "torch"
 
 @dataclass(frozen=True, slots=True)
 class EngineEntry:
-    """What is known of an engine before it is imported.
+    """An engine that is not imported yet.
 
     Attributes:
-        module: the module that holds its class.
-        name: the class.
+        module: the module with its class.
+        name: name of the class.
         options: names of the :class:`RankOptions` that the class takes as arguments.
     """
 
@@ -49,7 +49,7 @@ class RankOptions:
     Attributes:
         count: number of processes.
         zero_stage: ZeRO stage, 0 to 3.
-        config: a DeepSpeed configuration of the user's own; ``None`` for none.
+        config: the user's own DeepSpeed configuration; ``None`` for none.
         engine: the engine's name in :data:`ENGINES`.
     """
 
@@ -69,5 +69,5 @@ class RankOptions:
             raise InputError(f"ZeRO stage is {self.zero_stage!r}", where=where, allowed=STAGES)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments that the engine's class takes besides those of every engine."""
+        """Return the engine class's arguments beyond those common to all engines."""
         return {name: getattr(self, name) for name in ENGINES[self.engine].options}

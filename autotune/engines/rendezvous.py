@@ -39,15 +39,15 @@ def rank_environment(count: int, store: socket.socket) -> Mapping[str, str]:
     """
     number = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), _STORE: str(store.fileno())}
     where = {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(store.getsockname()[1])}
-    # Like every launcher: ranks on one machine share its cores.
+    # The usual default of launchers: ranks on one machine share its cores.
     threads = {} if count == 1 else {"OMP_NUM_THREADS": "1"}
     return {**threads, **_interfaces(), **number, **where, **_chosen("OMP_NUM_THREADS", *_INTERFACES)}
 
 
 def store_of_ranks(timeout: timedelta) -> Store | None:
-    """Return the store of this process and the other ranks that this package started.
+    """Return the store of the ranks that this package started; ``None`` if another launcher started this process.
 
-    A process without a rank becomes a group of its own. ``None`` if another launcher started this process.
+    A process without a rank becomes a group of its own.
 
     Args:
         timeout: time to wait for the other ranks.

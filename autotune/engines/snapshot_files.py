@@ -17,10 +17,10 @@ from autotune.mechanics.randomness import RandomState
 
 
 def write_snapshot(file: IO[bytes], snapshot: Snapshot) -> None:
-    """Replace the content of an open file by a snapshot.
+    """Replace the content of an open file with a snapshot.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
     file.seek(0)
     file.truncate()
@@ -32,7 +32,7 @@ def read_snapshot(file: IO[bytes]) -> Snapshot:
     """Read a snapshot from an open file.
 
     Raises:
-        EngineError: if the file holds none.
+        EngineError: if the file is not a valid snapshot.
     """
     try:
         file.seek(0)

@@ -1,13 +1,13 @@
 """Start worker processes that end together, and at the latest with the caller.
 
-It is run by its path, as ``python -P supervisor.py MODULE WIRES [STORE]``, and uses only the standard library, so that
-it stays small and forks before any library starts threads. Every worker runs the module with two arguments: the file
-descriptor of its wire, and its own number. WIRES are the workers' ends of their sockets. With STORE, the workers are
-the ranks of a process group, and STORE is the socket on which its store listens.
+This file is run by its path, as ``python -P supervisor.py MODULE WIRES [STORE]``. It uses only the standard library, so
+that it stays small and forks before any library starts threads. Every worker runs the module with two arguments: the
+file descriptor of its wire, and its own number. WIRES are the workers' ends of their sockets. With STORE, the workers
+are the ranks of a process group, and STORE is the socket on which its store listens.
 
-Standard input is a socket to the caller. If that socket closes, or a worker fails, all workers end, and with them all
-processes that they started, in whatever group or session. The last message on the socket is the number and the exit
-code of the worker that ended first.
+Standard input is a socket to the caller. If that socket closes, or a worker fails, all workers end, and so do all
+processes that they started, in any group or session. The last message on the socket is the number and the exit code of
+the worker that failed first, or ``0 0`` if none failed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Let this process end with its parent, if the system supports that; at once if the parent is already gone."""
+    """Make this process end with its parent, if the system supports that; at once if the parent is already gone."""
     _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -85,19 +85,19 @@ def _watch(workers: dict[int, int], caller: int) -> tuple[int, int] | None:
     """Wait until all workers have ended, one has failed, or the caller is gone.
 
     Returns:
-        The number of the decisive worker and its exit code, below 0 for a signal; ``None`` if the caller is gone.
+        The first failed worker and its exit code (below 0 for a signal), 0 and 0 if none; ``None`` without a caller.
     """
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
     signal.set_wakeup_fd(wakes)
     for number in (signal.SIGCHLD, *_ENDING):
         signal.signal(number, lambda *_: None)
-    # The end of the caller is noticed even if a process that it forked keeps the socket open.
+    # This shows the end of the caller even if a process that it forked keeps the socket open.
     _control(_PR_SET_PDEATHSIG, signal.SIGCHLD)
     running = set(workers)
     while True:
         ended = [(process, code) for process, code in _ended() if process in workers]
-        # Of several that ended at once, one that was killed or exited causes the exceptions of the others.
+        # If several ended at once, one that was killed or exited caused the exceptions of the others.
         failed = sorted((code == RAISED, code, workers[process]) for process, code in ended if code)
         if failed:
             return failed[0][2], failed[0][1]
@@ -120,7 +120,7 @@ def _end(workers: dict[int, int]) -> None:
     """End the workers and all processes that they started, and remove their shared memory."""
     gone = {*workers, *_descendants()}
     for worker in workers:
-        # If the system does not make their orphans children of this process, only their groups are known.
+        # If the system does not make orphans of the workers children of this process, only their groups are known.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(worker, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
@@ -129,7 +129,7 @@ def _end(workers: dict[int, int]) -> None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(process, signal.SIGKILL)
                 gone.add(process)
-            # Once it is gone, the processes that it started are children of this process.
+            # Once a process is gone, the processes that it started become children of this process.
             os.waitpid(-1, 0)
     _remove_shared_memory(gone)
 
@@ -139,7 +139,7 @@ def _children() -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            # After the name, which is in parentheses: state, parent.
+            # The fields after the name, which is in parentheses, are the state and the parent.
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             found.setdefault(parent, []).append(int(entry.name))
     return found

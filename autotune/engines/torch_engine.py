@@ -38,9 +38,9 @@ class EngineOptions:
     """How an engine measures.
 
     Attributes:
-        discard_steps: number of first steps of a plan that are run but not timed.
-        statistics_every: optimizer steps between two sampled gradients; the first one of a window is always sampled.
-            ``None`` samples none.
+        discard_steps: number of steps at the start of a plan that are run but not timed.
+        statistics_every: optimizer steps between two sampled gradients; every window samples its first step that is not
+            metered. ``None`` samples none.
         split_to_learn_noise: whether a sampled step at k = 1 is split in two to measure the noise scale.
         meter_memory: whether the peak memory of each plan is metered.
         time_limit_s: seconds after which a window ends with ``timeout``; ``None`` for no limit.
@@ -59,7 +59,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A training state that shares nothing with the engine that it was taken from."""
+    """A training state that is independent of the engine that it was taken from."""
 
     tensors: dict[str, torch.Tensor]
     optimizer: dict[str, Any]
@@ -74,7 +74,7 @@ class Progress:
     """Counters of what a run has consumed.
 
     Attributes:
-        steps: optimizer steps attempted.
+        steps: optimizer steps completed, including those with a skipped update.
         samples: samples consumed.
         batches: batches consumed.
     """
@@ -86,7 +86,7 @@ class Progress:
 
 @dataclass(slots=True)
 class _Undo:
-    """State that a failed step must put back. Weights and optimizer change only in the update."""
+    """State to restore after a failed step. Weights and optimizer change only in the update."""
 
     random: randomness.RandomState
     buffers: dict[str, torch.Tensor]
@@ -106,10 +106,10 @@ class TorchEngine(EngineBase):
 
     Attributes:
         job: the job.
-        model: its model.
+        model: the job's model.
         energy: the device's energy meter.
         called: the object with which the job's loss is computed: the model, or a wrapper of it.
-        recovers: whether a step that raised can be put back; otherwise its exception is raised.
+        recovers: whether a step that raised can be undone; otherwise its exception is raised.
         settling_steps: number of steps under a plan after which its memory no longer changes.
 
     Raises:
@@ -132,7 +132,7 @@ class TorchEngine(EngineBase):
         self.device = devices.resolved(device)
         devices.require_fp32_choice(job.launch.fp32, self.device, where=f"job {job.name!r}")
         if devices.is_accelerator(self.device):
-            # Earlier models that are kept alive by reference cycles would count in the peaks of this one.
+            # Earlier models that reference cycles keep alive would count in the peaks of this one.
             devices.release(self.device)
         self.progress = Progress()
         with randomness.isolated():
@@ -152,7 +152,7 @@ class TorchEngine(EngineBase):
         self.monitor = GradientMonitor(self.model, self.space.units)
         self._meter = MemoryMeter(self.device)
         self.energy = self.energy_meter()
-        # Peak and metered batch bytes by plan: a smaller batch cannot need more.
+        # Peak and metered batch bytes by plan: a smaller batch cannot need more memory.
         self._peaks: dict[Plan, tuple[int, int]] = {}
         self._reserved: dict[Plan, int] = {}
         self._steps_under_plan = 0
@@ -180,7 +180,7 @@ class TorchEngine(EngineBase):
         self._steps_under_plan = 0
 
     def run(self, steps: int) -> Measurement:
-        """Run a window of optimizer steps; a failure ends it early and leaves the state before the failed step.
+        """Run a window of optimizer steps; a failure ends it early and undoes the failed step, except a partial update.
 
         Raises:
             EngineError: if the engine was closed.
@@ -265,11 +265,11 @@ class TorchEngine(EngineBase):
             self.apply(former)
 
     def recomputations(self) -> dict[str, int]:
-        """Return the number of recomputations of each unit since a plan was first applied to it."""
+        """Return each unit's number of recomputations since a plan was first applied to it."""
         return controls.recomputations(self.model)
 
     def _advance(self, window: Window, *, sample: bool) -> None:
-        """Run one step; on failure, end the window and put the state back."""
+        """Run one step; on failure, end the window and restore the state."""
         # Reading a driver's energy counter takes up to ten milliseconds, so it is read before the clock.
         began_j, began = self.energy.read(), time.perf_counter()
         batches, undo, problem = self._begin_step()
@@ -283,8 +283,8 @@ class TorchEngine(EngineBase):
                 attempt.accumulate(metered=metered)
                 attempt.finish()
         except Exception as error:
-            # Weights may be half updated, which cannot be put back. Running out of memory there, where the first update
-            # creates the optimizer's state, is a failure of the window all the same; anything else is raised.
+            # An update may have changed some of the weights, which cannot be undone. Running out of memory there, where
+            # the first update creates the optimizer's state, still counts as a failure; anything else is raised.
             if not self.recovers or (attempt.updating and not devices.is_out_of_memory(error)):
                 raise
             failure, problem = classify(error), f"{type(error).__name__}: {error}"
@@ -308,7 +308,7 @@ class TorchEngine(EngineBase):
         self._judge(window, attempt)
 
     def _begin_step(self) -> tuple[list[Any], _Undo | None, str]:
-        """Return the step's batches and the state to put back; the error if even these do not fit in memory."""
+        """Return the step's batches and the state to restore, or the error if they do not fit in memory."""
         try:
             return self._take_batches(), _Undo(randomness.capture(), copy_buffers(self.model), self.monitor.state), ""
         except Exception as error:
@@ -338,7 +338,7 @@ class TorchEngine(EngineBase):
         )
 
     def _judge(self, window: Window, attempt: _Attempt) -> None:
-        """End the window if the completed step shows that the plan cannot be kept."""
+        """End the window if the completed step was not finite, went over the budget, or ended too late."""
         options = self.options
         if not attempt.stepped and not attempt.overflowed:
             window.fail(Failure.NON_FINITE, f"loss {attempt.loss}, gradient norm {attempt.norm}")
@@ -350,7 +350,7 @@ class TorchEngine(EngineBase):
             window.fail(Failure.TIMEOUT, f"{elapsed:.1f} s over {options.time_limit_s:g} s")
 
     def _take_batches(self) -> list[Any]:
-        """Return the batches of the next step; the same ones again after a failure."""
+        """Return the batches of the next step, which are the same again after a failure."""
         needed = 1 if self.job.batching == "fixed" else self.plan.accumulation_steps
         while len(self._pending) < needed:
             self._pending.append(self._stream.take())
@@ -372,7 +372,7 @@ class TorchEngine(EngineBase):
     def metering(self, batches: Sequence[Any]) -> Iterator[bool]:
         """Meter the body unless this plan was already metered with a batch as large; yield whether it is metered.
 
-        The first step of a run creates the optimizer's state, and its reading would be too low.
+        The first step of a run is not metered: it creates the optimizer's state, so that its reading would be too low.
         """
         size = tensor_bytes(tensors(batches))
         known = self._peaks.get(self.plan, (0, 0))
@@ -414,7 +414,7 @@ class TorchEngine(EngineBase):
         return GradientProbe(self.update.parameters)
 
     def phase(self, name: Phase) -> None:
-        """Note that a pass of a micro-batch begins; overridden by engines that trace steps."""
+        """Note that a phase of a step begins; overridden by engines that trace steps."""
 
     def may_split(self) -> bool:
         """Tell whether a step may be split in two to measure the noise scale."""
@@ -422,7 +422,7 @@ class TorchEngine(EngineBase):
         return self.options.split_to_learn_noise and splittable and self.plan.accumulation_steps == 1
 
     def _sample_is_due(self, first_step: int) -> bool:
-        """Tell whether the next step is sampled: the first possible one of a window, then every n-th."""
+        """Tell whether the next step is sampled: the first possible step of a window, then every n-th."""
         if self.options.statistics_every is None:
             return False
         sampled_at = self.monitor.state.sampled_at
@@ -444,7 +444,7 @@ class TorchEngine(EngineBase):
         return devices.fp32_computed_in(self.job.launch.fp32)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return by name the tensors of a snapshot, without the optimizer's."""
+        """Return the tensors of a snapshot by name, without those of the optimizer."""
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
     def _put_back(self, undo: _Undo) -> None:
@@ -459,13 +459,13 @@ class _Attempt:
 
     Attributes:
         batches: the batches that the step consumes.
-        samples: number of their samples.
-        items: number of their loss-bearing items.
+        samples: number of samples in the batches.
+        items: number of loss-bearing items in the batches.
         loss: mean loss per item, after accumulation.
         norm: 2-norm of the unscaled gradient, after accumulation.
         representative: whether the wall time is that of an ordinary step.
-        updating: whether the optimizer's update has begun, after which nothing can be put back.
-        stepped: whether the optimizer stepped.
+        updating: whether the optimizer's update has begun, after which the step cannot be undone.
+        stepped: whether the update was made, not skipped.
     """
 
     def __init__(self, engine: TorchEngine, batches: list[Any], *, sample: bool) -> None:
@@ -481,7 +481,7 @@ class _Attempt:
         self.stepped = False
 
     def accumulate(self, *, metered: bool) -> None:
-        """Run all micro-batches and unscale; afterwards the parameters hold the true gradient."""
+        """Run all micro-batches and unscale; the parameters then have the true gradient."""
         engine = self._engine
         engine.update.scaled = engine.plan.needs_loss_scaling
         engine.set_learning_rate(self.samples)
@@ -495,7 +495,7 @@ class _Attempt:
 
     @property
     def overflowed(self) -> bool:
-        """Tell whether the scaled gradient overflowed although the loss is finite: the next step scales less."""
+        """Tell whether a skipped update is due to an overflow of the scaled gradient; the next step scales less."""
         return self._engine.update.scaled and math.isfinite(self.loss)
 
     def finish(self) -> None:

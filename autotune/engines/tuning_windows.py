@@ -1,4 +1,4 @@
-"""The engine that tuning measures on, and the length of its windows."""
+"""The engine on which tuning measures plans, and the length of its windows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.job import Job
 from autotune.measurement import ABSENT, Measurement
 
-# The metered step, which is not timed, and two timed steps; one timed step if memory has to settle first.
+# An untimed step, usually the metered one, and two timed ones, or one if the other is split or metered instead.
 WINDOW_STEPS = 3
 _DISCARDED = 1
 
@@ -31,7 +31,7 @@ def make_engine(
     cluster: ClusterOptions | None = None,
     watts: float | None = None,
 ) -> Engine:
-    """Return the engine that tuning measures on.
+    """Return the engine on which tuning measures plans.
 
     Args:
         job: the job.

@@ -1,4 +1,4 @@
-"""Pass JSON documents and open files between two processes, and recognise anything else that arrives."""
+"""Pass JSON documents and open files between two processes, and reject anything else that arrives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LIMIT_BYTES = 64 * 2**20
 
 
 class GarbledError(EngineError):
-    """Something else than a document or a file arrived."""
+    """Something other than a document or a file arrived."""
 
 
 class Wire:
@@ -48,21 +48,21 @@ class Wire:
             timeout_s: seconds to wait for the whole document; ``None`` waits without limit.
 
         Raises:
-            TimeoutError: if it did not arrive in time.
+            TimeoutError: if the document did not arrive in time.
             EOFError: if the other side is gone.
             GarbledError: if something else arrived.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
         mark, size = _HEAD.unpack(self._take(_HEAD.size, until))
         if mark != _MARK or size > _LIMIT_BYTES:
-            raise GarbledError("what arrived is no document")
+            raise GarbledError("received something that is not a document")
         try:
-            # Less strict than for files: the gradient of a measurement may have overflowed.
+            # Less strict than for files: a measurement's gradient may be infinite.
             document = json.loads(self._take(size, until))
         except (ValueError, RecursionError) as error:
-            raise GarbledError(f"what arrived is no document: {error}") from error
+            raise GarbledError(f"received something that is not a document: {error}") from error
         if not isinstance(document, dict):
-            raise GarbledError(f"what arrived is a {type(document).__name__}, no document")
+            raise GarbledError(f"received a {type(document).__name__}, which is not a document")
         return document
 
     def ready(self, timeout_s: float) -> bool:
@@ -97,7 +97,7 @@ class Wire:
         if not mark:
             raise EOFError
         if mark != _FILE or not descriptors:
-            raise GarbledError("what arrived is no file")
+            raise GarbledError("received something that is not a file")
         os.set_inheritable(descriptors[0], False)
         return descriptors[0]
 

@@ -1,7 +1,7 @@
 """Entry point of the process in which an isolated engine trains.
 
-It opens the engine that it is told to over its wire and answers one call after another until the caller is gone. Where
-several ranks train, all receive the same calls and do the same. The caller reads what the job prints.
+The process opens the engine that its first document names, and answers calls until the caller is gone. If several ranks
+train, all receive and answer the same calls. The caller reads what the job prints.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autotune.engines.worker_processes import fail, leave, opened
 def main() -> None:
     """Serve the caller until it is gone."""
     wire, opening, number = opened()
-    # If the caller is gone, there is nothing left to report to.
+    # If the caller is gone, there is nothing to report.
     with contextlib.suppress(EOFError, OSError):
         serve(wire, opening, number)
     leave(0)
@@ -38,7 +38,7 @@ def serve(wire: Wire, opening: dict[str, Any], number: int) -> None:
         try:
             answers = answers or _answers(_open(**opening), wire)
             answer = answers[request.pop("call")](**request)
-        except Exception as error:  # noqa: BLE001 - whatever the job raises, the caller classifies
+        except Exception as error:  # noqa: BLE001 - whatever the job raises is reported to the caller
             fail(wire, number, error)
         wire.send({"answer": answer})
         request = wire.receive()
@@ -70,7 +70,7 @@ def _answers(engine: Any, wire: Wire) -> dict[str, Callable[..., Any]]:
     from autotune.engines.engine_calls import described, measured
     from autotune.engines.snapshot_files import read_snapshot, write_snapshot
 
-    # Each rank has its own part of a snapshot.
+    # Each rank writes and reads its own part of a snapshot.
     def snapshot() -> None:
         with os.fdopen(wire.receive_file(), "r+b") as file:
             write_snapshot(file, engine.snapshot())

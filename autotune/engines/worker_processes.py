@@ -26,13 +26,13 @@ from autotune.errors import EngineError, InputError, one_line
 from autotune.measurement import Failure
 
 _PACKAGE = Path(__file__).resolve().parents[2]
-# Where the kernel counts the processes that it killed because memory ran out.
+# File in which the kernel counts the processes that it killed because memory ran out.
 _MEMORY_EVENTS = Path("/sys/fs/cgroup/memory.events")
 # Bytes at the end of the workers' output that are searched for their last line.
 _LOOKED_AT = 2**16
 # Characters of that line, and of an exception, that a failure quotes.
 _QUOTED, _TOLD = 300, 2000
-# Seconds that workers may take to end after they were told to, or after one of them ended.
+# Seconds in which workers must end after a request, or after one of them ended.
 _ENDING_S = 5.0
 
 
@@ -41,7 +41,7 @@ class WorkersError(EngineError):
 
     Args:
         failure: the kind of failure.
-        detail: one line about it.
+        detail: one line about the failure.
     """
 
     def __init__(self, failure: Failure, detail: str) -> None:
@@ -52,8 +52,8 @@ class WorkersError(EngineError):
 class Workers:
     """Processes that run a module until this object is closed: the ranks of a process group, or one process.
 
-    The workers never search the working directory for libraries. They end together and at the latest with this
-    process, and all processes that they started end with them.
+    The workers never search the working directory for libraries. They end together, at the latest with this process,
+    and all processes that they started end with them.
 
     Args:
         module: the module, which calls :func:`opened` first.
@@ -97,7 +97,7 @@ class Workers:
             self._control = pairs[0][0]
             self._wires = [Wire(own) for own, _ in pairs[1:]]
             self._open = ours.pop_all()
-        # The workers find jobs where this process finds them, after all other places.
+        # The workers also search this process's module path for jobs, after their own.
         self.send({**opening, "path": [entry for entry in sys.path if entry]})
 
     def send(self, document: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ class Workers:
 
         Raises:
             InputError: if a worker refuses its input.
-            WorkersError: if a worker raised, ended, or did not answer in time. All workers are ended then.
+            WorkersError: if a worker raised, ended, or did not answer in time. Both errors end all workers.
         """
         return self._received(self._wires, timeout_s)[0]
 
@@ -191,7 +191,7 @@ class Workers:
         return self._ended(self._who(number), code)
 
     def _ended(self, who: str, code: int | None) -> WorkersError:
-        """Return the error that the exit code of the first worker to end stands for."""
+        """Return the error for the exit code of the first worker to end."""
         killed = _kills()
         if code == -signal.SIGKILL and None not in (self._killed_before, killed) and self._killed_before != killed:
             return WorkersError(Failure.OUT_OF_MEMORY, f"{who}the system killed it because memory ran out")
@@ -228,9 +228,9 @@ class Workers:
         return None, None
 
     def _last_words(self) -> str:
-        """Return a colon and the last line that the workers printed, or nothing."""
+        """Return a colon and the last line that the workers printed; empty if they printed none."""
         said = os.pread(self._output.fileno(), _LOOKED_AT, max(self.printed() - _LOOKED_AT, 0))
-        # A line of one repeated character is a ruler.
+        # A line of one repeated character is a separator.
         lines = [line.strip() for line in said.decode(errors="replace").splitlines() if len(set(line.strip())) > 1]
         return f": {lines[-1][-_QUOTED:]}" if lines else ""
 
@@ -239,7 +239,7 @@ def opened() -> tuple[Wire, dict[str, Any], int]:
     """Return a worker's wire to its caller, its first document, and its number among the workers."""
     wire = Wire(socket.socket(fileno=int(sys.argv[1])))
     opening = wire.receive()
-    # At the end: modules next to a job must not replace libraries.
+    # Appended, because modules next to a job must not replace libraries.
     sys.path.extend(entry for entry in opening.pop("path") if entry not in sys.path)
     return wire, opening, int(sys.argv[2])
 
@@ -276,7 +276,7 @@ def leave(code: int) -> NoReturn:
 
 
 def python_path() -> str:
-    """Return a module search path that contains this package, also when it runs from a checkout."""
+    """Return a module search path that contains this package, even if it runs from a checkout."""
     return os.pathsep.join(filter(None, [str(_PACKAGE), os.environ.get("PYTHONPATH", "")]))
 
 

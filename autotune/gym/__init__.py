@@ -1,1 +1,1 @@
-"""The Gymnasium environment over an engine."""
+"""Gymnasium environments of real and simulated jobs."""

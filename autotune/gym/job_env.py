@@ -29,7 +29,7 @@ _UNRECOVERABLE_AFTER = 3
 class TuningEnv(gymnasium.Env[dict[str, Array], NDArray[np.int64]]):
     """An environment that tunes a real training job window by window.
 
-    An action is a plan as ``MultiDiscrete`` indices; an observation holds the features of
+    An action is a plan as ``MultiDiscrete`` indices; an observation contains the features of
     :mod:`autotune.gym.observation`; the reward is minus the cost of :mod:`autotune.gym.reward`.
 
     An episode is one training run: ``reset`` restarts the job under the baseline plan and runs one window, to which all
@@ -42,13 +42,13 @@ class TuningEnv(gymnasium.Env[dict[str, Array], NDArray[np.int64]]):
         memory_budget_bytes: memory budget in bytes or as a share of the baseline's peak (``40%``); ``None`` for none.
         window_steps: optimizer steps in a window.
         max_windows: windows in an episode.
-        max_units: rows of the unit features; ``None`` takes the number of units.
+        max_units: rows of the unit features; ``None`` for the number of units.
         objective: the objective, which is minimised.
         evaluate: whether the job is evaluated after each window, so that it can reach its target.
-        run_length: samples after which an episode is truncated; ``None`` takes the length of the job.
+        run_length: samples after which an episode is truncated; ``None`` for the length of the job.
 
     Raises:
-        InputError: if the job, the engine's name or a number cannot be used.
+        InputError: if the job, the engine's name or a number is invalid.
     """
 
     metadata = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own attribute
@@ -146,7 +146,7 @@ class TuningEnv(gymnasium.Env[dict[str, Array], NDArray[np.int64]]):
         )
 
     def action_masks(self) -> NDArray[np.bool_]:
-        """Return a flat mask over all choices (``MaskablePPO``'s form): every choice of the space is allowed.
+        """Return a flat mask over all choices, as ``MaskablePPO`` needs it; every choice of the space is allowed.
 
         The memory of a plan depends on all choices together, which a mask per choice cannot express.
         """
@@ -172,7 +172,7 @@ class TuningEnv(gymnasium.Env[dict[str, Array], NDArray[np.int64]]):
         )
 
     def _info(self, observation: Observation, *, metric: float | None) -> dict[str, Any]:
-        """Return what repeats exactly under one seed; measured times are in ``observation.window``."""
+        """Return the values that repeat exactly for one seed; measured times are in ``observation.window``."""
         window = observation.window
         return {
             "plan": observation.plan.to_json(),

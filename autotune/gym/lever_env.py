@@ -1,7 +1,7 @@
-"""A real training job as an environment of levers: the planner makes the plans, and an action adjusts it.
+"""A real training job as an environment of levers: a planner makes the plans, and an action adjusts the planner.
 
-Actions and observations are those of the simulator in which the shipped policy was trained. An untrained policy acts as
-the planner.
+Actions and observations are those of the simulator in which the shipped policy was trained. An untrained policy does
+not change the planner.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from autotune.simulator.online_planner import PlannerSettings, Situation
 class LeverEnv(gymnasium.Env[dict[str, Features], NDArray[np.int64]]):
     """An environment whose actions adjust a planner, window by window, while a job trains.
 
-    An action is ``MultiDiscrete(SIZES)``, see :mod:`autotune.gym.levers`; an observation holds ``run``, shape
+    An action is ``MultiDiscrete(SIZES)``, see :mod:`autotune.gym.levers`; an observation contains ``run``, shape
     (len(RUN_FEATURES),), and ``units``, shape (units x len(UNIT_FEATURES),). Rewards, ``terminated`` and ``truncated``
-    are those of the environment of plans.
+    are those of :class:`TuningEnv`.
 
     Args:
-        env: the environment of plans.
-        profile: the profile of its job.
+        env: the environment whose actions are plans.
+        profile: the profile of the environment's job.
         settings: settings of the planner.
 
     Raises:

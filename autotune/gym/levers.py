@@ -36,7 +36,7 @@ NEUTRAL = (
     STICKINESSES.index(1.0),
 )
 LIMIT = 5.0
-# Counts of windows are clipped here, so that a run may be longer than those in training.
+# Counts of windows are clipped to this limit, so that runs may be longer than in training.
 _LONG = 100.0
 # Weight of a new window in moving averages.
 _WEIGHT = 0.3
@@ -46,7 +46,7 @@ Actions = NDArray[np.int64]
 
 
 def levers_of(actions: Actions) -> Levers:
-    """Return the levers of actions, shape (n, levers)."""
+    """Return the levers for actions of shape (n, levers)."""
     return Levers(
         brace=np.array(BRACES)[actions[:, 0]],
         caution=np.array(CAUTIONS)[actions[:, 1]],
@@ -69,20 +69,20 @@ class Memory:
     Attributes:
         windows: number of windows so far.
         length: logarithm of the sequence length.
-        change: change of that logarithm from window to window.
+        change: change of ``length`` from window to window.
         rise: logarithm of a window's longest batch over the length of the window before.
-        rise_square: square of the rise.
+        rise_square: square of ``rise``.
         rise_max: largest rise so far.
         ran_out: share of windows that ran out of memory.
         out_since: windows since the last one that ran out of memory.
         noise: logarithm of the last known noise scale, in batches.
-        noise_change: change of that logarithm from window to window.
-        noise_square: square of that change.
+        noise_change: change of ``noise`` from window to window.
+        noise_square: square of ``noise_change``.
         surprise: logarithm of measured over expected seconds per step.
-        surprise_square: square of the surprise.
+        surprise_square: square of ``surprise``.
         held: windows under the running plan.
-        dip_since: windows since the last unannounced dip of the memory.
-        dip_interval: windows between the last two dips; 0 before there were two.
+        dip_since: windows since the last unannounced dip of the memory budget.
+        dip_interval: windows between the last two dips; 0 before the second dip.
         dips: number of dips.
     """
 
@@ -106,14 +106,14 @@ class Memory:
 
     @classmethod
     def of(cls, lanes: int) -> Memory:
-        """Return an empty memory."""
+        """Return the statistics before the first window."""
         memory = cls(*(np.zeros(lanes) for _ in range(17)))
         memory.out_since += 40.0
         return memory
 
 
 class Watch:
-    """An observer that describes a planner's runs by features.
+    """An observer that describes a planner's runs with features.
 
     Args:
         planner: the planner.
@@ -122,7 +122,7 @@ class Watch:
         planner: the planner.
         baseline_peak: shape (n,), peak of the baseline plan at the profiled length, in bytes.
         memory: statistics of the runs.
-        situation: what is known before the next window, which the features describe.
+        situation: the situation before the next window, which the features describe.
         full: shape (n,), peak of the running plan at the last length, as a share of the next window's budget.
         unsure: shape (n, max_units, precisions), standard deviation of each cost factor.
     """
@@ -137,7 +137,7 @@ class Watch:
         self.unsure: Floats
 
     def observe(self, seen: Seen, noise_scale: Floats) -> None:
-        """Give a window to the planner and update the statistics.
+        """Update the planner and the statistics with a window.
 
         Args:
             seen: measurements of the window.
@@ -179,7 +179,7 @@ class Watch:
         memory.windows = memory.windows + 1
 
     def features(self, situation: Situation) -> tuple[Features, Features]:
-        """Return the features before a window, each number within -5 and 5.
+        """Return the features before a window, each between -5 and 5.
 
         Returns:
             ``run``: shape (n, len(RUN_FEATURES)); ``units``: shape (n, max_units, len(UNIT_FEATURES)), zeros for units
@@ -289,7 +289,7 @@ def _switch_share(w: Watch) -> Floats:
 
 
 def _running(w: Watch, values: NDArray[Any]) -> NDArray[Any]:
-    """Return the value of the running plan, given those of all plans, shape (n, plans)."""
+    """Return the value for the running plan, given the values for all plans, shape (n, plans)."""
     return values[np.arange(w.lanes), w.planner.plan]
 
 

@@ -1,4 +1,4 @@
-"""The environment in which the shipped policy is trained: it moves a planner's levers while conditions move."""
+"""The environment in which the shipped policy is trained: actions set a planner's levers while conditions vary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autotune.simulator.online_planner import Planner, PlannerSettings, Seen
 from autotune.simulator.simulated_job import SimulatedJob
 
 _SCALE = 100.0
-# Budgets are drawn from this share of the baseline's peak up to all of it.
+# Budgets are drawn between this share of the baseline's peak and the whole peak.
 _SMALLEST_SHARE = 0.3
 
 
@@ -24,10 +24,10 @@ class MovingEnv:
     """Many simulated runs at once, all with the same number of windows.
 
     Args:
-        jobs: the jobs that lanes draw from.
-        strengths: how strongly conditions move.
+        jobs: the jobs that runs are drawn from.
+        strengths: how strongly the conditions vary.
         lanes: number of runs.
-        windows: windows of a run.
+        windows: windows per run.
         settings: settings of the planner.
         clones: number of neighbouring lanes that share a course, so that their rewards can be compared.
         seed: random seed for jobs, budgets and courses.
@@ -39,7 +39,7 @@ class MovingEnv:
         runs: the runs.
         course: the conditions of the runs.
         seen: measurements of the last window.
-        planner_seconds: shape (lanes, windows), seconds of the planner alone on the same course.
+        planner_seconds: shape (lanes, windows), seconds under the planner alone on the same course.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class MovingEnv:
         """Return a course of random jobs and budgets.
 
         Args:
-            lanes: number of lanes; ``None`` takes that of the environment.
+            lanes: number of lanes; ``None`` for the environment's own number.
         """
         n, generator, runs = self.lanes if lanes is None else lanes, self._generator, self.runs
         job = generator.integers(0, len(runs.jobs), n)
@@ -127,7 +127,7 @@ class MovingEnv:
 
         Returns:
             The next observation; rewards, shape (lanes,): time saved against the planner alone, in percent of its run;
-            and whether the runs have ended, which they do together.
+            and whether the runs have ended; all end together.
         """
         window = self.runs.window
         seen = self.runs.run(self._planner.decide(self._watch.situation, levers_of(actions)))

@@ -1,6 +1,6 @@
-"""The observation of a window, and its features: named numbers on which policies that choose plans are trained.
+"""The observation of a window, and its features: named numbers that are the input of policies that choose plans.
 
-Every feature is finite and lies in [-LIMIT, LIMIT]. An unknown quantity is 0 and has a flag.
+Every feature is finite and lies in [-LIMIT, LIMIT]. Unknown quantities are 0; ``*_known`` features flag some of them.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Observation:
         return self.window.gradient or GradientStatistics(norm=0.0)
 
     def arrays(self, max_units: int | None = None) -> dict[str, Array]:
-        """Return the features as fresh arrays.
+        """Return the features as new arrays.
 
         Args:
-            max_units: rows of the unit array; rows without a unit are zeros. ``None`` takes the number of units.
+            max_units: rows of the unit array; rows without a unit are zeros. ``None`` for the number of units.
 
         Returns:
             ``global``: shape (len(GLOBAL_FEATURES),); ``units``: shape (max_units * len(UNIT_FEATURES),), the rows of
@@ -146,12 +146,12 @@ GLOBAL_FEATURES: dict[str, Callable[[Observation], float | bool | None]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Model:
-    """What the units of a model are compared with.
+    """Figures of a whole model, to which the features of its units are relative.
 
     Attributes:
         num_units: number of units.
         num_parameters: parameters of all units.
-        mean_rms: mean over units of the gradient's root mean square; ``None`` where none was sampled.
+        mean_rms: mean over units of the gradient's root mean square; ``None`` if no gradient was sampled.
     """
 
     num_units: int

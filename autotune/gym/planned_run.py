@@ -1,4 +1,4 @@
-"""The planner of one real run: observations become the planner's inputs, and numbers of plans become plans."""
+"""One real run under the planner: converts observations to the planner's inputs, and plan numbers to plans."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from autotune.measurement import Failure
 from autotune.plan import Plan
 from autotune.simulator.online_planner import LOOK_AHEAD, Lanes, Planner, PlannerSettings, Seen, Situation
 
-# Windows from which the machine's speed is estimated, and the number of standard deviations of costs beyond which a
-# difference is attributed to the machine.
+# Number of windows from which the machine's speed is estimated, and number of standard deviations of costs beyond which
+# a difference is attributed to the machine.
 _SPEED_WINDOWS = 8
 _SPEED_DEVIATIONS = 3
 _OUT_OF_MEMORY = (Failure.OUT_OF_MEMORY, Failure.OVER_BUDGET)
 
 
 class PlannedRun:
-    """The planner of one run, and the translation of observations into its inputs.
+    """The planner of one run, and the conversion of observations to its inputs.
 
     Args:
         profile: the profile of the job.
@@ -37,8 +37,8 @@ class PlannedRun:
 
     Attributes:
         planner: the planner, with one lane.
-        watch: describes the run by features.
-        first: shape (1,), number of the plan to launch with; the baseline until it is set.
+        watch: describes the run with features.
+        first: shape (1,), number of the initial plan; the baseline until it is set.
     """
 
     def __init__(self, profile: Profile, budget_bytes: int | None, settings: PlannerSettings) -> None:
@@ -53,7 +53,7 @@ class PlannedRun:
         pairs = zip(pool.k[0], pool.choices[0], pool.there[0], strict=True)
         rows = [(int(k), *choices.tolist()) for k, choices, there in pairs if there]
         self._numbers = {row: number for number, row in reversed(list(enumerate(rows)))}
-        # Caches: decoding a plan of many units, and finding its number, takes longer than choosing it.
+        # Caches, because decoding a plan of many units and finding its number takes longer than choosing the plan.
         self._plans: dict[int, Plan] = {}
         self._found: dict[Plan, int | None] = {}
         self._noise_scale = float("nan")
@@ -73,7 +73,7 @@ class PlannedRun:
         return self._situation(tuple(_usable(size) for size in ahead), observation.progress, max(left, 1.0))
 
     def observe(self, observation: Observation) -> None:
-        """Give the last window to the planner and its features."""
+        """Update the planner and its features with the last window."""
         window = observation.window
         noise = observation.gradient.noise_scale
         if noise is not None and 0 < noise < np.inf:
@@ -83,7 +83,7 @@ class PlannedRun:
         mean, longest = self._lengths(observation)
         measured = float("nan") if number is None else self._at_profiled_speed(window.seconds_per_step, number, mean)
         former = self.planner.seen
-        # A window that ran out of memory also took the lost part and the repetition under the leanest plan.
+        # The time of a failed window also contains the lost part and the repetition under the leanest plan.
         working = window.total_s if window.failure is None or former is None else float(former.window_s[0])
         seen = Seen(
             plan=self.planner.lanes.pool.baseline if number is None else np.array([number]),
@@ -100,8 +100,8 @@ class PlannedRun:
     def _at_profiled_speed(self, step_s: float | None, number: int, length: float) -> float:
         """Return the seconds of a step, corrected to the machine's speed at the time of the profile.
 
-        A busy machine slows all plans down equally, which must not change their comparison. Differences that errors of
-        single units' costs can explain are left to the planner.
+        A busy machine slows all plans down equally, which must not change their comparison. Smaller differences, which
+        errors in single units' costs can explain, are left to the planner.
         """
         if step_s is None or not 0 < step_s < np.inf:
             return float("nan")
@@ -113,7 +113,7 @@ class PlannedRun:
         return step_s * speed if far else step_s
 
     def plan_of(self, number: NDArray[np.int64]) -> Plan:
-        """Return the plan with a number, shape (1,)."""
+        """Return the plan with a number of shape (1,)."""
         pool, one = self.planner.lanes.pool, int(number[0])
         if one not in self._plans:
             self._plans[one] = self._arrays.decode(0, int(pool.k[0, one]), pool.choices[0, one])
@@ -130,7 +130,7 @@ class PlannedRun:
         )
 
     def _lengths(self, observation: Observation) -> tuple[float, float]:
-        """Return the mean and the longest batch of the window, relative to the profiled batch."""
+        """Return the sizes of the window's mean and largest batch, relative to the profiled batch."""
         reference, sizes = self._profile.tables[0].batch_bytes, observation.window.batch_bytes
         if sizes is None or not reference:
             return 1.0, 1.0
@@ -149,14 +149,14 @@ class PlannedRun:
 
 
 def launch_pool(profile: Profile, arrays: CostArrays, budget_bytes: int | None) -> PlanPool:
-    """Return the plans of a run: a generated pool, and the exact solver's plans for the initial budget.
+    """Return the plans of a run: a generated pool that includes the exact solver's plans for the initial budget.
 
     Args:
         profile: the profile of the job.
         arrays: the profile as arrays.
         budget_bytes: memory budget at the start of the run; ``None`` for none.
     """
-    # If only storage can be chosen, fewer plans are enough, and a live run waits for them.
+    # If only storage can be chosen, fewer plans suffice, and a live run waits until they are generated.
     fewer = PoolSettings(size=128, worlds=2, budgets=32, rounds=1, changes=1024)
     settings = fewer if len(profile.precisions) * len(profile.tables) == 1 else PoolSettings()
     try:

@@ -1,4 +1,4 @@
-"""Registration of the environments with Gymnasium; importing this file does not load Gymnasium, torch or a job."""
+"""Registration of the environments with Gymnasium; importing this module does not load Gymnasium, torch or a job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REGISTRY = "gymnasium.envs.registration"
 
 
 def register_with_gymnasium() -> None:
-    """Register the environments now if Gymnasium is imported, and otherwise when it is imported."""
+    """Register the environments now if Gymnasium is already imported, otherwise when it is imported."""
     if _REGISTRY in sys.modules:
         register_environments()
     else:
@@ -23,7 +23,7 @@ def register_with_gymnasium() -> None:
 
 
 def register_environments() -> None:
-    """Register ``autotune/Tuning-v0``, one environment per reference job, and ``autotune/Simulated-v0``, once.
+    """Register ``autotune/Tuning-v0``, one environment per reference job, and ``autotune/Simulated-v0``.
 
     Environments of real jobs are declared non-deterministic, since observations contain measured times. Simulated runs
     repeat exactly.
@@ -50,7 +50,7 @@ class _Watcher:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the registry's module spec with a loader that also registers the environments; ``None`` otherwise."""
+        """Return the registry's spec with a loader that also registers the environments; ``None`` for other modules."""
         if fullname != _REGISTRY:
             return None
         sys.meta_path.remove(self)

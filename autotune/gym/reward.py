@@ -14,8 +14,8 @@ from autotune.errors import InputError
 from autotune.gym.observation import Observation
 from autotune.measurement import Measurement
 
-# A failed window costs more than any plan that fits, but not much more than a good plan: with a cost of 3, PPO learnt
-# to fail least before it had compared the plans that fit. So rewards of expensive plans that fit are compressed.
+# A failed window costs more than any plan that fits, but not much more than a good plan: with a cost of 3, PPO learned
+# to avoid failures before it had compared the plans that fit. Costs of expensive plans that fit are thus compressed.
 FAILURE_COST = 1.5
 _EXPENSIVE = 1.25
 
@@ -33,7 +33,7 @@ class Objective:
     gradient_norm: float | None = None
 
     def check(self, reference: Measurement) -> None:
-        """Refuse an objective that needs an unmeasured quantity.
+        """Reject an objective that needs an unmeasured quantity.
 
         Args:
             reference: the window of the baseline.
@@ -52,8 +52,8 @@ class Objective:
         """Return C = w1 T + w2 M + w3 E of a window, lower is better; the baseline costs w1 + w2 + w3.
 
         T and E are time and energy per sample, divided by the efficiency of a sample (Pollux) if batching is adaptive
-        and the noise scale is known. A window that failed or violated a constraint costs at least ``FAILURE_COST``,
-        plus its excess over the budget.
+        and the noise scale is known. A window that failed or violated a constraint costs w1 + w2 + w3 times the sum of
+        ``FAILURE_COST`` and its excess over the budget (at most 1).
         """
         excess = overshoot(observation)
         if excess > 0 or not self.feasible(observation):
@@ -73,9 +73,9 @@ class Objective:
         return limits.met(loss=window.loss or 0.0, memory=window.peak_bytes or 0, gradient_norm=norm)
 
     def reward(self, observation: Observation) -> float:
-        """Return minus the cost, where costs above 1.25 of the weights' sum are compressed below that of a failure.
+        """Return minus the cost, with the costs of expensive plans that fit compressed by :func:`drawn_together`.
 
-        The order of plans that fit stays, and each of them is better than any plan that does not fit.
+        The order of plans that fit is kept, and each of them is better than any plan that does not fit.
         """
         total = self.cost(observation)
         if overshoot(observation) > 0 or not self.feasible(observation):
@@ -85,14 +85,14 @@ class Objective:
 
 
 def drawn_together(total: NDArray[np.float64], baseline: float) -> NDArray[np.float64]:
-    """Return costs where those above 1.25 of the baseline's are compressed below that of a failure, in their order."""
+    """Return costs, with those above 1.25 times the baseline's compressed below a failure's; their order is kept."""
     expensive, worst = _EXPENSIVE * baseline, FAILURE_COST * baseline
     beyond = np.maximum(total - expensive, 0.0)
     return np.where(total <= expensive, total, worst - (worst - expensive) * np.exp(-beyond / (worst - expensive)))
 
 
 def overshoot(observation: Observation) -> float:
-    """Return the excess over the budget as a share of it: 0 within the budget, 1 if the window ran out of memory."""
+    """Return the excess over the budget as a share of the budget: 0 within the budget, 1 if the excess is unknown."""
     window, budget = observation.window, observation.memory_budget_bytes
     if window.within_budget and (budget is None or (window.peak_bytes or 0) <= budget):
         return 0.0

@@ -30,7 +30,7 @@ _JOBS, _DEPTH = 16, (2, 16)
 
 
 class SimulatedVectorEnv(VectorEnv[dict[str, Features], Actions, Any]):
-    """Many simulated runs at once; one ``step`` advances each of them by one window.
+    """Many simulated runs at once; one ``step`` advances each run by one window.
 
     All runs have the same number of windows and end together. The step that ends them starts new runs, and its
     ``infos`` contain the last observation as ``final_obs``. They also contain ``seconds``, the duration of each window,

@@ -19,15 +19,15 @@ def action_space(space: PlanSpace) -> spaces.MultiDiscrete:
 
 
 def observation_space(max_units: int) -> spaces.Dict:
-    """Return the bounds of :meth:`Observation.arrays`."""
+    """Return the space of :meth:`Observation.arrays`."""
     return spaces.Dict({"global": _box(len(GLOBAL_FEATURES)), "units": _box(max_units * len(UNIT_FEATURES))})
 
 
 def lever_spaces(units: int) -> tuple[Any, spaces.MultiDiscrete]:
     """Return the observation space and the action space of one run whose actions are levers.
 
-    An observation holds ``run``, shape (len(RUN_FEATURES),), and ``units``, shape (units x len(UNIT_FEATURES),), zeros
-    for missing units. An action is ``MultiDiscrete(SIZES)``; see :mod:`autotune.gym.levers`.
+    An observation contains ``run``, shape (len(RUN_FEATURES),), and ``units``, shape (units x len(UNIT_FEATURES),),
+    zeros for missing units. An action is ``MultiDiscrete(SIZES)``; see :mod:`autotune.gym.levers`.
 
     Args:
         units: number of units of the deepest job.

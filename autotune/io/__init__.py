@@ -1,1 +1,1 @@
-"""Files, folders and documents: read and written so that nothing is lost and nothing foreign runs."""
+"""Files, folders and documents: writes are durable, and reads never run foreign code."""

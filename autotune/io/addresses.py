@@ -21,7 +21,7 @@ _PATH = re.compile(r"[\w.\-/ ]*")
 _SCHEME = re.compile(
     r"(postgres(ql)?|mysql|mariadb|mssql|oracle|sqlite|https?|ray|databricks(-uc)?|file|s3|gs)(\+[a-z0-9_]{1,20})?"
 )
-# Schemes whose user may be a token; with databases it is a name.
+# Schemes whose user may be a token; in addresses of databases it is a plain name.
 _NAMELESS = ("http", "https", "databricks", "databricks-uc")
 # Options of an address whose values are not secret.
 _OPEN_OPTIONS = frozenset({"host", "port", "dbname", "database", "sslmode", "connect_timeout", "uri", "mode"})
@@ -60,7 +60,7 @@ def without_secrets(address: str) -> str:
 
 
 def scrubbed(text: str, *addresses: str) -> str:
-    """Return a message without the secrets of some addresses and of the environment.
+    """Remove from a message the secrets in addresses and in environment variables.
 
     Args:
         text: message of a library.
@@ -90,7 +90,7 @@ def sqlite_address(path: Path) -> str:
     for address in (sqlalchemy.URL.create("sqlite", database=text).render_as_string(), f"sqlite:///{quote(text)}"):
         if sqlalchemy.make_url(address).database == text:
             return address
-    raise InputError("its path holds a question mark or a percent sign", where=text, allowed="a path without them")
+    raise InputError("the path contains a question mark or a percent sign", where=text, allowed="a path without them")
 
 
 def _parts(rest: str) -> tuple[str, str, str]:
@@ -103,7 +103,7 @@ def _parts(rest: str) -> tuple[str, str, str]:
 def _option(option: str) -> str:
     """Return an option of an address, with its value only if it is not secret."""
     key, named, value = option.partition("=")
-    # Without a value, it may be the end of a password with an ampersand.
+    # Without a value, the option may be the end of a password that contains an ampersand.
     if not named or not _USER.fullmatch(key):
         return HIDDEN
     harmless = key in _OPEN_OPTIONS and re.fullmatch(r"[\w.\-/,]{0,100}", value)

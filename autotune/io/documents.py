@@ -33,7 +33,7 @@ from autotune.io.files import LARGEST_BYTES, read_json
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
-# The `__pydantic_config__` of a kind of document.
+# The required `__pydantic_config__` of a kind of document.
 STRICT = {"strict": True, "extra": "forbid"}
 
 # Bounds of numbers in documents: sums and products of such numbers stay finite.
@@ -42,7 +42,7 @@ Count = Annotated[int, Interval(ge=0, le=2**53)]
 LARGEST_SEED = 2**31 - 1
 Seed = Annotated[int, Interval(ge=0, le=LARGEST_SEED)]
 Bytes = Annotated[int, Interval(ge=0, le=2**60)]
-# Difference of bytes.
+# Difference of two sizes in bytes.
 Level = Annotated[int, Interval(ge=-(2**60), le=2**60)]
 Seconds = Annotated[float, Interval(ge=0, le=1e12)]
 Quantity = Annotated[float, Interval(ge=-1e30, le=1e30)]

@@ -1,6 +1,6 @@
 """Read and write regular files, within a size limit and atomically.
 
-Files from other people are read only here, since a file may be a pipe, an endless device, or a link out of its folder.
+Files from other people are read only here: they may be pipes, endless devices, or links out of their folder.
 ``autotune.io.documents`` checks the content.
 """
 
@@ -22,7 +22,7 @@ from autotune.errors import InputError
 LARGEST_BYTES = 64 * 2**20
 _PIECE_BYTES = 2**20
 _LEAST = 1e-290
-# Names of temporary files of `write_atomic`; the run's next writer removes those of a killed writer.
+# Names of temporary files of `write_atomic`; the run's next writer removes those left by a killed writer.
 TEMPORARY_PREFIX, TEMPORARY_SUFFIX = ".autotune-", ".tmp"
 _SPECIAL = (
     (stat.S_ISLNK, "a link"),
@@ -35,14 +35,14 @@ _SPECIAL = (
 
 
 def special(mode: int) -> str | None:
-    """Name the kind of a file from its ``st_mode``; ``None`` for a regular file."""
+    """Return the kind of a file from its ``st_mode``; ``None`` for a regular file."""
     if stat.S_ISREG(mode):
         return None
     return next((name for test, name in _SPECIAL if test(mode)), "not a regular file")
 
 
 def read_bytes(path: Path, *, limit_bytes: int = LARGEST_BYTES, follow: bool = True) -> bytes:
-    """Return a regular file's content; bytes are counted while they are read.
+    """Return a regular file's content; the limit applies to the bytes that are read, not to the file's reported size.
 
     Args:
         path: the file.
@@ -50,11 +50,11 @@ def read_bytes(path: Path, *, limit_bytes: int = LARGEST_BYTES, follow: bool = T
         follow: whether the path itself may be a link to the file.
 
     Raises:
-        InputError: if it is missing, not a regular file, not readable, or too large.
+        InputError: if the file is missing, not a regular file, not readable, or too large.
     """
     where = str(path)
     try:
-        # Checked before opening too: opening a pipe waits for its writer, and opening some devices has effects.
+        # Also checked before opening: opening a pipe waits for its writer, and opening some devices has side effects.
         require_regular(path, follow=follow)
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
         with os.fdopen(os.open(path, flags), "rb") as file:
@@ -68,7 +68,7 @@ def read_bytes(path: Path, *, limit_bytes: int = LARGEST_BYTES, follow: bool = T
     except (OSError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        # A ValueError is about the path, such as a NUL in it.
+        # A ValueError means an invalid path, for example with a NUL.
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"cannot be read ({reason})", where=where, allowed="a readable file") from error
     if len(data) > limit_bytes:
@@ -80,7 +80,7 @@ def read_text(path: Path, *, limit_bytes: int = LARGEST_BYTES, follow: bool = Tr
     """Return a regular file's text.
 
     Raises:
-        InputError: as :func:`read_bytes`, or if it is not UTF-8.
+        InputError: as :func:`read_bytes`, or if the text is not UTF-8.
     """
     data = read_bytes(path, limit_bytes=limit_bytes, follow=follow)
     try:
@@ -103,7 +103,7 @@ def read_json(path: Path, *, limit_bytes: int = LARGEST_BYTES, follow: bool = Tr
 def read_json_lines(path: Path, *, limit_bytes: int = LARGEST_BYTES, follow: bool = True) -> list[dict[str, Any]]:
     """Return the JSON objects of a JSON-lines file, one per line.
 
-    A last line without an end, left by a killed writer, is dropped: its writing was never confirmed.
+    A last line without a line feed is dropped: its writer was killed before it confirmed the line.
 
     Raises:
         InputError: if the file cannot be read or is too large, or a line is not one JSON object.
@@ -116,7 +116,7 @@ def parse_line(row: bytes, *, where: str) -> dict[str, Any]:
     """Return the JSON object of one line.
 
     Raises:
-        InputError: if it is not one, or not UTF-8.
+        InputError: if the line is not a JSON object in UTF-8.
     """
     try:
         return parse_json(row.decode("utf-8"), where=where)
@@ -152,11 +152,11 @@ def parse_json(text: str, *, where: str, bits: int = 64) -> dict[str, Any]:
         allowed = "JSON with unique keys, finite numbers"
         raise InputError(str(error), where=where, allowed=allowed) from error
     except UnicodeEncodeError as error:
-        raise InputError("holds half of a surrogate pair", where=where, allowed="text") from error
+        raise InputError("contains half of a surrogate pair", where=where, allowed="text") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"is not JSON ({error})", where=where, allowed="one JSON object") from error
     if not isinstance(document, dict):
-        raise InputError(f"holds a {type(document).__name__}", where=where, allowed="one JSON object")
+        raise InputError(f"contains a {type(document).__name__}", where=where, allowed="one JSON object")
     return document
 
 
@@ -172,7 +172,7 @@ def refuse_unknown_keys(document: Mapping[str, object], known: frozenset[str], *
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
-    """Write a file so that a reader sees either the old content or the new, never a part.
+    """Write a file so that a reader sees either the old content or the new, never a partial file.
 
     The umask determines the mode of the file.
 
@@ -238,14 +238,14 @@ def write_json(path: Path, document: object) -> None:
 
 
 def append_json_line(path: Path, document: object) -> None:
-    """Append one record to a JSON-lines file and force it to the disk before returning.
+    """Append one record to a JSON-lines file and flush it to the disk before returning.
 
-    A last line that a kill or a full disk cut off is removed: its writing was never confirmed.
+    A last line without a line feed, cut off by a kill or a full disk, is removed first: it was never confirmed.
 
     Raises:
         InputError: if the path exists and is not a regular file.
         ValueError: if the record contains a number that is not finite.
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
     line = json.dumps(document, allow_nan=False) + "\n"
     with open_for_appending(path) as file:
@@ -262,7 +262,7 @@ def open_for_appending(path: Path) -> BinaryIO:
 
     Raises:
         InputError: if the path exists and is not a regular file.
-        OSError: if it cannot be opened.
+        OSError: if the file cannot be opened.
     """
     require_replaceable(path)
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -295,7 +295,7 @@ def inside(folder: Path, name: str) -> Path:
         name: a path relative to it, or an absolute one within it.
 
     Raises:
-        InputError: if it lies outside.
+        InputError: if the path lies outside the folder.
     """
     base = Path(os.path.abspath(folder))  # noqa: PTH100 - resolve() would follow links
     path = Path(os.path.abspath(base / name)) if "\0" not in name else base.parent  # noqa: PTH100
@@ -307,7 +307,7 @@ def inside(folder: Path, name: str) -> Path:
 def sweep_temporary(folder: Path) -> None:
     """Remove temporary files of killed writers from a folder; no other process may be writing there."""
     for path in folder.glob(f"{TEMPORARY_PREFIX}*{TEMPORARY_SUFFIX}"):
-        # Anything that no writer leaves, such as a folder of that name, stays.
+        # Anything that a writer cannot leave, such as a folder of that name, is kept.
         if not path.is_dir() or path.is_symlink():
             path.unlink(missing_ok=True)
 
@@ -331,7 +331,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document: dict[str, Any] = {}
     for key, value in pairs:
         if key in document:
-            raise _JsonRuleError(f"key {key!r} stands twice")
+            raise _JsonRuleError(f"key {key!r} appears twice")
         document[key] = value
     return document
 
@@ -344,12 +344,12 @@ def _finite_float(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
         return _refuse_constant(text)
-    # The inverse of a smaller number is not finite.
+    # The inverse of a smaller number is close to a float's largest value.
     return number if abs(number) >= _LEAST else 0.0
 
 
 def _small_int(text: str, *, bits: int) -> int:
-    # Longer ones are not converted: Python's limit on digits has a confusing message.
+    # Longer numbers are not converted: Python's error about too many digits is confusing.
     largest = 2 ** (bits - 1)
     number = int(text) if len(text) < bits else largest
     if not -largest <= number < largest:

@@ -1,8 +1,8 @@
 """Read a pickle of plain types and arrays of bytes without running any code from it.
 
-A pickle is a program for Python's unpickler, which calls the functions that the program names. This module follows the
-few harmless instructions itself and records calls instead of making them: no function is called with data from the
-file, and no state is kept between files.
+A pickle is a program for Python's unpickler, which calls the functions that the program names. This module interprets
+the few harmless instructions itself and records calls instead of making them: no function that a file names is called,
+and no state is kept between files.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from autotune.errors import InputError, JobError
 from autotune.io.files import read_bytes
 
 _ALLOWED = "a pickle of plain types and arrays of unsigned bytes"
-# A published batch of 10,000 images has about 30,000; each may create an object much larger than itself.
+# A published batch of 10,000 images has about 30,000 instructions; each can create an object much larger than itself.
 _MOST_INSTRUCTIONS = 2**18
 _LONGEST_REASON = 120
 
 
 class _Called:
-    """The name of a function or class, which is never imported."""
+    """The name of a function or class; it is never imported."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -40,7 +40,7 @@ class _Kind:
 
 
 class _Array:
-    """Placeholder of a ``numpy.ndarray`` with its unread state."""
+    """Placeholder of a ``numpy.ndarray`` with its unparsed state."""
 
     def __init__(self) -> None:
         self.state: Any = None
@@ -111,7 +111,7 @@ class _Program:
         """Return the result of the program.
 
         Raises:
-            ValueError: for an instruction that is not allowed or makes no sense at its place.
+            ValueError: for an instruction that is not allowed or does not fit the stack.
         """
         for count, (instruction, argument, _) in enumerate(pickletools.genops(self._content)):
             if count >= _MOST_INSTRUCTIONS:
@@ -138,14 +138,14 @@ class _Program:
         elif name in self._effects:
             self._effects[name]()
         elif name in ("PERSID", "BINPERSID"):
-            raise ValueError("it asks for something outside the file")
+            raise ValueError("it refers to something outside the file")
         else:
             raise ValueError(f"it has the instruction {name}")
 
     def _last(self, count: int) -> list[Any]:
         """Pop the last items from the stack."""
         if len(self._stack) < count:
-            raise ValueError("it takes more than it has")
+            raise ValueError("it pops more than the stack has")
         taken = self._stack[-count:]
         del self._stack[-count:]
         return taken
@@ -161,25 +161,25 @@ class _Program:
 
     def _extend(self, items: list[Any]) -> None:
         if type(self._stack[-1]) is not list:
-            raise ValueError("it adds to what is no list")
+            raise ValueError("it appends to something that is not a list")
         self._stack[-1].extend(items)
 
     def _update(self, items: list[Any]) -> None:
         keys = items[::2]
         if type(self._stack[-1]) is not dict or len(items) % 2 or not all(type(key) in (bytes, str) for key in keys):
-            raise ValueError("it puts no pairs of a name and a value into a dictionary")
+            raise ValueError("a dictionary item is not a name and a value")
         self._stack[-1].update(zip(keys, items[1::2], strict=True))
 
     def _name(self, name: str) -> None:
         if name not in _NAMES:
-            raise ValueError(f"it asks for {name.replace(' ', '.')}")
+            raise ValueError(f"it names {name.replace(' ', '.')}")
         self._stack.append(_Called(name))
 
     def _call(self) -> None:
         """Push the result of a call, without making the call."""
         called, arguments = self._last(2)
         if not isinstance(called, _Called) or type(arguments) is not tuple:
-            raise ValueError("it calls what is no function")
+            raise ValueError("it calls something that is not a function")
         if called.name in _RECONSTRUCT:
             # An empty array, to be filled later.
             self._stack.append(_Array())
@@ -195,7 +195,7 @@ class _Program:
             raise ValueError("text is encoded in another way than latin1")
         self._left_to_encode -= len(text)
         if self._left_to_encode < 0:
-            raise ValueError("it encodes more than it holds")
+            raise ValueError("it encodes more than its size")
         return text.encode("latin1")
 
     def _tell(self) -> None:
@@ -204,7 +204,7 @@ class _Program:
         if isinstance(told, _Array) and type(state) is tuple and len(state) == 5:
             told.state = state
         elif not isinstance(told, _Kind):
-            raise ValueError("it sets the state of what has none")
+            raise ValueError("it sets the state of an object without one")
 
 
 def _is_size(size: object, most: int) -> bool:
@@ -225,7 +225,7 @@ def load_plain_pickle(path: Path, *, limit_bytes: int) -> dict[str, Any]:
         limit_bytes: the largest allowed size.
 
     Raises:
-        JobError: if it cannot be read, is too large, or contains anything else; no code from it has run.
+        JobError: if the file cannot be read, is too large, or contains anything else; no code from it has run.
     """
     where = str(path)
     try:
@@ -235,10 +235,10 @@ def load_plain_pickle(path: Path, *, limit_bytes: int) -> dict[str, Any]:
     try:
         found = _Program(content).result()
     except Exception as error:
-        # Hostile bytes can make the standard library, which reads single instructions, raise any exception.
+        # The standard library parses the instructions; hostile bytes can make it raise any exception.
         raise JobError(f"cannot be read ({_shown(error)})", where=where, allowed=_ALLOWED) from error
     if not isinstance(found, dict):
-        raise JobError(f"holds a {type(found).__name__}", where=where, allowed=_ALLOWED)
+        raise JobError(f"contains a {type(found).__name__}", where=where, allowed=_ALLOWED)
     try:
         return {
             key.decode("ascii", "replace") if isinstance(key, bytes) else key: (

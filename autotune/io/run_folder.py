@@ -1,6 +1,6 @@
 """Names of run folders, and a lock that gives a folder one writer at a time.
 
-The kernel releases the lock when its process ends for any reason, so a lock file that is left behind means nothing.
+The kernel releases the lock when its process ends for any reason, so a leftover lock file does not block anyone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autotune.io.files import require_replaceable, sweep_temporary
 
 logger = logging.getLogger(__name__)
 
-# Locks of a folder: one for the run, one for its tracking records, which another process may send.
+# Locks of a folder: one for the run, and one for its tracking records, which another process may send.
 RUN, TRACKING = ".writer", ".tracking"
 # Longest name of a job or model in a folder's name: file systems allow 255 bytes for the whole name.
 _LONGEST_BYTES = 120
@@ -38,7 +38,7 @@ def new_run_folder(runs: Path, verb: str, called: str) -> Path:
 
     Args:
         runs: the runs folder.
-        verb: the command.
+        verb: name of the command.
         called: name of the job or model; characters other than letters, digits, ``-`` and ``_`` are replaced.
     """
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
@@ -46,16 +46,16 @@ def new_run_folder(runs: Path, verb: str, called: str) -> Path:
 
 
 class WriterLock:
-    """The right to write in a run's folder, from construction until :meth:`close` or the end of the process.
+    """An exclusive right to write in a run's folder, from construction until :meth:`close` or the end of the process.
 
-    Temporary files that an earlier writer left when it was killed are removed.
+    The lock :data:`RUN` also removes the temporary files of killed writers.
 
     Args:
         folder: the run's folder.
         name: name of the lock, :data:`RUN` or :data:`TRACKING`.
 
     Raises:
-        RunLockedError: if another process, or another object in this one, holds the lock.
+        RunLockedError: if another process, or another object in this process, has the lock.
         RunDirectoryError: if the folder cannot be written.
         InputError: if the path of the lock is not a regular file.
     """
@@ -66,14 +66,14 @@ class WriterLock:
         require_replaceable(self._path)
         while self._handle is None:
             handle = _locked(self._path, folder)
-            # The previous holder deletes the file at its end: a lock on a deleted file is worthless.
+            # The previous holder deletes the file at its end, and a lock on a deleted file is worthless.
             if _is_at(handle, self._path):
                 self._handle = handle
             else:
                 os.close(handle)
         _HELD.add(self)
         with contextlib.suppress(OSError):
-            # On a full disk the name of the holder is missing.
+            # On a full disk, the file does not name its holder.
             os.ftruncate(handle, 0)
             os.pwrite(handle, json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode(), 0)
         if name == RUN:
@@ -84,7 +84,7 @@ class WriterLock:
         handle, self._handle = self._handle, None
         if handle is not None:
             with contextlib.suppress(OSError):
-                # First, so that no other process locks a file that is about to be deleted.
+                # Deleted before the lock is released, so that no other process locks a file about to be deleted.
                 self._path.unlink()
             with contextlib.suppress(OSError):
                 # A forked child may still hold the same lock, so it is released explicitly.
@@ -156,6 +156,6 @@ os.register_at_fork(after_in_child=_in_child)
 
 def _name(called: str) -> str:
     kept = "".join(character if character.isalnum() or character in "-_" else "-" for character in called)
-    # The cut may be in the middle of a character.
+    # The cut may split a character.
     short = kept.encode()[:_LONGEST_BYTES].decode(errors="ignore")
     return short if short.strip("-") else "unnamed"

@@ -1,6 +1,6 @@
 """Temporary folders that are removed when the process that made them ends for any reason.
 
-They are for files that need a name; all others are files without a name.
+They are for files that need a path; other temporary files are unnamed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import TracebackType
 _PREFIX = "autotune-scratch-"
 # A file that marks such a folder. It is locked while the folder is in use.
 _LOCK = "autotune-scratch.lock"
-# Removes a folder when the other end of its standard input closes; other processes may still write for a while.
+# Watcher that removes a folder when its standard input closes; other processes may still write there for a while.
 _WATCH = """
 import os, shutil, sys, time
 os.read(0, 1)
@@ -35,13 +35,13 @@ _YOUNG_S = 60.0
 class ScratchFolder:
     """A temporary folder that a watcher process removes when this process ends.
 
-    If the watcher is killed as well, the next scratch folder to be made removes this one.
+    If the watcher is killed as well, the next scratch folder in the same parent removes this one.
 
     Args:
-        parent: the folder in which it is made; ``None`` for the system's folder of temporary files.
+        parent: the parent folder; ``None`` for the system's folder of temporary files.
 
     Attributes:
-        path: the folder.
+        path: path of the folder.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
@@ -51,7 +51,7 @@ class ScratchFolder:
         try:
             with (self.path / _LOCK).open("wb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                # The watcher inherits only the lock, and holds it from now on.
+                # The watcher inherits only the lock, and keeps it after this process has closed the file.
                 self._watcher = subprocess.Popen(
                     [sys.executable, "-I", "-S", "-c", _WATCH, str(self.path)],
                     stdin=subprocess.PIPE,
@@ -84,7 +84,7 @@ def remove_abandoned(folder: Path) -> None:
     """Remove this user's scratch folders that are no longer locked.
 
     Args:
-        folder: the folder that contains them.
+        folder: the parent folder.
     """
     for lock in folder.glob(f"{_PREFIX}*/{_LOCK}"):
         # A locked folder, or one of another user, raises.

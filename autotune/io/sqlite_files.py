@@ -20,10 +20,10 @@ _NAMES_ANOTHER = bytes.fromhex("d9d505f920a163d7")
 
 
 def require_own(database: Path) -> None:
-    """Refuse a database if it, or a file next to it, leads to another file; the files need not exist.
+    """Refuse a database if it, or a file next to it, refers to another file; the files need not exist.
 
     Raises:
-        InputError: naming the file.
+        InputError: naming the file that is not regular, names another one, or cannot be read.
     """
     for path in (database, *(database.with_name(database.name + suffix) for suffix in BESIDE)):
         try:

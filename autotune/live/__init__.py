@@ -1,1 +1,1 @@
-"""Attach to somebody's own training loop: watch it, advise it, and switch its plan without ever harming it."""
+"""Tuning of a user's own training loop while it runs: profiling it and switching plans without harming it."""

@@ -15,14 +15,14 @@ LOCKED_ELSEWHERE = "another rank's batch speaks against it"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """A decision of the first rank, which holds for all.
+    """A decision of the first rank, which all ranks follow.
 
     Attributes:
-        plan: The plan.
-        open: Whether acting has ended for good.
-        trusts: Whether no trip pauses acting.
-        profile: The profile to predict with from now on; ``None`` for the former one.
-        square_share: Share of memory that grows with the square of the batch's size beyond the profiled batch.
+        plan: The decided plan.
+        open: Whether the circuit breaker has opened: no plan is switched any more.
+        trusts: Whether the circuit breaker allows switches now.
+        profile: The profile to predict with from now on; ``None`` to keep the current one.
+        square_share: Share of memory that grows with the square of the batch size beyond the profiled size.
     """
 
     plan: Plan
@@ -43,7 +43,7 @@ class Decision:
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Decision:
-        """Return the decision in a document of the first rank."""
+        """Build the decision from the first rank's document."""
         return cls(
             plan=Plan.from_json(told["plan"]),
             open=bool(told["open"]),
@@ -54,7 +54,7 @@ class Decision:
 
 
 class Agreement:
-    """Lets several ranks act as one; a single rank agrees with itself.
+    """Coordination of several ranks; a single rank agrees with itself.
 
     Attributes:
         many: Whether there are other ranks.
@@ -80,10 +80,10 @@ class Agreement:
         return self._ranks.rank == 0
 
     def all_profiled(self, complete: bool) -> bool:
-        """Whether every rank has a profile.
+        """Return whether every rank has a profile.
 
         Args:
-            complete: Whether this rank has one.
+            complete: Whether this rank has a profile.
 
         Raises:
             RanksError: If the others cannot be reached.
@@ -111,15 +111,15 @@ class Agreement:
         return decision
 
     def trusted(self, own: bool) -> bool:
-        """Whether acting is not paused; the first rank decides for all.
+        """Return whether switches are allowed now; the first rank decides for all.
 
         Args:
-            own: What this rank says.
+            own: Whether this rank's circuit breaker allows them.
         """
         return self._first_trusts if self.many else own
 
     def most_demanding(self, length: float, room: float) -> tuple[float, float]:
-        """Return the longest batch and the smallest room of all ranks.
+        """Return the largest batch size and the smallest room over all ranks.
 
         Raises:
             RanksError: If the others cannot be reached.
@@ -133,8 +133,8 @@ class Agreement:
         """Return the choices that another rank has locked and this one has not.
 
         Args:
-            names: The choices.
-            locked: What this rank has locked.
+            names: The choices to compare.
+            locked: The choices that this rank has locked, with the reasons.
 
         Raises:
             RanksError: If the others cannot be reached.

@@ -1,4 +1,4 @@
-"""The plans that a live run allows: fewer as reasons against some of them are found."""
+"""The plans that a live run allows; reasons found during the run remove some of them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class AllowedPlans:
     """The plans that are allowed, and why the others are not.
 
     Attributes:
-        space: The plans.
-        locks: The reason against each choice that was taken away, by the choice's name: a unit whose activations may
-            not be recomputed, ``accumulation_steps``, or a precision.
+        space: The allowed plans.
+        locks: The reason for each lock, by what is locked: a unit that may not be recomputed, ``accumulation_steps``,
+            smaller values of it (``accumulation_steps < 2``), or a precision.
 
     Args:
         space: The plans that are allowed at first.
@@ -30,7 +30,7 @@ class AllowedPlans:
         """Return the plan with one precision everywhere.
 
         Args:
-            k: Its accumulation steps.
+            k: The number of accumulation steps.
             precision: The precision.
             lean: Whether everything that may be recomputed is recomputed.
         """
@@ -39,11 +39,11 @@ class AllowedPlans:
 
     @property
     def leanest(self) -> Plan:
-        """The baseline with all allowed recomputation: known, without a profile, to need the least memory."""
+        """The baseline with all allowed recomputation: even without a profile, it is known to need the least memory."""
         return self.plan(self.space.accumulation_choices[0], self.space.precisions[0], lean=True)
 
     def lock(self, what: str, reason: str) -> None:
-        """Take a choice away: ``accumulation_steps``, or a precision by its name."""
+        """Lock a choice: ``accumulation_steps``, or a precision by its name."""
         self.locks[what] = reason
         if what == K:
             self.space = replace(self.space, accumulation_choices=self.space.accumulation_choices[:1])
@@ -52,10 +52,10 @@ class AllowedPlans:
             self.space = replace(self.space, precisions=kept)
 
     def lock_storage(self, reasons: Mapping[str, str]) -> None:
-        """Take the storage of units away.
+        """Lock the storage of units, which are then not recomputed.
 
         Args:
-            reasons: The reason against recomputation by the unit's name.
+            reasons: The reason against recomputation, by unit.
         """
         self.locks.update(reasons)
         units = (
@@ -64,7 +64,7 @@ class AllowedPlans:
         self.space = replace(self.space, units=tuple(units))
 
     def raise_k(self, k: int, reason: str) -> None:
-        """Take away every k below one."""
+        """Remove every smaller value of k."""
         self.locks[f"{K} < {k}"] = reason
         kept = tuple(one for one in self.space.accumulation_choices if one >= k)
         self.space = replace(self.space, accumulation_choices=kept)

@@ -1,4 +1,4 @@
-"""Checks of the arguments of ``attach``, made before anything of the run is changed.
+"""Checks of the arguments of ``attach``, made before the run is changed.
 
 Each function raises an :class:`autotune.errors.AttachError` that names the argument and what is allowed.
 """
@@ -69,14 +69,14 @@ def choice_of(kind: Any, value: object, key: str) -> Any:
 
 
 def updates_through(engine: Any, model: Any, optimizer: Any, mode: Mode, clip_norm: float | None) -> ShardedUpdate:
-    """Return what makes updates through a DeepSpeed engine, which comes without a model and an optimizer."""
+    """Return the object that makes a DeepSpeed engine's updates; refuse an additional model or optimizer."""
     if model is not None or optimizer is not None:
         raise AttachError("model or optimizer cannot be given with engine", where="attach", allowed="only the engine")
     return update_of(engine, mode, clip_norm)
 
 
 def inner_of(model: Any) -> nn.Module:
-    """Return the model itself, without the wrapper that runs it on several ranks."""
+    """Return the model without the wrapper that runs it on several ranks."""
     if not isinstance(model, nn.Module):
         raise AttachError(f"model is a {type(model).__name__}", where="attach", allowed="a torch.nn.Module")
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -88,7 +88,7 @@ def inner_of(model: Any) -> nn.Module:
 
 
 def check(model: nn.Module, optimizer: Any, *, sharded: bool) -> None:
-    """Refuse a model or an optimizer whose updates a tuner could not make."""
+    """Refuse a model or an optimizer that a tuner cannot work with."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
         raise AttachError(f"optimizer is a {kind}", where="attach", allowed="a torch.optim.Optimizer")
@@ -120,12 +120,12 @@ def check(model: nn.Module, optimizer: Any, *, sharded: bool) -> None:
 
 
 def refuse_unspread(model: Any, inner: nn.Module, clip_norm: float | None) -> None:
-    """Refuse a model that several ranks train without being kept in step: each of them would decide alone.
+    """Refuse a model that several ranks train without synchronization, and ``clip_norm`` for a flattened model.
 
     Args:
         model: the model as the loop calls it.
         inner: the model without its wrapper.
-        clip_norm: the norm to clip gradients at; ``None`` for none.
+        clip_norm: the norm at which to clip gradients; ``None`` for none.
     """
     if clip_norm is not None and is_flattened(inner):
         raise AttachError(
@@ -145,7 +145,7 @@ def refuse_unspread(model: Any, inner: nn.Module, clip_norm: float | None) -> No
 
 
 def refuse_other_updates(model: nn.Module, optimizer: Any, mode: Mode) -> None:
-    """Refuse updates that the tuner does not make, if the mode cuts batches or changes precisions."""
+    """Refuse other optimizers and gradient hooks if the mode cuts batches or changes precisions."""
     if mode is Mode.EXACT:
         return
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -169,7 +169,7 @@ def refuse_other_updates(model: nn.Module, optimizer: Any, mode: Mode) -> None:
 
 
 def _check_accelerated(optimizer: Any) -> None:
-    """Refuse an Accelerator's optimizer whose step() does not always make an update."""
+    """Refuse an Accelerator's optimizer that does not update at each step(), or that scales the loss."""
     num_batches = getattr(getattr(optimizer, "gradient_state", None), "num_steps", 1)
     if num_batches > 1:
         raise AttachError(
@@ -190,31 +190,31 @@ def limits_of(limits: Any, *, sharded: bool) -> Limits:
 
     Args:
         limits: the argument; ``None`` for the defaults.
-        sharded: whether ranks share the gradient among them.
+        sharded: whether the gradient is sharded over ranks.
     """
     if limits is not None and not isinstance(limits, Limits):
         raise AttachError(f"limits is {limits!r}", where="attach", allowed="autotune.Limits(...)")
     found = limits or Limits()
-    # No rank has the whole gradient, which would be sampled.
+    # No rank has the whole gradient, so it cannot be sampled.
     return replace(found, statistics_every=None) if sharded else found
 
 
 def accumulated(value: object) -> int:
-    """Return the number of batches that the loop accumulates by itself."""
+    """Return the number of batches that the loop itself accumulates; refuse an invalid one."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise AttachError(f"accumulation_steps is {value!r}", where="attach", allowed="a whole number >= 1")
     return value
 
 
 def is_adaptive(settings: Settings, mode: Mode, accumulation_steps: int, *, parallel: bool) -> bool:
-    """Tell whether a step consumes k batches."""
+    """Tell whether a step consumes k batches; refuse that where it is not supported."""
     adaptive = settings.batching == "adaptive"
     if adaptive and mode is not Mode.TOLERANT:
         raise AttachError(
             f"batching is adaptive in mode {mode}", where="attach", allowed="mode tolerant: it changes what is learnt"
         )
     if adaptive and parallel:
-        # Ranks profile each on its own, and would not step together meanwhile.
+        # Each rank profiles its own steps, so the ranks would not stay in step.
         raise AttachError("batching is adaptive, over several ranks", where="attach", allowed="fixed, or one rank")
     if adaptive and accumulation_steps > 1:
         raise AttachError(
@@ -226,7 +226,7 @@ def is_adaptive(settings: Settings, mode: Mode, accumulation_steps: int, *, para
 
 
 def budget_of(value: Any) -> Size | BudgetFunction:
-    """Return a budget, or the function that is asked for it."""
+    """Return a budget, or the user's function that returns it."""
     try:
         return BudgetFunction(value) if callable(value) else size_of(value)
     except BudgetError as error:

@@ -1,4 +1,4 @@
-"""Memory budgets as users give them: a number of any library, a size as text, nothing, or a function."""
+"""Memory budgets as users give them: a number of any library, a size as text, ``None``, or a function."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Size:
     """A budget.
 
     Attributes:
-        size_bytes: Its bytes; ``None`` for the device's memory.
-        reserved: Whether it limits what the allocator reserves, instead of what tensors take of it.
+        size_bytes: The budget in bytes; ``None`` for the device's memory.
+        reserved: Whether it limits the memory that the allocator reserves, and not only what tensors occupy.
     """
 
     size_bytes: int | None
@@ -28,16 +28,16 @@ class Size:
 
 
 class BudgetFunction:
-    """A user's function that returns the budget; it is called once when it is given.
+    """A user's function that returns the budget; it is also called at construction.
 
     Attributes:
-        last: Its latest valid answer.
+        last: The latest valid budget that it returned.
 
     Args:
         function: The function.
 
     Raises:
-        BudgetError: If it raises, or its answer is not a budget.
+        BudgetError: If the function raises or returns no budget.
     """
 
     def __init__(self, function: Callable[[], Any]) -> None:
@@ -49,7 +49,7 @@ class BudgetFunction:
         self.last = size_of(answer, "memory_budget_bytes returned")
 
     def ask(self) -> str | None:
-        """Ask for the budget of the moment and keep it in ``last``; return what is wrong with an invalid answer."""
+        """Call the function and keep a valid budget in ``last``; return the problem with an invalid one."""
         try:
             answer = self._function()
         except any_error() as error:  # a user's function must not end the run
@@ -65,11 +65,11 @@ class BudgetFunction:
 
 
 def size_of(value: Any, found: str = "memory_budget_bytes is") -> Size:
-    """Return the budget that a value stands for.
+    """Convert a value to a budget.
 
     Args:
         value: A number of any library, a size as text, or ``None``.
-        found: The beginning of a sentence about the value.
+        found: The beginning of the error message, before the value.
 
     Raises:
         BudgetError: If the value is not a size that a device can have.
@@ -94,7 +94,7 @@ def _number_of(value: Any) -> int | float:
     if getattr(value, "ndim", 0):
         raise TypeError("more than one number")
     try:
-        # Booleans of torch and NumPy become Python's by item().
+        # item() turns booleans of torch and NumPy into Python's.
         plain = value.item() if hasattr(value, "item") else value
         if isinstance(plain, bool):
             raise TypeError("a truth value")

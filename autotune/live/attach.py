@@ -1,4 +1,4 @@
-"""Attaching to a run: the arguments are checked, the switchable units are found, and the tuner is made."""
+"""Attaching to a run: checks the arguments, finds the switchable units, and makes the tuner."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from autotune.mechanics.stepping import Update
 from autotune.plan import PlanSpace, Precision
 from autotune.units import Unit, units_of
 
-# The tuner of each model. A tuner holds its model, so only weak references are kept here.
+# The tuner of each model. A tuner references its model, so only weak references are kept here.
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ReferenceType[LiveTuner]] = weakref.WeakKeyDictionary()
 
 
@@ -61,7 +61,7 @@ def detach(model: nn.Module, reason: str = "detach() was called") -> None:
         reason: written to the decision log.
 
     Raises:
-        AttachError: if the model is no module.
+        AttachError: if the model is not a module.
     """
     inner = inner_of(model)
     reference = _attached.pop(inner, None)
@@ -91,28 +91,29 @@ def attach(
     """Attach a policy to a training run in the caller's own loop.
 
     Args:
-        model: the model as the loop calls it, on its device; also in ``DistributedDataParallel``.
+        model: the model as the loop calls it, on its device; it may be in ``DistributedDataParallel``.
         optimizer: its optimizer.
         policy: ``ppo`` (the shipped policy), ``planner``, ``exact``, ``greedy``, a policy folder, a plan file, a
             decision log to repeat, or an object with ``decide(observation, plan)``.
-        engine: what ``deepspeed.initialize`` returned, in place of model and optimizer: mode ``exact`` alone, and at
-            ZeRO stage 3 observed only. It clips, and its ``gradient_accumulation_steps`` are the loop's own.
-        mode: ``exact`` changes storage alone, so that training stays bit-identical; ``rounding`` also k at a fixed
-            batch, if cutting one in two was seen to keep its gradient; ``tolerant`` also the precision of units.
-        stage: ``observe`` changes nothing and scores its own advice; ``act`` switches.
-        memory_budget_bytes: bytes, a size (``"20GiB"``), or a function that returns either and is asked at once and
-            before every step; ``None`` for what the device has. It bounds what tensors take; ``"20GiB:reserved"``
-            bounds what the accelerator's allocator reserves for them, which ``nvidia-smi`` shows.
-        clip_norm: largest 2-norm of the gradient, if ``step()`` shall clip; ``None`` never clips.
-        total_steps: length of the run in optimizer steps, if it is known.
-        accumulation_steps: batches that the loop itself accumulates before each update. It stays, and memory is
-            predicted for it.
+        engine: the engine that ``deepspeed.initialize`` returned, in place of model and optimizer. It needs mode
+            ``exact``, and ZeRO stage 3 is only observed. The engine clips, and its ``gradient_accumulation_steps``
+            replaces ``accumulation_steps``.
+        mode: ``exact`` changes only storage, so training stays bit-identical. ``rounding`` also changes k at a fixed
+            batch, if a trial shows that cutting a batch keeps its gradient. ``tolerant`` also changes the precision of
+            units.
+        stage: ``observe`` only measures and logs decisions; ``act`` switches plans.
+        memory_budget_bytes: bytes, a size (``"20GiB"``), or a function that returns either and is called now and before
+            every step; ``None`` for the device's memory. It limits the memory of tensors; ``"20GiB:reserved"`` limits
+            what the accelerator's allocator reserves, which ``nvidia-smi`` shows.
+        clip_norm: largest 2-norm of the gradient, to which ``step()`` clips; ``None`` never clips.
+        total_steps: length of the run in optimizer steps, if known.
+        accumulation_steps: batches that the loop itself accumulates before each update. The tuner does not change it.
         limits: limits on what the tuner may do.
         runs_dir: folder for the run directory with the decision log; ``None`` writes nothing.
         settings: rarely needed settings: units, choices of k, adaptive batching, the run's name, MLflow.
 
     Raises:
-        AttachError: naming what cannot be attached to, and the remedy; the model stays untouched.
+        AttachError: if the run cannot be attached to, with the remedy; the model stays untouched.
         PolicyFileError: if a policy folder is not a policy.
     """
     settings = settings_of(settings)
@@ -180,7 +181,7 @@ def attach(
         on_detach=functools.partial(_forget, weakref.ref(inner), leaving),
     )
     _attached[inner] = weakref.ref(tuner)
-    # A tuner that is garbage-collected, for example after an exception, leaves no unit under a plan.
+    # If the tuner is garbage-collected, for example after an exception, the model is restored.
     weakref.finalize(tuner, _left_behind, weakref.ref(inner), leaving).atexit = False
     return tuner
 
@@ -242,7 +243,7 @@ def _log_of(facts: Attached, policy: object, runs: Path | None) -> tuple[Path | 
 
 
 def _placement(facts: Attached, policy: object) -> str:
-    """Return in words what decides about storage: the policy, or each batch's size and the current budget."""
+    """Describe what decides about storage: the policy, or each batch's size and the current budget."""
     if not facts.limits.follow_batches or not isinstance(policy, PlanningPolicy):
         return "as the policy decides"
     if facts.mode is not Mode.EXACT:
@@ -265,7 +266,7 @@ def _environment(device: torch.device) -> dict[str, Any]:
 
 
 def _inert(inner: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer, update: Update) -> LiveTuner:
-    """Return a tuner that only runs the loop."""
+    """Return a tuner that only makes the loop's updates."""
     facts = Attached(
         name=type(inner).__name__,
         model=inner,
@@ -289,7 +290,7 @@ def _update(
     whole_norm = None
     if is_flattened(inner):
         root: Any = inner
-        # Clips nothing, and returns the norm over all ranks.
+        # With an infinite limit it clips nothing and returns the norm over all ranks.
         whole_norm = functools.partial(root.clip_grad_norm_, math.inf)
     return Update(optimizer, clip_norm=clip_norm, device_type=device.type, whole_norm=whole_norm)
 

@@ -34,9 +34,9 @@ class Attached:
         budget: the memory budget, or the function that returns it.
         total_steps: length of the run in optimizer steps; ``None`` if it is not known.
         adaptive: whether a step consumes k batches.
-        lr_rule: rule by which the learning rate follows the samples of a step.
+        lr_rule: how the learning rate scales with the samples of a step.
         accumulation_steps: micro-batches that the caller accumulates in a step; if above 1, the k of every plan.
-        bucket_bytes: bytes held for the gradients' reduction over ranks.
+        bucket_bytes: bytes of buffers that reduce gradients over ranks; for an engine, also of its master weights.
     """
 
     name: str
@@ -62,7 +62,7 @@ class StepAhead:
 
     Attributes:
         batch_bytes: Bytes of its batch, or of the first batch that the caller accumulates.
-        largest_bytes: Bytes of the largest batch that is expected in it.
+        largest_bytes: Bytes of the largest batch that is expected in the step.
         samples: Number of samples in its batch.
         signature: What its memory depends on besides bytes.
     """
@@ -78,13 +78,12 @@ class Step:
     """Result of one optimizer step of the run.
 
     Attributes:
-        seconds: from its first micro-batch to the end of its update; where it consumes several batches, without what
-            the caller did between them.
+        seconds: time from its first micro-batch to the end of its update, without the caller's time between batches.
         samples: samples consumed.
-        batch_bytes: bytes of its batch; of the largest, where the caller accumulates several.
-        all_bytes: bytes of all batches that it consumed.
-        later_bytes: bytes of the largest batch after the first one; 0 where there was one alone.
-        losses: weighed losses of its micro-batches, still on the device.
+        batch_bytes: bytes of its batch, or of the largest of several.
+        all_bytes: bytes of all its batches.
+        later_bytes: bytes of the largest batch after the first; 0 if there was only one.
+        losses: weighted losses of its micro-batches, still on the device.
         norm: 2-norm of its gradient.
         stepped: whether the optimizer stepped.
     """

@@ -1,6 +1,6 @@
-"""Micro-batches of a live run: where its batches are cut, and the weight of each piece.
+"""Cutting of a live run's batches into micro-batches, and the weight of each.
 
-A batch that cannot be read is passed on whole: the caller's loop may know what to do with it.
+A batch that cannot be read is passed on whole: the caller's loop may be able to use it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def cut(batch: Any, k: int, count: Count | None, whole: WholeTensors) -> list[tu
     Args:
         batch: any tree of tensors with samples in dimension 0.
         k: number of pieces.
-        count: returns the loss-bearing items of a piece; ``None`` counts samples.
-        whole: notes which tensors are never cut.
+        count: counts the loss-bearing items of a piece; ``None`` counts samples.
+        whole: records which tensors are never cut.
 
     Raises:
         AttachError: if the count is not a whole number, or 0 for the whole batch.
@@ -58,7 +58,7 @@ def num_samples(batch: Any) -> int:
 
 
 def counted(piece: Any, count: Count | None) -> int:
-    """Return the loss-bearing items of a piece.
+    """Return the number of loss-bearing items in a piece.
 
     Raises:
         AttachError: if the user's count is not a whole number.

@@ -1,7 +1,7 @@
 """The controller of a live run: it reads the budget, profiles steps, asks the policy, and switches plans.
 
-Everything here may fail; the caller then goes on with the user's own baseline. Batches are cut and updates are made in
-``live.tuner`` and ``mechanics.stepping``.
+If anything here fails, the tuner detaches and the run continues with the user's baseline. ``live.tuner`` and
+``mechanics.stepping`` cut batches and make updates.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ class Pilot:
         plan: The plan that is applied.
         step: Number of optimizer steps since the tuner was attached.
         phase: The phase of the run, which makes the predictions.
-        time: The tuner's own share of the run's time.
-        over_budget: Number of steps for which no plan was known to fit, or that were measured to need more.
+        time: Counter of the time that the tuner itself takes.
+        over_budget: Number of steps for which no plan was known to fit, or whose measured peak exceeded the budget.
         switches: Number of switches that were decided.
-        placed: Number of changes of storage between decisions, for a batch or a budget.
-        heard: The passes of the running step whose beginnings have to be told to :meth:`tell_phase`.
+        placed: Number of times that the applied plan has changed, for any reason.
+        heard: The passes of the running step whose beginning must be reported to :meth:`tell_phase`.
 
     Args:
         attached: The run.
         policy: The policy that decides.
         log: The decision log.
-        ranks: The other ranks.
+        ranks: The connection to the other ranks.
     """
 
     def __init__(self, attached: Attached, policy: Any, log: DecisionLog, ranks: Ranks) -> None:
@@ -83,12 +83,13 @@ class Pilot:
         self.plan = self.phase.baseline
         self.time = OwnTime(attached.total_steps)
         self.step = self.switches = self.placed = self.over_budget = 0
-        # Whether no plan was known to fit the step that runs.
+        # Whether no plan is known to fit the running step.
         self._unfitting = False
         # Until all ranks have a profile, each controls its own steps; then the first rank decides for all.
         self._agreement = Agreement(ranks)
         self._follows = attached.limits.follow_batches and isinstance(policy, PlanningPolicy)
-        # Size of the batch in the policy's profile, and the profile that plans are made from.
+        # Batch bytes of the profile that the policy planned from, whether a newer profile exists, and the profile in
+        # use.
         self._begun = 0
         self._news = False
         self._taken: Profile | None = None
@@ -133,12 +134,12 @@ class Pilot:
 
     @property
     def calls(self) -> int:
-        """Calls of a unit in recent forward passes, divided by those when it was profiled."""
+        """Calls of a unit per recent forward pass, divided by its calls when it was profiled."""
         return self._calls.ratio
 
     @property
     def locks(self) -> dict[str, str]:
-        """Why units' storage is locked, by unit; and why there is no profile, if there is none."""
+        """The reasons for locks, by unit or choice; if profiling failed, the reason is under ``profile``."""
         failed = self._profiler.failed
         return {**self._profiler.locks, **({} if failed is None else {"profile": failed})}
 
@@ -198,7 +199,7 @@ class Pilot:
         self._apply(self._of_several(plan, ahead.largest_bytes) if sampled else plan)
         self._calls.begin_step()
         self._profiler.begin()
-        # A step that no plan fits, or with passes beside it, says nothing about its plan.
+        # A peak says nothing about its plan if no plan fits the step, or if the step is watched.
         counts = not self._unfitting and not self._profiler.watching
         self._peaks.begin(self.plan, ahead.largest_bytes, budget, counts=counts)
         if sampled:
@@ -221,7 +222,7 @@ class Pilot:
 
     @contextmanager
     def trying(self, plan: Plan) -> Iterator[list[Exception]]:
-        """Run passes beside the step under a plan; yield the exceptions that units raise."""
+        """Run trial passes under a plan; yield the exceptions that units raise."""
         try:
             with self._switcher.trying(plan) as failures:
                 yield failures
@@ -229,7 +230,7 @@ class Pilot:
             self._switcher.apply(self.plan)
 
     def take_shadows(self, outcomes: Sequence[Outcome]) -> None:
-        """Take in the outcomes of those passes; what fails on one rank is locked on all."""
+        """Evaluate the trial passes; a choice that fails on one rank is locked on all."""
         self._profiler.take_shadows(outcomes)
         names = ["accumulation_steps", *map(str, self.attached.space.precisions[1:])]
         for name in self._agreement.locked_elsewhere(names, self._profiler.locks):
@@ -242,7 +243,7 @@ class Pilot:
             self._apply(self._profiler.leanest)
 
     def lock_shadows(self, reason: str) -> None:
-        """Lock what cannot be tried because the batch can be read only once."""
+        """Lock the choices that trial passes were to test."""
         self._profiler.lock_shadows(reason)
 
     def tell_phase(self, name: Phase) -> None:
@@ -264,7 +265,7 @@ class Pilot:
             self._monitor.observe(sample, step=self.step, norm=norm, micro_samples=micro_samples, scales=scales)
 
     def after_step(self, step: Step) -> None:
-        """Take in a step, and decide if a decision is due."""
+        """Record a step, and make a decision if one is due."""
         self._end_probe()
         self._calls.end_step()
         peak, watched = self._peaks.end(), self._profiler.watching
@@ -277,7 +278,7 @@ class Pilot:
         self._take_news(bool(barred) and self._profiler.bar(barred))
         self.time.run_s += step.seconds
         self._take(step, ordinary=not watched)
-        # Under adaptive batching a longer step than the baseline's consumes more.
+        # Per byte, because under adaptive batching longer steps consume more batches.
         if not self._check.runs_baseline or self.plan == self.phase.baseline:
             self._check.note(step.seconds / max(step.all_bytes, 1))
         rounds = self.plan.precision != self.phase.baseline.precision
@@ -290,7 +291,7 @@ class Pilot:
             self._meet()
 
     def abandon_step(self) -> None:
-        """Forget a step that was not finished."""
+        """Discard a step that was not finished."""
         self._end_probe()
         self._profiler.abandon()
 
@@ -300,9 +301,9 @@ class Pilot:
         return self._profiler.space.accumulation_choices if self.attached.stage is Stage.ACT else ()
 
     def raise_k(self, k: int, reason: str) -> None:
-        """Remove all smaller values of k after memory ran out in the running step, which is forgotten.
+        """Remove all smaller values of k after memory ran out in the running step, which is discarded.
 
-        From now on plans may also need less memory than that step was predicted to need.
+        From now on, plans must also be predicted to need less memory than that step was.
 
         Args:
             k: The smallest value that is left.
@@ -322,7 +323,7 @@ class Pilot:
         self._narrow(phase, phase.decided.changed(accumulation_steps=k))
 
     def _narrow(self, phase: Profiled, decided: Plan) -> None:
-        """Go on with a plan among the values of k that are left; a policy plans again from them."""
+        """Continue with a plan among the values of k that are left; a policy plans again."""
         self._begun, self._news = 0, True
         phase.decide_on(decided)
         if self._agreement.many:
@@ -332,7 +333,7 @@ class Pilot:
             self._take_profile()
 
     def _end_probe(self) -> None:
-        """Remove a probe whose step showed no gradients before its update."""
+        """Remove the gradient probe of a step that did not reach :meth:`before_update`."""
         if self._probe is not None:
             self._probe.__exit__(None, None, None)
             self._probe = None
@@ -353,7 +354,7 @@ class Pilot:
         self.phase.decide_on(self.phase.fallback(self._room, self._length()))
 
     def _plan_ahead(self, ahead: StepAhead) -> Plan:
-        """Return the plan of a step from which nothing has to be learnt; the step may still be watched."""
+        """Return the plan of a step that profiling does not need; the step may still be watched."""
         profiler, size = self._profiler, ahead.largest_bytes
         if profiler.complete and profiler.profile is not self._taken and not self._agreement.many:
             self._take_profile()
@@ -370,7 +371,7 @@ class Pilot:
         return plan
 
     def _is_news(self, signature: Signature) -> bool:
-        """Whether there is a budget and no step like this one was traced."""
+        """Return whether plans must fit a budget and no step like this one was traced."""
         if self._budget.latest is None or not self.acting or self._agreement.many:
             return False
         return self._profiler.complete and not self._profiler.knowledge.knows(signature)
@@ -417,14 +418,14 @@ class Pilot:
         """Bytes that a plan may be predicted to need: the usable budget less what steps needed beyond predictions."""
         return usable(self._budget.latest) - self._peaks.unforeseen
 
-    # What was seen.
+    # Measurements.
 
     @property
     def _fragments(self) -> int:
         return self._profiler.knowledge.fragments
 
     def _length(self) -> float:
-        """Return the size of the last window's largest batch over the profiled one's."""
+        """Return the size of the last window's largest batch relative to the profiled batch."""
         return self.phase.share(self._past.largest_bytes) if self._past.sizes else 1.0
 
     def _take(self, step: Step, *, ordinary: bool) -> None:
@@ -439,7 +440,7 @@ class Pilot:
         return None if gradient is None else gradient.noise_scale
 
     def _measure(self) -> tuple[Measurement, int]:
-        """Return the window since the last decision and its number of non-finite losses, and begin another window."""
+        """Return the window since the last decision and its number of non-finite losses; begin a new window."""
         window = self._past = self._window
         self._window = Window()
         self._pressure = self._peaks.pressure
@@ -476,13 +477,13 @@ class Pilot:
     # Profiles.
 
     def _take_news(self, news: bool) -> None:
-        """Plan from a new profile if there is one: at once, or over several ranks with the next decision."""
+        """Plan from a new profile if there is one: at once, or with several ranks at the next decision."""
         self._news = self._news or news
         if news and not self._agreement.many:
             self._take_profile()
 
     def _take_profile(self) -> None:
-        """Take a new profile; a policy that plans from profiles begins again."""
+        """Adopt the latest profile; if batches have grown, a policy that plans from profiles plans again."""
         profile = self._taken = self._profiler.profile
         if profile is None:
             return
@@ -500,7 +501,7 @@ class Pilot:
             self._consider(begun, None)
 
     def _adopt(self, profile: Profile, square_share: float) -> None:
-        """Make predictions from a profile from now on."""
+        """Use a profile for predictions from now on."""
         phase = self.phase = Profiled(
             profile,
             self.phase,
@@ -528,7 +529,7 @@ class Pilot:
         )
 
     def _begin_to_count(self) -> None:
-        """Begin to count the calls of a unit if more calls could break a budget."""
+        """Begin to count the calls of a unit if more calls could exceed a budget."""
         acts = self.attached.stage is Stage.ACT and self._budget.latest is not None and not self._agreement.many
         if not acts or self._calls.counting or not self.phase.space.recomputable:
             return
@@ -570,7 +571,7 @@ class Pilot:
         )
 
     def _follow(self, decision: Decision) -> None:
-        """Take over the first rank's profile and decision."""
+        """Adopt the first rank's profile and decision."""
         if decision.profile is not None:
             self._adopt(decision.profile, decision.square_share)
         self.breaker.open = self.breaker.open or decision.open
@@ -664,7 +665,7 @@ class Pilot:
             return False
         if reason is None:
             reason = self._check.verdict(limits)
-            # Ranks step together, so one cannot run the baseline for comparison.
+            # Ranks run the same plan, so one of them cannot run the baseline for comparison.
             possible = self._fits(self.phase.baseline, self._past.largest_bytes) and not self._agreement.many
             self._check.begin_if_slow(self._slowdown(), limits, possible=possible)
         if reason is not None:
@@ -684,16 +685,16 @@ class Pilot:
         )
 
     def _slowdown(self) -> float | None:
-        """Return the seconds of the window's steps over the predicted ones; ``None`` under the baseline."""
+        """Return the ratio of the window's measured to predicted step times; ``None`` under the baseline."""
         ran, should = self._past.ran(), self.phase.seconds_of(self.phase.baseline)
         if should is None or ran is None or self.plan == self.phase.baseline:
             return None
         return ran.seconds / max(ran.predicted, should)
 
-    # Own time.
+    # Overhead.
 
     def spend(self, seconds: float) -> None:
-        """Count seconds that the tuner took for itself."""
+        """Add to the tuner's own time."""
         self.time.spend(seconds)
 
     def overhead_frac(self) -> float:
@@ -701,5 +702,5 @@ class Pilot:
         return self.time.frac(self.step, self._profiler.probes.seconds)
 
     def too_expensive(self) -> bool:
-        """Whether the tuner takes more of the run's time than it may."""
+        """Return whether the tuner takes a larger share of the run's time than allowed."""
         return self.time.is_too_expensive(self.step, self._profiler.probes.seconds, self.attached.limits.overhead_frac)

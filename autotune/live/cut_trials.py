@@ -1,4 +1,4 @@
-"""Choice of the steps whose batches, which are cut, are tried again in smaller pieces."""
+"""Choice of the steps whose cut batches are tried again in smaller pieces."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import random
 
 from autotune.plan import Plan, PlanSpace
 
-# The first trial is one of so many first cut steps; later ones become rarer.
+# The first trial is within this many cut steps; later trials become rarer.
 _FIRST_WITHIN = 8
 
 
 class CutTrials:
-    """Chooses steps at random: a loss between samples may come late in a run, or in some steps only.
+    """Random choice of steps: a loss may couple samples only late in a run, or only in some steps.
 
-    All ranks draw the same numbers, and none of them from the run's own generators.
+    All ranks draw the same numbers, and none use the run's own generators.
     """
 
     def __init__(self) -> None:

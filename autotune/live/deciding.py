@@ -28,7 +28,7 @@ from autotune.plan import Plan
 
 logger = logging.getLogger(__name__)
 
-# Seconds that the end of the process waits for a policy that is still deciding.
+# Seconds that the process waits at exit for a policy that is still deciding.
 _EXIT_TIMEOUT_S = 5.0
 
 
@@ -80,7 +80,7 @@ class RecordedPolicy:
     """Policy that repeats the plans of a decision log at the steps at which they were decided.
 
     Args:
-        schedule: plans by the step from which they hold, ascending.
+        schedule: pairs of a step and the plan in effect from that step on, ascending.
     """
 
     def __init__(self, schedule: Sequence[tuple[int, Plan]]) -> None:
@@ -88,11 +88,11 @@ class RecordedPolicy:
         self.schedule = tuple(schedule)
 
     def at(self, step: int) -> Plan | None:
-        """Return the plan that holds at a step; ``None`` before the first."""
+        """Return the plan in effect at a step; ``None`` before the first plan."""
         return next((plan for begins, plan in reversed(self.schedule) if begins <= step), None)
 
     def decide(self, observation: Observation, plan: Plan) -> Plan:
-        """Return the running plan; the controller asks :meth:`at` instead."""
+        """Return the running plan; the controller calls :meth:`at` instead."""
         return plan
 
     def reset(self) -> None:
@@ -136,11 +136,11 @@ def _allowed() -> tuple[str, ...]:
 
 
 class Decider:
-    """Asks a policy in a thread of its own, so that a policy that hangs costs one bounded wait.
+    """Runs a policy in a separate thread, so that a policy that hangs costs one bounded wait.
 
     Attributes:
         policy: the policy.
-        late: whether an answer is overdue; until it arrives, no question is asked.
+        late: whether an answer is overdue; until it arrives, further questions time out.
 
     Args:
         policy: the policy.
@@ -157,10 +157,10 @@ class Decider:
         self.late = False
 
     def ask(self, question: Callable[[], object], timeout_s: float | None = None) -> object:
-        """Return the answer to a question about the policy.
+        """Call a function in the thread and return its result.
 
         Args:
-            question: is called in the thread.
+            question: the function, which queries the policy.
             timeout_s: seconds to wait; ``None`` for the default.
 
         Raises:
@@ -180,16 +180,17 @@ class Decider:
             self._thread.start()
             self._ending = functools.partial(_end, self._thread, self._questions)
             atexit.register(self._ending)
-        # Random generators belong to the process: their states are put back after a policy. The policies of this
-        # package draw nothing, and what the run's other threads draw meanwhile must be kept.
+        # Random generators belong to the process, so their states are restored after a user's policy. For policies of
+        # this package, which draw nothing, a restore would only undo the draws of the run's other threads.
         ours = type(self.policy).__module__.startswith("autotune.")
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
         with contextlib.nullcontext() if ours else randomness.isolated():
             self._questions.put(question)
             try:
-                answer, error = self._answers.get(timeout=self._timeout_s if timeout_s is None else timeout_s)
+                answer, error = self._answers.get(timeout=limit_s)
             except queue.Empty:
                 self.late = True
-                raise TimeoutError(f"no answer within {self._timeout_s:g} s") from None
+                raise TimeoutError(f"no answer within {limit_s:g} s") from None
         if error is not None:
             raise error
         return answer
@@ -231,7 +232,7 @@ def _end(thread: threading.Thread, questions: queue.SimpleQueue[Callable[[], obj
 
 
 def _under(plan: Plan, name: str) -> StaticPolicy:
-    """Return the policy that stays at a plan; the launch remains the script's own."""
+    """Return a policy that always proposes one plan, without its launch settings, which stay the script's."""
     launch = plan.launch.to_json()
     if launch:
         told = ", ".join(f"{key} = {value}" for key, value in launch.items())

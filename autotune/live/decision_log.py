@@ -21,14 +21,15 @@ from autotune.plan import Plan
 
 LOG_VERSION = 1
 LOG_NAME = "decisions.jsonl"
-# A decision takes two kilobytes.
+# A decision takes about two kilobytes.
 _LARGEST_BYTES = 2**28
 
 
 class DecisionLog:
     """Log of events, kept in memory and, if there is a file, appended to it.
 
-    A write that fails ends the writing, never the run. Until the log is closed, its run's folder has no other writer.
+    If a write fails, writing ends but the run goes on. Until the log is closed, no other process may write to the run's
+    folder.
 
     Attributes:
         path: the file; ``None`` for none.
@@ -64,11 +65,11 @@ class DecisionLog:
             self.problem = f"{type(error).__name__}: {error}"
 
     def close(self) -> None:
-        """Close the file, and let others write in the run's folder."""
+        """Close the file, and unlock the run's folder for other writers."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):
-                # A full disk fails again on what is left in the buffer.
+                # On a full disk, flushing the rest of the buffer fails again.
                 file.close()
         if self._lock is not None:
             self._lock.close()
@@ -94,10 +95,10 @@ def make_run_folder(runs: Path, model: str, config: Mapping[str, Any]) -> Path:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Read a decision log; a torn last line, left by a kill, is dropped.
+    """Read a decision log; an incomplete last line, left by a killed process, is dropped.
 
     Args:
-        path: the file, or the run directory that holds it.
+        path: the file, or the run directory that contains it.
 
     Raises:
         InputError: if it is missing or damaged.
@@ -109,7 +110,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def schedule_of(events: list[dict[str, Any]], where: str) -> list[tuple[int, Plan]]:
-    """Return the plans that a run decided on with the steps from which they held, ascending."""
+    """Return the plans that a run switched to, each with the step at which it took effect, ascending."""
     return [
         (event["step"], Plan.from_json(event["plan"], where=f"{where} line {number}"))
         for number, event in enumerate(events, 1)

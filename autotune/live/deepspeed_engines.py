@@ -1,4 +1,4 @@
-"""The parts of a DeepSpeed engine that a live tuner works with, and a check of what it cannot work with.
+"""The parts of a DeepSpeed engine that a live tuner uses, and checks for unsupported features.
 
 DeepSpeed itself is not imported.
 """
@@ -22,15 +22,15 @@ def is_engine(value: object) -> bool:
 
 
 def update_of(engine: Any, mode: Mode, clip_norm: float | None) -> ShardedUpdate:
-    """Return what makes updates through an engine.
+    """Return the object that makes an engine's updates.
 
     Args:
-        engine: what ``deepspeed.initialize`` returned.
+        engine: the engine that ``deepspeed.initialize`` returned.
         mode: what the tuner may change.
         clip_norm: the norm at which the caller wants gradients clipped; ``None`` for none.
 
     Raises:
-        AttachError: naming the engine's feature that is not supported, and the remedy.
+        AttachError: if the engine has an unsupported feature, with the remedy.
     """
     if not is_engine(engine):
         raise _refused(f"engine is a {type(engine).__name__}", "what deepspeed.initialize returned")
@@ -51,7 +51,7 @@ def update_of(engine: Any, mode: Mode, clip_norm: float | None) -> ShardedUpdate
     clip = engine.gradient_clipping()
     if clip_norm is not None and clip_norm != clip:
         raise _refused(f"clip_norm is {clip_norm}, and gradient_clipping is {clip}", "only the engine's setting")
-    # The optimizer that it shards, or the engine's own.
+    # The optimizer that ZeRO wraps, or the engine's own.
     optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise _refused(f"the engine's optimizer is a {type(optimizer).__name__}", "an engine around a torch optimizer")
@@ -63,7 +63,7 @@ def update_of(engine: Any, mode: Mode, clip_norm: float | None) -> ShardedUpdate
 
 
 def held_bytes(update: ShardedUpdate, model: nn.Module) -> int:
-    """Return an engine's bytes other than weights, buffers and optimizer state: masters and communication buffers.
+    """Return the bytes of an engine's master weights and communication buffers.
 
     Args:
         update: the engine's update.

@@ -1,6 +1,6 @@
 """Rules that every proposal must pass; they lie outside the policy, so that no policy can override them.
 
-This file only judges: it applies nothing and does not know torch.
+This module only judges: it applies no plan and does not import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autotune.live.limits import Limits
 from autotune.live.placement import Placements
 from autotune.plan import Plan, PlanSpace, Storage
 
-# Each pause is so many times as long as the last one.
+# Each pause is this many times as long as the last one.
 _LONGER = 2
 # Steps of a check, half of them under the baseline.
 _CHECKED_STEPS = 24
@@ -26,8 +26,8 @@ class Verdict:
     """Verdict on a proposal.
 
     Attributes:
-        plan: the plan to run; the former one where the proposal was refused.
-        rules: answer of each rule that was asked: ``ok``, ``repaired`` or the reason for a refusal.
+        plan: the plan to run; the current one if the proposal was refused.
+        rules: result of each rule that was checked: ``ok``, ``repaired`` or the reason for a refusal.
         illegal: whether the proposal can only come from a broken policy.
     """
 
@@ -47,12 +47,12 @@ class Situation:
 
     Attributes:
         space: the plans that the mode allows.
-        locks: reasons why units' storage is locked, by unit.
+        locks: reasons for locks, by unit or choice.
         placements: plans with predicted peaks.
-        usable_bytes: bytes that may be taken now, margin deducted; infinite without a budget.
-        length: size of the largest recent batch over the profiled one's.
+        usable_bytes: bytes that plans may use now, after the safety margin; infinite without a budget.
+        length: size of the largest recent batch relative to the profiled batch.
         current: the plan that was decided on last.
-        since_switch: optimizer steps since that decision.
+        since_switch: optimizer steps since the last switch.
         switches: number of switches so far.
         noise_scale: noise scale of the gradient, in samples; ``None`` while unknown.
     """
@@ -103,7 +103,7 @@ def judge(proposal: object, now: Situation, limits: Limits) -> Verdict:
 
 
 def _worth_it(plan: Plan, now: Situation, limits: Limits, rules: dict[str, str]) -> Verdict:
-    """Judge whether a plan that may run is worth a switch now."""
+    """Judge whether switching to an allowed plan is worthwhile now."""
     wait = max(limits.min_steps_between_switches, limits.canary_steps if now.switches == 1 else 0)
     if now.since_switch < wait:
         return _refused(now, rules, "interval", f"{now.since_switch} steps since the last switch, of {wait}")
@@ -120,14 +120,14 @@ def _refused(now: Situation, rules: Mapping[str, str], rule: str, reason: str, *
 
 
 def gain_of(plan: Plan, current: Plan, placements: Placements, noise_scale: float | None = None) -> float:
-    """Return the predicted saving of time for the same progress, as a share of the running plan's time.
+    """Return the predicted time saved for the same progress, as a share of the current plan's time.
 
     Args:
         plan: the other plan.
         current: the running plan.
         placements: plans with predicted times.
-        noise_scale: noise scale of the gradient in samples, which weighs steps of several batches; ``None`` while
-            unknown.
+        noise_scale: noise scale of the gradient in samples, which determines the progress of steps of several batches;
+            ``None`` while unknown.
     """
 
     def cost(one: Plan) -> float:
@@ -138,7 +138,7 @@ def gain_of(plan: Plan, current: Plan, placements: Placements, noise_scale: floa
 
 
 def fallback(baseline: Plan, placements: Placements | None, usable_bytes: float, length: float) -> Plan:
-    """Return the plan for when no policy is trusted: the user's baseline, or one that fits where it does not."""
+    """Return the plan to run when no policy is trusted: the baseline, or if it does not fit, one that does."""
     if placements is None or placements.peak_bytes(baseline, length) <= usable_bytes:
         return baseline
     rows = placements.group(baseline)
@@ -158,7 +158,7 @@ class Breaker:
     Attributes:
         limits: the limits of the run.
         trips: steps and reasons of the trips so far.
-        paused_until: step until which nothing is tried.
+        paused_until: step until which no plan is switched.
         open: whether acting has ended for good.
     """
 
@@ -173,7 +173,7 @@ class Breaker:
         return cls(limits, [])
 
     def trip(self, step: int, reason: str) -> None:
-        """Note a trip."""
+        """Record a trip."""
         self.trips.append((step, reason))
         self.paused_until = step + self.limits.pause_steps * _LONGER ** (len(self.trips) - 1)
         self.open = len(self.trips) >= self.limits.max_trips
@@ -184,10 +184,10 @@ class Breaker:
 
 
 class SlowdownCheck:
-    """Comparison of the run's plan with its baseline, by running both in turn.
+    """Comparison of the current plan with the baseline, by alternating steps of both.
 
-    A shared machine is slow at times under any plan. So a slow window only starts the check, and steps of the baseline
-    between those of the plan decide.
+    On a shared machine any plan can be slow for a while. So slow windows only start the check, and the alternating
+    steps decide.
 
     Attributes:
         runs_baseline: whether the next step runs under the baseline.
@@ -204,9 +204,9 @@ class SlowdownCheck:
         """Begin a check after two slow windows.
 
         Args:
-            ratio: median over a window of measured over predicted seconds; ``None`` if it is not known.
+            ratio: ratio of measured to predicted step times in a window; ``None`` if unknown.
             limits: the limits of the run.
-            possible: whether the baseline fits the budget, so that the run can go back to it.
+            possible: whether the run can go back to the baseline.
         """
         if ratio is None or self._left:
             return
@@ -216,16 +216,16 @@ class SlowdownCheck:
             self._own, self._baseline = [], []
 
     def note(self, seconds: float) -> None:
-        """Note a step's seconds, per byte of its batch, and turn to the other plan."""
+        """Record a step's seconds per byte of its batches, and choose the plan of the next step."""
         if not self._left:
             return
         (self._baseline if self.runs_baseline else self._own).append(seconds)
         self._left -= 1
-        # The order A B B A cancels a drift of the machine's speed. The first step after a switch warms up.
+        # The order A B B A cancels a drift of the machine's speed. The first step of each pair is a warm-up.
         self.runs_baseline = self._left > 0 and (self._left // 2) % 2 == 1
 
     def verdict(self, limits: Limits) -> str | None:
-        """Return a reason if a finished check found the plan slower; ``None`` if not, or if none has finished."""
+        """Return a reason to trip if a finished check found the plan slower, else ``None``."""
         if self._left or not self._baseline or not self._own:
             return None
         ratio = statistics.median(self._own) / statistics.median(self._baseline)

@@ -28,7 +28,7 @@ def reason_to_stop(stop_file: str | None) -> str | None:
     """
     if is_disabled():
         return f"{KILL_VARIABLE} is set"
-    # Path.exists() raises where a folder may not be looked into, or its disk is gone.
+    # Path.exists() raises if a folder is not accessible or its disk is gone.
     if stop_file is not None and os.path.exists(stop_file):  # noqa: PTH110
         return f"{stop_file} exists"
     return None

@@ -1,8 +1,8 @@
-"""The order in which the costs of a live run are learnt, and the plans from which they are learnt.
+"""The order in which a live run's costs are learnt, and the plans of the steps that show them.
 
-First a step probes which units may be recomputed. Then k and precisions are tried in passes beside steps. Then a few
-steps are traced and a few timed. Until the run is profiled, a step runs under the leanest plan, or under a fuller one
-that the traces so far predict to fit.
+First a step probes which units may be recomputed. Then k and precisions are tested in trial passes. Then a few steps
+are traced and a few timed. Under a budget, a step runs under the leanest plan until the run is profiled, or under a
+fuller one that the traces predict to fit.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from autotune.live.step_uses import Probing, Shadowing, Timing, Tracing, Use
 from autotune.plan import Plan, Precision
 from autotune.profiling.step_signature import Signature
 
-# Traced steps under plans that save more and more, until the fullest that fits was seen.
+# Traced steps under plans that store more and more, up to the fullest that fits.
 TRACES = 4
 # Timed steps of one plan.
 TIMED_EACH = 3
 # Attempts at traced steps: a step that shows nothing (an epoch's last, short one) is repeated.
 _ATTEMPTS = 8
-# The largest number of steps that are traced because no step like them was.
+# The largest number of steps that are traced because they are unlike all traced steps.
 _NEW_SHAPES = 48
 # Steps after the first whose batches are cut in trial passes as well.
 _MORE_CUTS = 2
-# Steps that pass while one with the planned shape is awaited.
+# Steps to wait for one with the profiled shape.
 _WAITS = 32
 
 
@@ -39,13 +39,13 @@ class Lessons:
     """The choice of what each step of a live run is used for.
 
     Attributes:
-        ahead: The step that comes next.
-        budget_bytes: The memory budget of the moment; ``None`` for none.
+        ahead: The next step.
+        budget_bytes: The current memory budget; ``None`` for none.
 
     Args:
         attached: The run.
         allowed: The plans that are allowed.
-        probes: What probes have found.
+        probes: The results of probes.
         knowledge: What traced and timed steps have shown.
     """
 
@@ -62,12 +62,12 @@ class Lessons:
 
     @property
     def saves_memory(self) -> bool:
-        """Whether steps have to need as little memory as they can."""
+        """Whether steps must use as little memory as possible."""
         return self._acts and (self.budget_bytes is not None or isinstance(self._attached.budget, BudgetFunction))
 
     @property
     def first_plan(self) -> Plan:
-        """The plan that is seen first."""
+        """The plan of the first steps."""
         space = self._allowed.space
         return self._allowed.plan(space.accumulation_choices[0], space.precisions[0], lean=self.saves_memory)
 
@@ -82,7 +82,7 @@ class Lessons:
             # A step may leave out a unit by chance.
             yield self._probing(self._probes.uncalled)
         if self._attached.bucket_bytes:
-            # DistributedDataParallel makes its buckets again in the second step, while those of the first are alive.
+            # DistributedDataParallel rebuilds its buckets in the second step, while the first ones are still alive.
             yield Use(self.first_plan)
         if self._acts:
             if self._probes.autocast is not None:
@@ -96,13 +96,13 @@ class Lessons:
             if trial is not None:
                 yield trial
             for _ in range(_MORE_CUTS):
-                # Only some steps may have a loss between samples.
+                # The loss may couple samples only in some steps.
                 if self._cuts:
                     yield Shadowing(self.first_plan, self._others(self.first_plan)[:1])
         yield from self.costs()
 
     def costs(self) -> Iterator[Use]:
-        """Yield the uses of steps that show their costs."""
+        """Yield the uses of the steps that show costs."""
         traced = timed = waited = 0
         self._likeliest = None
         while True:
@@ -126,11 +126,11 @@ class Lessons:
             yield use
 
     def again(self, use: Use, upcoming: Iterator[Use | None]) -> Iterator[Use | None]:
-        """Yield a use whose step did not come to its end, and what follows it.
+        """Yield again a use whose step was not finished, and then the uses that follow it.
 
         Args:
             use: The use.
-            upcoming: What follows it.
+            upcoming: The uses that follow it.
         """
         if isinstance(use, Probing):
             yield self._probing(self._probes.uncalled or self._allowed.space.recomputable)
@@ -141,7 +141,7 @@ class Lessons:
     # The uses.
 
     def new_shape(self, plan: Plan) -> Use | None:
-        """Return a traced step because no step like it was traced; ``None`` after too many of them."""
+        """Return a traced step because the next one is unlike all traced steps; ``None`` after too many of them."""
         if self._new_shapes == _NEW_SHAPES:
             return None
         self._new_shapes += 1
@@ -165,7 +165,7 @@ class Lessons:
         return Probing(self.first_plan, self._attached.model, names)
 
     def _trial(self) -> Use | None:
-        """Return a step with trial passes under other plans; ``None`` where there are no others."""
+        """Return a step with trial passes under other plans; ``None`` if there are none."""
         others = self._others(self.first_plan)
         return Shadowing(self.first_plan, others) if others else None
 
@@ -173,35 +173,37 @@ class Lessons:
 
     @property
     def _ks(self) -> tuple[int, ...]:
-        """The k that a batch of the present size can be cut into."""
+        """The values of k that the next batch can be cut into."""
         space = self._allowed.space
         choices = space.accumulation_choices
         return tuple(k for k in choices if k <= self.ahead.samples or k == choices[0] or not space.k_splits)
 
     @property
     def _cuts(self) -> bool:
-        """Whether there is more than one k that cuts a batch."""
+        """Whether k cuts batches, and more than one value is possible."""
         return self._allowed.space.k_splits and len(self._ks) > 1
 
     def _others(self, plan: Plan) -> list[Plan]:
         """Return the plans whose gradients are to be compared with a plan's."""
-        # Where memory ran out for a whole batch, it is cut already: then each of its pieces is cut in two.
+        # If memory ran out for whole batches, they are cut already: then each piece is cut in two.
         cut = plan.changed(accumulation_steps=2 * self._ks[0])
         names = [unit.name for unit in self._allowed.space.units]
         others = self._allowed.space.precisions[1:]
         return [*([cut] if self._cuts else []), *(plan.changed(precision=dict.fromkeys(names, p)) for p in others)]
 
     def _untraced(self) -> Use | None:
-        """Return the next step to trace; ``None`` once all were.
+        """Return the next step to trace; ``None`` if no more is needed.
 
-        Each k and precision is traced. Under a budget the largest k of each precision comes first, plans that are
-        expected not to fit are left out, and plans that save more and more follow.
+        Each precision is traced, with the values of k that differ in cost. If memory is limited, the largest k of each
+        precision comes first, plans that are expected not to fit are left out, and plans that store more and more
+        follow.
         """
         space, known, first = self._allowed.space, self._knowledge, self.first_plan
         room = usable(self.budget_bytes)
         if first not in known.seen or known.growth.told_by(first, self.ahead.batch_bytes):
             return self.tracing(first)
-        # Where k cuts a batch, a larger one only saves memory; of a step's batches, each after the first is alike.
+        # If k cuts a batch, a larger one only saves memory; if a step consumes k batches, all after the first cost the
+        # same.
         ks = (self._ks[::-1] if self.saves_memory else self._ks[:1]) if space.k_splits else self._ks[:2]
         wanted = (self._allowed.plan(k, p, lean=self.saves_memory) for p in space.precisions for k in ks)
         for plan in wanted:
@@ -210,9 +212,9 @@ class Lessons:
         return self._fuller() if self.saves_memory else None
 
     def _fuller(self) -> Use | None:
-        """Return a step under the fastest plan that is predicted to fit; ``None`` once enough of them were traced.
+        """Return a traced step under the fastest plan that is predicted to fit; ``None`` after enough of them.
 
-        Where the last of them needed more than predicted, the corrected prediction is checked with one more.
+        If the last one needed more memory than predicted, one more step checks the corrected prediction.
         """
         seen, scores = self._knowledge.seen, self._knowledge.scores
         short = bool(scores) and scores[-1].is_short
@@ -235,11 +237,11 @@ class Lessons:
         return self.tracing(found, expected)
 
     def _untimed(self) -> Use | None:
-        """Return a step under a traced plan of the precision that was timed least; mostly none.
+        """Return a timed step in the precision with the fewest timed steps; ``None`` if no more is needed.
 
-        Tracing slows each precision down by another factor. Under adaptive batching k depends on the time of an update,
-        which no trace shows. Policies plan from the first profile, so both have to be timed before it. Precisions take
-        turns, so that a busy machine affects all alike.
+        Tracing slows each precision down by a different factor. Under adaptive batching k depends on the time of an
+        update, which traces do not show. Policies plan from the first profile, so these times are needed before it.
+        Precisions take turns, so that a busy machine affects all alike.
         """
         precisions = self._allowed.space.precisions
         if not self._attached.adaptive and len(precisions) == 1:
@@ -256,14 +258,14 @@ class Lessons:
         return self.timing(self._likely(least) if self.saves_memory else least)
 
     def _smallest_k(self, precision: Precision) -> Plan:
-        """Return the plan of a precision with the smallest k that was seen to fit; if none was, with the smallest k."""
+        """Return the plan in a precision with the smallest k that was measured to fit, or else with the smallest k."""
         ks = self._ks if self._allowed.space.k_splits else self._ks[:1]
         plans = [self._allowed.plan(k, precision, lean=self.saves_memory) for k in ks]
         room, peak_of = usable(self.budget_bytes), self._knowledge.peak_of
         return next((plan for plan in plans if (peak := peak_of(plan)) is not None and peak <= room), plans[0])
 
     def _likely(self, like: Plan) -> Plan:
-        """Return a lean plan with the storage that the next batch would most likely get; unchanged if unknown."""
+        """Return a plan with the storage that the next batch would most likely get; unchanged if that is unknown."""
         self._likeliest = placements = self._likeliest or self._placements()
         if placements is None:
             return like
@@ -273,7 +275,7 @@ class Lessons:
         return plan if placements.peak_bytes(plan, length) <= room else like
 
     def _placements(self) -> Placements | None:
-        """Return the plans of a profile of all that was seen so far; ``None`` if no step was traced."""
+        """Return the plans of a profile of all steps seen so far; ``None`` if no step was traced."""
         profile = self._knowledge.profile(self._allowed.space, self.ahead.samples)
         growth = self._knowledge.growth.beyond
         return None if profile is None else Placements(profile, self.budget_bytes, growth)

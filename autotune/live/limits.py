@@ -24,7 +24,7 @@ class Mode(StrEnum):
 class Stage(StrEnum):
     """What a live tuner does with its decisions.
 
-    ``observe``: it measures and scores them, and changes nothing. ``act``: it switches plans.
+    ``observe``: it only measures, and logs them. ``act``: it switches plans.
     """
 
     OBSERVE = "observe"
@@ -37,21 +37,22 @@ class Limits:
 
     Attributes:
         decide_every: optimizer steps from one decision to the next.
-        min_steps_between_switches: least number of optimizer steps that a decided plan stays. A switch that the memory
-            budget demands does not wait for it.
+        min_steps_between_switches: least number of optimizer steps from one switch to the next, unless the memory
+            budget requires one.
         canary_steps: optimizer steps after the first switch before another one is allowed.
-        gain_frac: least predicted gain, as a share of the step, for which plans are switched; with a negative value, a
-            policy may also switch to slower plans.
+        gain_frac: least predicted gain, as a share of the step's time, for which plans are switched; a negative value
+            also allows switches to slower plans.
         follow_batches: whether, between decisions, each batch gets the fastest storage that fits its own size and the
-            budget of the moment; this makes use of batches of varying length.
+            current budget; this exploits batches of varying length.
         statistics_every: optimizer steps from one sampled gradient to the next; ``None`` samples none.
-        pressure_frac: share of the budget above which a measured peak trips; more than plans may use.
-        slowdown_frac: share of its expected time by which a window's median step may be longer before it trips.
-        overhead_frac: the tuner's own share of the run's time above which it detaches itself.
+        pressure_frac: share of the budget above which a measured peak trips; plans may use less.
+        slowdown_frac: share by which steps may be slower than predicted before a comparison with the baseline begins,
+            and slower than the baseline's before the tuner trips.
+        overhead_frac: the tuner's own share of the run's time above which it detaches.
         pause_steps: optimizer steps without switches after the first trip; each further trip doubles them.
         max_trips: trips after which the tuner detaches for good.
-        decision_timeout_s: seconds that a decision may take; after them, the plan stays.
-        rank_timeout_s: seconds that a rank waits for the others in an agreement before it goes back to the baseline.
+        decision_timeout_s: seconds that a decision may take; if it takes longer, the plan stays.
+        rank_timeout_s: seconds that a rank waits for the others to agree before it goes back to the baseline.
     """
 
     decide_every: int = 50
@@ -76,8 +77,9 @@ class Limits:
                 _require(isinstance(value, bool), item.name, value, "true, false")
             elif item.name.endswith(("_frac", "_s")):
                 good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-                lowest = -math.inf if item.name == "gain_frac" else 0.0
-                _require(good and value >= lowest, item.name, value, "a finite number, not negative")
+                signed = item.name == "gain_frac"
+                allowed = "a finite number" if signed else "a finite number >= 0"
+                _require(good and (signed or value >= 0.0), item.name, value, allowed)
             elif item.name != "statistics_every" or value is not None:
                 lowest = least.get(item.name, 0)
                 good = isinstance(value, int) and not isinstance(value, bool) and value >= lowest

@@ -1,4 +1,4 @@
-"""What the traced and timed steps of a live run have shown so far, and the profile made from it."""
+"""What the traced and timed steps of a live run have shown, and the profile made from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from autotune.profiling.step_signature import Signature
 
 # Numbers of timed steps after which the profile is made again; no more steps than the last number are timed.
 RENEWED_AFTER = (2, 4, 8, 16, 32)
-# A step that needs more memory for its batch's bytes by this factor is unlike those that were traced.
+# A step that needs more memory per byte of its batch by this factor is unlike the traced steps.
 _DENSER = 1.02
 
 
@@ -39,7 +39,7 @@ class Knowledge:
         traces: The number of traced steps.
         timed: The timed steps.
         latest_peak: Measured peak of the last traced step in bytes; ``None`` before the first.
-        forgotten: How often the traced steps were forgotten.
+        forgotten: How often the traced steps were discarded.
         fragments: The most bytes that a traced step reserved beyond what it allocated at its peak; 0 on a CPU.
 
     Args:
@@ -60,7 +60,7 @@ class Knowledge:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the traced steps, which are unlike those of the run from now on."""
+        """Discard the traced steps, because the run's steps are now unlike them."""
         self.forgotten += 1
         self.growth = Growth()
         self.seen: dict[Plan, LiveTrace] = {}
@@ -70,7 +70,7 @@ class Knowledge:
         self._densities: dict[Plan, float] = {}
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Forget the times of steps that recomputed units which may not be recomputed any more.
+        """Discard the times of steps that recomputed units which may no longer be recomputed.
 
         Args:
             names: The units.
@@ -82,11 +82,11 @@ class Knowledge:
         self.timed = [one for one in self.timed if holds(one.plan)]
 
     def knows(self, signature: Signature) -> bool:
-        """Whether the traced steps show the memory of a step with a signature."""
+        """Return whether the traced steps show the memory of a step with this signature."""
         return any(known.tells_of(signature) for known in self.signatures)
 
     def plans_with(self, signature: Signature) -> bool:
-        """Whether a step with a signature is like those in the profile; ``True`` if there is none yet."""
+        """Return whether a step with this signature is like those in the profile; ``True`` if there are none."""
         return not self.signatures or self.signatures[0].tells_of(signature)
 
     def calls_of(self, name: str) -> int:
@@ -112,12 +112,12 @@ class Knowledge:
         return otherwise if own is None else own.batch_bytes
 
     def expected_peak(self, plan: Plan, space: PlanSpace, ks: tuple[int, ...]) -> float:
-        """Return the expected peak of a plan in bytes, if it falls with k as in the user's own precision.
+        """Return the expected peak of a plan in bytes, assuming it falls with k as in the user's own precision.
 
         Args:
             plan: The plan.
             space: The plans that are allowed.
-            ks: The k that the batch can be cut into, ascending.
+            ks: The values of k that the batch can be cut into, ascending.
 
         Returns:
             The peak; 0 if too little was traced to tell.
@@ -137,13 +137,13 @@ class Knowledge:
         return known + share * max(whole - least, 0) * falls
 
     def note_batch(self, num_bytes: int) -> None:
-        """Take in the size of a step's batch."""
+        """Record the size of a step's batch."""
         self._batch_bytes.append(num_bytes)
 
     def note_trace(
         self, use: Tracing, trace: StepTrace, seconds: dict[tuple[Phase, int], float], step: Step, signature: Signature
     ) -> bool:
-        """Take in a traced step.
+        """Record a traced step.
 
         Args:
             use: The use of the step, which traced it.
@@ -153,7 +153,7 @@ class Knowledge:
             signature: Its signature.
 
         Returns:
-            Whether it showed more than was known.
+            Whether it added to what was known.
 
         Raises:
             RuntimeError: If it shows that the run cannot be profiled.
@@ -168,7 +168,7 @@ class Knowledge:
             self.fragments = max(self.fragments, held.reserved_peak - held.peak)
         began = trace.times[0] - 1
         trace = replace(trace, changes=((began, use.gradient_bytes + use.older_bytes()), *trace.changes))
-        # First and later micro-batches may have different sizes: both are bounds for the smaller one.
+        # First and later micro-batches may differ in size: the costs of both are upper bounds for the smaller size.
         size = min(use.batch_bytes, step.later_bytes or use.batch_bytes)
         gradients = self._first.attribution.gradients if self.seen else None
         seen = LiveTrace(
@@ -198,7 +198,7 @@ class Knowledge:
     def note_times(
         self, plan: Plan, calls: tuple[str, ...], seconds: Mapping[tuple[Phase, int], float], size: int
     ) -> bool:
-        """Take in a timed step.
+        """Record a timed step.
 
         Args:
             plan: The plan that it ran under.
@@ -216,7 +216,7 @@ class Knowledge:
         return len(self.timed) in RENEWED_AFTER
 
     def profile(self, space: PlanSpace, batch_size: int) -> Profile | None:
-        """Return the profile of all that was seen; ``None`` if no step was traced.
+        """Return the profile of all recorded steps; ``None`` if no step was traced.
 
         Args:
             space: The plans that are allowed.
@@ -241,7 +241,7 @@ class Knowledge:
         return next(iter(self.seen.values()))
 
     def _is_densest(self, plan: Plan, density: float, signature: Signature) -> bool:
-        """Note how much memory a step needed for its batch; return whether its trace belongs in the profile."""
+        """Record how much memory a step needed per byte; return whether its trace belongs in the profile."""
         if not self.knows(signature):
             if self.signatures and density > _DENSER * self._densities.get(plan, 0.0):
                 self.forget()
@@ -253,6 +253,6 @@ class Knowledge:
         """Score the prediction for a step, unless its batch is larger than the predicted one."""
         assert self.latest_peak is not None
         if plan == expected.plan and largest <= expected.largest_bytes:
-            # No plan causes the memory that the loop itself has allocated since then.
+            # Memory that the loop itself has allocated since the prediction is not due to the plan.
             measured = self.latest_peak - max(self._static - expected.static_bytes, 0)
             self.scores.append(Score(predicted_bytes=int(expected.peak_bytes), measured_bytes=measured))

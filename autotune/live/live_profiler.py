@@ -1,7 +1,7 @@
-"""Learn what a live run costs from its own steps: one that probes, a few that are traced, a few that are timed.
+"""Profiling of a live run in its own steps: one is probed, a few are traced, and a few are timed.
 
-Storage changes no bit of training, and k and precisions are tried first in passes whose gradients are thrown away, so
-all of this happens on steps that count. :mod:`autotune.live.lessons` chooses what each step is used for.
+Storage does not change the result of training, and k and precisions are first tried in passes whose gradients are
+discarded, so all of these steps also train the model. :mod:`autotune.live.lessons` chooses the use of each step.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from autotune.profiling.trial_passes import AUTOCAST_TOLERANCE, FP32_TOLERANCE, 
 
 logger = logging.getLogger(__name__)
 
-# A batch that is larger than any traced one by this factor is traced as well, at most so many times.
+# A batch is traced as well if it is larger by this factor than the one its plan was traced with, at most this many
+# times.
 _LARGER = 1.1
 _RETRACES = 12
-# Under a budget a step is traced again after so many steps, and then each time after twice as many, up to a limit: what
-# a schedule of the loop's own adds shows in no shape.
+# Under a budget, a step is traced again after this many steps, then after twice as many each time, up to a limit, to
+# find memory that the loop adds on its own schedule.
 _TRACED_AGAIN, _TRACED_AGAIN_AT_MOST = 4, 1024
 # After more unreadable traces than this, no further ones are taken.
 _UNREADABLE = 4
@@ -44,9 +45,9 @@ class LiveProfiler:
     Attributes:
         profile: The profile; ``None`` before there are enough traced steps.
         complete: Whether there is a profile to act on.
-        failed: Why there will be none; ``None`` if there will.
-        knowledge: What the steps have shown. Where two of its scores, or the last, are short, nothing is switched.
-        probes: What the probes have found of the units.
+        failed: Why profiling failed; ``None`` if it did not.
+        knowledge: What the steps have shown. If two predictions, or the last, were too low, profiling fails.
+        probes: What the probes have found about the units.
         step_peak: Measured peak of the latest step in bytes; ``None`` if it was not traced.
 
     Args:
@@ -70,7 +71,7 @@ class LiveProfiler:
         self._use: Use | None = None
         self._began = False
         self._unreadable = 0
-        # Steps until a step is traced again, and until the one after that.
+        # Steps until a step is traced again, and from that one to the next.
         self._until_trace = self._trace_every = _TRACED_AGAIN
 
     @property
@@ -85,17 +86,17 @@ class LiveProfiler:
 
     @property
     def leanest(self) -> Plan:
-        """The baseline with all allowed recomputation: known, without a profile, to need the least memory."""
+        """The baseline with all allowed recomputation: even without a profile, it is known to need the least memory."""
         return self._allowed.leanest
 
     @property
     def done(self) -> bool:
-        """Whether nothing has to be learnt any more before plans may be switched."""
+        """Whether there is a profile, or profiling has failed."""
         return self.complete or self.failed is not None
 
     @property
     def probed(self) -> bool:
-        """Whether it is known which units may be recomputed, or is being found out."""
+        """Whether the first step, which probes units, has begun."""
         return self._began
 
     @property
@@ -105,7 +106,7 @@ class LiveProfiler:
 
     @property
     def watching(self) -> bool:
-        """Whether the running step is not an ordinary one."""
+        """Whether the running step has a use in addition to training."""
         return self._use is not None
 
     @property
@@ -120,7 +121,7 @@ class LiveProfiler:
 
         Args:
             ahead: The step.
-            budget_bytes: The memory budget of the moment; ``None`` for none.
+            budget_bytes: The current memory budget; ``None`` for none.
         """
         self._lessons.ahead, self._lessons.budget_bytes, self._use = ahead, budget_bytes, None
         if self.done or (self._began and _profiler_runs()):
@@ -130,7 +131,7 @@ class LiveProfiler:
         return None if self._use is None else self._use.plan
 
     def look_at(self, plan: Plan, ahead: StepAhead) -> None:
-        """Trace the next step because no step like it was traced.
+        """Trace the next step because it is unlike all traced steps.
 
         Args:
             plan: The plan that it runs under: one that needs the least memory.
@@ -174,7 +175,7 @@ class LiveProfiler:
             self._use = self._lessons.timing(plan)
 
     def begin(self) -> None:
-        """Begin the step, its plan applied."""
+        """Begin the step, whose plan has been applied."""
         if self._use is not None:
             self._use.begin()
 
@@ -184,7 +185,7 @@ class LiveProfiler:
             self._use.phase(name)
 
     def end(self, step: Step) -> bool:
-        """Take in the step; return whether the profile has changed."""
+        """Evaluate the step; return whether the profile has changed."""
         use, self._use, self.step_peak = self._use, None, None
         self.knowledge.note_batch(step.batch_bytes)
         if use is None:
@@ -196,27 +197,27 @@ class LiveProfiler:
                 return True
         except any_error() as error:  # without a profile nothing is switched, and the run goes on
             self._unreadable += 1
-            # A profiler that the user began within the step ends the trace, as torch.func does: another step is traced.
+            # If the user's profiler or torch.func ended the trace within the step, another step is traced.
             if isinstance(error, RuntimeError) or self._unreadable > _UNREADABLE:
-                # As text: a handler that keeps log records would keep the error's frames, and all that the step held.
+                # As text: a handler that keeps log records would keep the error's frames and the step's tensors alive.
                 logger.warning("the run cannot be profiled: %s", str(error))
                 self.failed = f"{type(error).__name__}: {error}"
         return False
 
     def abandon(self) -> None:
-        """Forget a step that did not come to its end."""
+        """Discard a step that was not finished."""
         use, self._use = self._use, None
         if use is not None:
             use.close()
             if isinstance(use, Probing | Shadowing):
-                # Another step has to find out what this one was to.
+                # Another step takes over the use of this one.
                 self._began = self._began and not isinstance(use, Probing)
                 self._upcoming = self._lessons.again(use, self._upcoming)
 
     # What is allowed.
 
     def take_shadows(self, outcomes: Sequence[Outcome]) -> None:
-        """Lock the choices that trial passes spoke against.
+        """Lock the choices that failed in trial passes.
 
         Args:
             outcomes: The outcomes of the passes under :attr:`shadows`, in the same order.
@@ -242,13 +243,13 @@ class LiveProfiler:
             self.lock(tried_choice(plan), reason)
 
     def lock(self, what: str, reason: str) -> None:
-        """Take a choice away: ``accumulation_steps``, or a precision by its name."""
+        """Lock a choice: ``accumulation_steps``, or a precision by its name."""
         self._allowed.lock(what, reason)
         if what == K and self.complete:
             self.rebuild()
 
     def raise_k(self, k: int, reason: str) -> None:
-        """Take away every k below one, under which memory ran out; what was learnt stays."""
+        """Remove the smaller values of k, for which memory ran out; keep what was learnt."""
         self._allowed.raise_k(k, reason)
         if self.complete:
             self.rebuild()
@@ -269,7 +270,7 @@ class LiveProfiler:
     # The profile.
 
     def rebuild(self) -> Profile | None:
-        """Make the profile again from all that was seen; return ``None`` if no step was traced."""
+        """Rebuild the profile from all recorded steps; return ``None`` if no step was traced."""
         profile = self.knowledge.profile(self.space, self._lessons.ahead.samples)
         if profile is not None:
             self.profile = profile
@@ -280,7 +281,7 @@ class LiveProfiler:
         self._finish()
 
     def _finish(self) -> None:
-        """End the learning, unless what was learnt cannot be trusted."""
+        """Complete the profile; fail if its predictions cannot be trusted."""
         if self.knowledge.scores and self.knowledge.scores[-1].is_short:
             self._distrust()
             return
@@ -297,7 +298,7 @@ class LiveProfiler:
             self.locks.update({name: reason for name in missing if name not in self.locks})
 
     def _begin_again(self) -> None:
-        """Learn the costs again; plans are still switched by the former profile until enough was traced."""
+        """Learn the costs again; until then, plans are still switched by the former profile."""
         self.complete = False
         self._upcoming = self._then_finish(self._lessons.costs())
 
@@ -308,7 +309,7 @@ class LiveProfiler:
     # What a step has shown.
 
     def _read(self, use: Use, step: Step) -> bool:
-        """Take in what a step has shown; return whether the profile should be made again."""
+        """Evaluate what a step has shown; return whether the profile should be rebuilt."""
         match use:
             case Probing():
                 self._allowed.lock_storage(self.probes.read(use))
@@ -329,11 +330,11 @@ class LiveProfiler:
         if tracer is None or tracer.trace is None:
             raise RuntimeError("the step was not traced")
         if not tracer.trace.calls:
-            # A model that is compiled as a whole calls no unit by itself.
+            # A model that is compiled as a whole does not call units as modules.
             raise RuntimeError("no unit was called in what tell_phase() named the forward pass")
         before = known.forgotten
         if known.signatures and not any(signature.is_kin_to(one) for one in known.signatures):
-            # Other gradients are left, more is saved, or units are called more often.
+            # The steps differ in more than their batches: in trained parameters, optimizer state or calls of units.
             known.forget()
         short_step = use.plan.accumulation_steps > 1 and len(tracer.watch.calls) == 1
         # The last step of an epoch may be a short one, which does not show what later micro-batches need.
@@ -350,7 +351,7 @@ class LiveProfiler:
         scored = len(known.scores)
         news = known.note_trace(use, use.tracer.trace, seconds, step, self._lessons.ahead.signature)
         self.step_peak = known.latest_peak
-        # One short score may be chance: what was seen corrects the next prediction.
+        # One prediction that was too low may be chance: the trace corrects the next one.
         if len(known.scores) > scored and sum(score.is_short for score in known.scores) > 1:
             self._distrust()
         return news
@@ -371,5 +372,5 @@ def _scripted(attached: Attached) -> dict[str, str]:
 
 
 def _profiler_runs() -> bool:
-    """Whether the user's own profiler runs; two at once are impossible."""
+    """Return whether the user's own profiler runs; two cannot run at once."""
     return bool(torch._C._autograd._profiler_enabled())

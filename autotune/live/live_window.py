@@ -29,7 +29,7 @@ class Ran:
 
 @dataclass(slots=True)
 class Window:
-    """Sums over steps.
+    """Totals and figures of the steps of a window.
 
     Attributes:
         steps: number of steps.
@@ -37,9 +37,9 @@ class Window:
         seconds: seconds of all steps.
         skipped: number of steps without an update.
         sizes: bytes of each batch.
-        losses: weighed losses of the micro-batches, still on the device.
+        losses: weighted losses of the micro-batches, still on the device.
         timed: seconds of each ordinary step under the decided plan, scaled to the profiled batch size.
-        compared: scaled and predicted seconds of each ordinary step, under whatever plan it ran.
+        compared: scaled and predicted seconds of each ordinary step, under any plan.
     """
 
     steps: int = 0
@@ -103,7 +103,7 @@ class Window:
 
         Args:
             losses: values of :meth:`loss_values`.
-            peak_bytes: measured peak; ``None`` if there is none.
+            peak_bytes: measured peak; ``None`` if it was not measured.
             memory_budget_bytes: the current budget; ``None`` for none.
             gradient: statistics of the gradient; ``None`` if none were sampled.
             learning_rate: learning rate of the first group of parameters.
@@ -129,7 +129,7 @@ class Window:
 
 
 def figures_of(window: Measurement) -> dict[str, Any]:
-    """Return what the decision log keeps of a window."""
+    """Return a window's figures for the decision log."""
     return {
         "seconds_per_step": window.seconds_per_step,
         "peak_bytes": window.peak_bytes,

@@ -1,4 +1,4 @@
-"""The events in a decision log, and the check that a log holds nothing else."""
+"""The events in a decision log, and the check that a log contains no others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Event:
 
 @document
 class Attached(_Event):
-    """The first event: what was attached to, and how."""
+    """The first event: the run, and how the tuner was attached to it."""
 
     version: Count
     model: _Text
@@ -126,7 +126,7 @@ class Switched(_Event):
 
 @document
 class Tripped(_Event):
-    """A tripwire returned the run to its baseline."""
+    """A trip returned the run to its baseline, or to a plan that fits."""
 
     reason: _Text
     trips: Count = 0
@@ -158,7 +158,7 @@ class BudgetRefused(_Event):
 
 @document
 class Detached(_Event):
-    """The last event, with figures of the whole run where the tuner still had them."""
+    """The last event, with figures of the whole run if the tuner could still report them."""
 
     reason: _Text
     locks: _Texts | None = None
@@ -197,14 +197,14 @@ _KINDS: Mapping[str, type[_Event]] = {
 
 
 def check(event: Mapping[str, Any], *, where: str) -> None:
-    """Refuse an event that no live tuner writes.
+    """Refuse an unknown or malformed event.
 
     Args:
         event: a line of the log.
         where: the file and the line, for error messages.
 
     Raises:
-        InputError: naming the first key or value that is not allowed.
+        InputError: for the first key or value that is not allowed.
     """
     name = event.get("event")
     if not isinstance(name, str) or name not in _KINDS:
@@ -216,7 +216,7 @@ def check(event: Mapping[str, Any], *, where: str) -> None:
 
 
 def check_log(events: Sequence[Mapping[str, Any]], *, version: int, where: str) -> None:
-    """Refuse a log that no live tuner writes: with an unknown event, or events in a wrong order.
+    """Refuse a log of another version, with an invalid event, or with events in the wrong order.
 
     Args:
         events: the lines of the log.
@@ -224,7 +224,7 @@ def check_log(events: Sequence[Mapping[str, Any]], *, version: int, where: str) 
         where: the file, for error messages.
 
     Raises:
-        InputError: naming the line.
+        InputError: if the log is refused; it names the line.
     """
     if not events or events[0].get("event") != "attached" or events[0].get("version") != version:
         raise InputError("is not a decision log of this version", where=where, allowed=f"version {version}")

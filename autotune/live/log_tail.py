@@ -1,4 +1,4 @@
-"""Reading of a decision log while it is being written, each line once."""
+"""A reader of a decision log that is still being written; it reads each line once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autotune.errors import InputError
 from autotune.io.files import require_regular, special
 
 _PIECE_BYTES = 2**20
-# A decision takes a few kilobytes; with ten thousand units, one or two megabytes.
+# A decision takes a few kilobytes, or up to two megabytes with ten thousand units.
 _LONGEST_BYTES = 2**26
 
 
@@ -30,7 +30,7 @@ class LogTail:
         self._offset = 0
 
     def read(self) -> Iterator[tuple[bytes, int]]:
-        """Yield each new complete line without its end, and the number of bytes in the file that follow it.
+        """Yield each new complete line without its newline, and the number of bytes in the file that follow it.
 
         Raises:
             InputError: if the path is not a regular file, it cannot be read, it has become shorter, or a line is too

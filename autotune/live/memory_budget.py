@@ -18,22 +18,22 @@ class BudgetReader:
     """Reads the budget before each step.
 
     Attributes:
-        latest: The budget that was read last in bytes, the reserve deducted; ``None`` for none.
-        announced: The same without the deduction.
-        ceiling: Bytes that plans must stay below since memory ran out; ``None`` before that.
-        reserve_frac: Share of the device's memory that is left free. The device's memory is read once in a window, but
-            other processes may take some at any time; the user's own budget is read before every step.
+        latest: The last budget in bytes, after deducting the reserve; ``None`` for none.
+        announced: The last budget before that deduction.
+        ceiling: Upper limit of the budget in bytes, set when memory runs out; ``None`` before that.
+        reserve_frac: Share of the device's memory that is left free, because the memory is read once per window and
+            other processes may take some at any time. The user's own budget is read before every step.
 
     Args:
         attached: The run.
-        log: Takes in invalid budgets.
+        log: The decision log, which records invalid budgets.
     """
 
     def __init__(self, attached: Attached, log: DecisionLog) -> None:
         self._source = attached.budget
         self._device = attached.device
         self._log = log
-        # Kinds of invalid answers.
+        # Kinds of invalid answers so far.
         self._lies: set[str] = set()
         self._warned_unreachable = False
         self._room: int | None = None
@@ -45,7 +45,7 @@ class BudgetReader:
     def read_device(self, fragments_bytes: int) -> None:
         """Read the memory that this process may take on its device: what it has reserved, and what is free.
 
-        Asking a driver is slow, so this is called once in a window.
+        The driver answers slowly, so this is called once per window, and before each step only during profiling.
 
         Args:
             fragments_bytes: Bytes that steps reserve beyond what they allocate.
@@ -54,11 +54,11 @@ class BudgetReader:
         self._room = None if free is None or seen is None else allocated_within(free + seen.reserved, fragments_bytes)
 
     def read(self, step: int, fragments_bytes: int) -> int | None:
-        """Return the current budget; after an invalid answer of the user's function, the last one holds.
+        """Return the current budget; if the user's function returns an invalid one, its last valid one is used.
 
         Args:
-            step: The step that begins.
-            fragments_bytes: Argument of :meth:`read_device`.
+            step: Number of the step that begins.
+            fragments_bytes: As for :meth:`read_device`.
         """
         allowed = self._asked(step)
         own = allowed.size_bytes
@@ -73,9 +73,9 @@ class BudgetReader:
         """Warn, once, that no plan fits the budget, and name the smallest budget that can be met.
 
         Args:
-            step: step that begins.
-            least: bytes that the leanest plan is predicted to need; infinite where that is not known.
-            room: bytes that plans may be predicted to need within the budget.
+            step: number of the step that begins.
+            least: bytes that the leanest plan is predicted to need; infinite if unknown.
+            room: bytes that plans may be predicted to need.
         """
         if self._warned_unreachable or not math.isfinite(least):
             return

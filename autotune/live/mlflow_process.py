@@ -1,6 +1,6 @@
 """The start of the process that sends a run's decision log to MLflow.
 
-It is a process and not a thread, because MLflow's imports, random draws, environment variables and waits must not
+It is a process rather than a thread, so that MLflow's imports, random draws, environment variables and waits do not
 affect the run. It reads only the log's file, and ends with the run.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-# The module is started by its name: this folder must not import the one that contains it.
+# The module is started by its name, because this package must not import ``autotune.records``.
 MODULE = "autotune.records.mlflow_following"
 OUTPUT = "tracking.log"
 
@@ -29,13 +29,13 @@ def follow(folder: Path) -> bool:
     Returns:
         Whether the process was started.
     """
-    # This package is found where it was imported from, and never in the working directory.
+    # The process imports this package from where it was imported here, and never from the working directory.
     paths = [str(Path(__file__).resolve().parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     command = [sys.executable, "-P", "-m", MODULE, str(folder.absolute()), str(os.getpid())]
     try:
         with (folder / OUTPUT).open("ab") as output:
-            # In a session of its own it survives an interrupt of the run, and can send the rest.
+            # In its own session, the process survives an interrupt of the run and can send the rest.
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -47,6 +47,6 @@ def follow(folder: Path) -> bool:
     except (OSError, ValueError) as error:
         logger.warning("MLflow is not followed: %s: %s", type(error).__name__, error)
         return False
-    # Without a thread that waits for it, the process would stay as a zombie until the run ends.
+    # Without a thread that waits for it, the process would remain a zombie until the run ends.
     threading.Thread(target=process.wait, name="autotune-follower", daemon=True).start()
     return True

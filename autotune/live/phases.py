@@ -1,6 +1,6 @@
-"""The phases of a live run: unprofiled, where nothing can be predicted, and profiled, where plans are placed by batch.
+"""The phases of a live run: unprofiled, when nothing can be predicted, and profiled, when each batch gets a plan.
 
-Both have the same methods, so the controller rarely has to ask for the phase.
+Both have nearly the same methods, so the controller rarely has to check the phase.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Placed:
 
     Attributes:
         plan: The plan.
-        least_bytes: Predicted peak of the leanest plan where no plan is known to fit; ``None`` where one does.
+        least_bytes: Predicted peak of the leanest plan if no plan is known to fit; ``None`` if one does.
     """
 
     plan: Plan
@@ -27,7 +27,7 @@ class Placed:
 
 
 class Unprofiled:
-    """A run before its profile.
+    """A run that has no profile yet.
 
     Attributes:
         space: The plans that the mode allows.
@@ -52,7 +52,7 @@ class Unprofiled:
         return self.baseline
 
     def share(self, size: float) -> float:
-        """Return 1: there is no profiled batch to compare a size with."""
+        """Return 1: there is no profiled batch to compare sizes with."""
         return 1.0
 
     def peak_bytes(self, plan: Plan, size: float) -> float | None:
@@ -74,14 +74,14 @@ class Profiled:
     Attributes:
         space: The plans that the profile can predict.
         baseline: The user's own plan.
-        placements: Predicts, and finds the fastest plan for a batch.
+        placements: The plans with predicted peaks, which give the fastest plan for a batch.
         decided: The plan that was last decided on.
 
     Args:
         profile: The profile.
-        former: The former phase, whose decision is kept if it fits.
+        former: The former phase, whose decided plan is kept if it fits.
         budget_bytes: The current budget; ``None`` for none.
-        square_share: Argument of :class:`Placements`.
+        square_share: As for :class:`Placements`.
         largest_bytes: Bytes of the largest recent batch; 0 if there was none.
     """
 
@@ -108,20 +108,20 @@ class Profiled:
         self.decide_on(fallback(self.decided, self.placements, usable(budget_bytes), length))
 
     def decide_on(self, plan: Plan) -> None:
-        """Take a plan as the one that was decided on."""
+        """Set the decided plan."""
         self.decided = plan
         self._rows = self.placements.group(plan)
 
     def fallback(self, room: float, length: float) -> Plan:
-        """Return the plan to run when no policy is trusted: the baseline, or a plan that fits if it does not."""
+        """Return the plan to run when no policy is trusted: the baseline, or if it does not fit, one that does."""
         return fallback(self.baseline, self.placements, room, length)
 
     def share(self, size: float) -> float:
-        """Return a batch's size over the profiled one's."""
+        """Return a batch's size relative to the profiled batch."""
         return size / self._batch_bytes
 
     def peak_bytes(self, plan: Plan, size: float) -> float | None:
-        """Return a plan's predicted peak with a batch of a size."""
+        """Return a plan's predicted peak with a batch of ``size`` bytes."""
         return self.placements.peak_bytes(plan, self.share(size))
 
     def seconds_of(self, plan: Plan) -> float | None:
@@ -129,16 +129,16 @@ class Profiled:
         return self.placements.seconds_of(plan)
 
     def fits(self, plan: Plan, size: float, room: float) -> bool:
-        """Whether a plan is predicted to need at most ``room`` bytes with a batch of a size."""
+        """Return whether a plan is predicted to need at most ``room`` bytes with a batch of ``size`` bytes."""
         return self.placements.peak_bytes(plan, self.share(size)) <= room
 
     def place(self, length: float, room: float, *, follows: bool) -> Placed:
-        """Return the plan for a batch: the decided one, or the fastest that may stand in for it.
+        """Return the plan for a batch: the decided one, or the fastest plan that may replace it.
 
         Args:
-            length: The batch's size over the profiled one's.
-            room: Bytes that may be taken.
-            follows: Whether the storage may be another one than was decided, where that is faster.
+            length: The batch's size relative to the profiled batch.
+            room: Bytes that the plan may be predicted to need.
+            follows: Whether to replace the decided storage where another one is faster.
         """
         # A plan without known replacements is kept.
         stays = self._rows is None or not follows

@@ -18,11 +18,11 @@ from autotune.errors import BudgetError, ProfileError
 from autotune.plan import Plan
 from autotune.profiling.memory_scaling import grown
 
-# One set of costs, the measured one: a live run knows its own, and planning must not take seconds.
+# One set of costs, which the live run has measured; with more, planning would take seconds.
 _SETTINGS = PoolSettings(size=128, worlds=1, budgets=32, rounds=1, changes=1024)
-# Share by which predicted peaks differ by chance.
+# Relative difference below which predicted peaks count as equal.
 _AS_GOOD_AS_EQUAL = 0.01
-# A CPU generator's state: the one part of a recomputed unit that does not shrink with the batch.
+# A CPU generator's state: the only part of a recomputed unit that does not shrink with the batch.
 _STATE_BYTES = 5056
 
 
@@ -31,7 +31,7 @@ class Placements:
 
     Attributes:
         profile: the profile.
-        square_share: the argument.
+        square_share: as the argument.
 
     Args:
         profile: costs of the run.
@@ -67,12 +67,12 @@ class Placements:
             self._groups[key] = np.array([number for number, other in enumerate(keys) if other == key])
         self._known: dict[Plan, NDArray[np.float64]] = {}
         self._seconds: dict[Plan, float] = {}
-        # The last question and its answer: batches of one size repeat the question at each step.
+        # The last query and its result: with batches of one size, the query is the same at each step.
         self._asked: tuple[float, float, NDArray[np.int64] | None] = (0.0, 0.0, None)
         self._answer: Plan | None = None
 
     def group(self, plan: Plan) -> NDArray[np.int64] | None:
-        """Return the numbers of the plans that may replace a plan at any step, the fastest first; ``None`` for none.
+        """Return the indices of the plans that may replace a plan at any step, the fastest first; ``None`` for none.
 
         They have the plan's precisions, and under adaptive batching its k.
         """
@@ -86,12 +86,12 @@ class Placements:
         return (k if self.profile.batching == "adaptive" else 0, *precision_index(choices).tolist())
 
     def fastest(self, usable_bytes: float, length: float, rows: NDArray[np.int64] | None = None) -> Plan | None:
-        """Return the fastest plan whose predicted peak is within some bytes; ``None`` if there is none.
+        """Return the fastest plan whose predicted peak fits; ``None`` if there is none.
 
         Args:
-            usable_bytes: bytes that may be taken, margin deducted.
-            length: the batch's size over the profiled one's.
-            rows: numbers of the plans to choose among, from :meth:`group`; ``None`` for all plans.
+            usable_bytes: bytes that plans may use, after the safety margin.
+            length: the batch's size relative to the profiled batch.
+            rows: indices of the plans to choose from, from :meth:`group`; ``None`` for all plans.
         """
         room, size, group = self._asked
         if (usable_bytes, length) != (room, size) or rows is not group:
@@ -107,7 +107,7 @@ class Placements:
         return self.plans[place if rows is None else int(rows[place])]
 
     def peak_bytes(self, plan: Plan, length: float) -> float:
-        """Return a plan's predicted peak at a batch size; infinite for one that the profile cannot predict."""
+        """Return a plan's predicted peak at a batch size; infinite if the profile cannot predict it."""
         peaks = self._known.get(plan)
         if peaks is None:
             peaks = self._known[plan] = self._peaks_of(plan)
@@ -123,7 +123,7 @@ class Placements:
         return np.asarray(peaks + _states(one.choices))
 
     def seconds_of(self, plan: Plan) -> float:
-        """Return a plan's predicted seconds per step at the profiled size; infinite for one that has none."""
+        """Return a plan's predicted seconds per step at the profiled size; infinite if it cannot be predicted."""
         if plan not in self._seconds:
             try:
                 self._seconds[plan] = seconds_per_step(self.profile, plan)
@@ -132,7 +132,7 @@ class Placements:
         return self._seconds[plan]
 
     def leanest(self) -> Plan:
-        """Return the plan with the smallest predicted peak; of several about equal, the one that recomputes most."""
+        """Return the plan with the smallest predicted peak; among nearly equal ones, the one that recomputes most."""
         peaks = self._at(self._peaks, 1.0)
         close = peaks <= (1 + _AS_GOOD_AS_EQUAL) * peaks.min()
         return self.plans[int(np.where(close, self._recomputed, -1).argmax())]
@@ -140,7 +140,7 @@ class Placements:
     def _at(self, peaks: NDArray[np.float64], length: float) -> NDArray[np.float64]:
         size = grown(length, self.square_share)
         if size >= LENGTHS[-1]:
-            # Eight times as large as anything that was traced: it cannot be predicted.
+            # At eight times the profiled size, nothing can be predicted.
             return np.full(len(peaks), np.inf)
         place = max(int(np.searchsorted(LENGTHS, size, side="right")) - 1, 0)
         if size < LENGTHS[0]:
@@ -150,7 +150,7 @@ class Placements:
 
 
 def _states(choices: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the bytes of generators' states, kept for recomputation, that do not shrink with a small batch.
+    """Return the bytes of generators' states kept for recomputation, which do not shrink with a small batch.
 
     Args:
         choices: shape (plans, units).

@@ -1,4 +1,4 @@
-"""Predicted and measured peaks: a tuner whose predictions are too low may not act."""
+"""Predicted and measured peaks: a tuner whose predictions are too low may not switch plans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Expected:
 
     Attributes:
         plan: The plan.
-        largest_bytes: Bytes of the largest batch that the prediction holds for.
+        largest_bytes: Bytes of the largest batch that the prediction is valid for.
         peak_bytes: The peak.
         static_bytes: The static part of the peak.
     """
@@ -39,7 +39,7 @@ class Score:
 
     @property
     def short_frac(self) -> float:
-        """The share by which the prediction was too low; below 0 where it was not."""
+        """The share by which the prediction was too low; negative if it was not."""
         return self.measured_bytes / self.predicted_bytes - 1
 
     @property

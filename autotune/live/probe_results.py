@@ -1,4 +1,4 @@
-"""What the probes of a live run's first steps have found of its units."""
+"""What the probes of a live run's first steps have found about its units."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from autotune.live.step_uses import Probing
 
-# Steps in which a unit may stay uncalled: a step may leave it out by chance.
+# Steps after which uncalled units are locked: one step may leave out a unit by chance.
 _STEPS = 4
 
 
@@ -28,7 +28,7 @@ class ProbeResults:
         self._steps = 0
 
     def read(self, use: Probing) -> dict[str, str]:
-        """Take in the probes of a step.
+        """Read the probes of a step.
 
         Args:
             use: The step.

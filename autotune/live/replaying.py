@@ -18,7 +18,7 @@ from autotune.live.limits import Limits
 from autotune.mechanics import randomness
 from autotune.plan import Plan
 
-# The recorded run kept its own limits; its replay follows it step by step.
+# Limits that never stop the replay: the recorded run kept its own.
 _FOLLOWING = Limits(
     decide_every=1, min_steps_between_switches=0, canary_steps=0, gain_frac=-1e9, overhead_frac=1e9, slowdown_frac=1e9
 )
@@ -30,7 +30,7 @@ def replay(
     """Return what a recorded run predicted and measured and, if its job is given, what a replay measures now.
 
     Args:
-        log: a decision log, or the run directory that holds it.
+        log: a decision log, or the run directory that contains it.
         job: the job to run; ``None`` runs nothing.
         steps: optimizer steps to run; ``None`` for as many as were recorded.
         seed: random seed for the weights and batches of the run.
@@ -116,7 +116,7 @@ def windows_of(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def time_error(measured_s: float | None, predicted_s: float | None) -> float | None:
-    """Return the error of a predicted time as a share of it; ``None`` if that is not a number.
+    """Return the error of a predicted time as a share of it; ``None`` if it is unknown.
 
     Args:
         measured_s: the measured seconds.

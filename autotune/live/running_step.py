@@ -19,23 +19,22 @@ class RunningStep:
         began: reading of ``time.perf_counter()`` at its beginning, in seconds.
         own_s: seconds of the step that the tuner took for itself.
         away_s: seconds between its batches, in which the caller loads the next batch or evaluates.
-        left: reading of the clock when the caller left with batches still to come; ``None`` while a batch runs.
+        left: reading of the clock when ``step()`` returned before the last batch; ``None`` while a batch runs.
         wanted: number of batches that the step consumes; more than one under adaptive batching.
         batches: number of batches so far.
         samples: number of samples so far.
         first: contents of its first batch; ``None`` where the batch cannot be read.
-        items: loss-bearing items of each batch, where the batches are weighed by them.
+        items: loss-bearing items of each batch, if batches are weighted by them.
         size: bytes of the largest batch.
         all_bytes: bytes of all batches.
         later: bytes of the largest batch after the first.
-        weights: weights of the micro-batches; under adaptive batching as if all later batches had as many items as the
-            first.
+        weights: weights of the micro-batches, assuming under adaptive batching that all batches have as many items as
+            the first.
         micro_samples: number of samples of each micro-batch.
-        losses: weighed losses of the micro-batches, detached.
+        losses: weighted losses of the micro-batches, detached.
         norm: 2-norm of the gradient, once it is unscaled.
         pending: whether a gradient has been accumulated.
-        left_early: whether the caller left the step before its last micro-batch; if no ``step()`` follows, by an
-            exception.
+        left_early: whether the loop over micro-batches ended early, by an exception or a ``break``.
     """
 
     began: float
@@ -78,7 +77,7 @@ class RunningStep:
 
     @property
     def average(self) -> float:
-        """Return the factor on the accumulated gradient; 1 where all batches have as many items as the first."""
+        """Return the factor on the accumulated gradient; 1 if all batches have as many items as the first."""
         return self.items[0] * self.wanted / sum(self.items) if self.items else 1.0
 
     @property
@@ -91,5 +90,5 @@ def _read(batch: Any) -> Contents | None:
     """Return the contents of a batch; ``None`` where the batch cannot be read."""
     try:
         return contents_of(batch)
-    except Exception:  # noqa: BLE001 - the loop may know what to do with it
+    except Exception:  # noqa: BLE001 - the caller's loop may be able to use it
         return None

@@ -1,4 +1,4 @@
-"""Recognise a loss that the user's own ``GradScaler`` has scaled: its gradient would not be unscaled."""
+"""Detection of losses that the user's own ``GradScaler`` has scaled, whose gradients would not be unscaled."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import gc
 
 import torch
 
-# Nodes that are looked at from the loss on: a scaled loss may be divided by k afterwards.
+# Graph nodes to inspect, starting at the loss: a scaled loss may have been divided by k afterwards.
 _DEPTH = 3
 
 
 def is_scaled(loss: torch.Tensor) -> bool:
-    """Tell whether a loss was multiplied by the scale of a ``GradScaler`` that is alive.
+    """Tell whether a loss was multiplied by the scale of an existing ``GradScaler``.
 
-    The scale is found in the loss's graph and then looked for in all objects, which takes milliseconds; a loss that is
-    not multiplied by a tensor of one element takes microseconds.
+    A factor in the loss's graph is compared with the scalers among all objects, which takes milliseconds. Without a
+    factor of one element, the check takes microseconds.
 
     Args:
         loss: a scalar with a gradient, before its backward pass.
@@ -22,7 +22,7 @@ def is_scaled(loss: torch.Tensor) -> bool:
     factors = _factors(loss)
     if not factors:
         return False
-    # By type: asking an arbitrary object for its class may run code of its own.
+    # Not isinstance(), because it may run code of the objects.
     scalers = (one for one in gc.get_objects() if issubclass(type(one), torch.amp.GradScaler))
     scales = [getattr(scaler, "_scale", None) for scaler in scalers]
     return any(isinstance(scale, torch.Tensor) and scale.data_ptr() in factors for scale in scales)

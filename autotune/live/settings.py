@@ -19,18 +19,18 @@ class Settings:
     """Settings of an attached run whose defaults are right for most.
 
     Attributes:
-        units: names of the modules to tune; ``None`` finds them.
+        units: names of the modules to tune; ``None`` finds them automatically.
         accumulation_choices: the k that plans may choose from, where the mode allows it; use ``(1,)`` for a loss that
             couples the samples of a batch, such as a contrastive one.
         batching: ``fixed``: k cuts each batch. ``adaptive``, in mode ``tolerant``: a step consumes k batches, as the
             gradient's noise warrants, and ``step()`` returns ``False`` until it has them.
         lr_rule: under adaptive batching, ``linear`` or ``sqrt`` multiply the learning rate of a step by its samples
             over a batch's; ``none`` leaves it.
-        name: name of the run; ``None`` for the model's class.
+        name: name of the run; ``None`` for the name of the model's class.
         mlflow: whether a separate process sends the decision log to MLflow during the run.
 
     Raises:
-        AttachError: naming the setting whose value is not allowed, and what is.
+        AttachError: if the value of a setting is not allowed.
     """
 
     units: Sequence[str] | None = None
@@ -61,7 +61,7 @@ class Settings:
 
 
 def settings_of(settings: object) -> Settings:
-    """Return settings that were given to ``attach``; the defaults for ``None``.
+    """Return the settings given to ``attach``; the defaults for ``None``.
 
     Args:
         settings: the settings.
@@ -75,7 +75,7 @@ def settings_of(settings: object) -> Settings:
 
 
 def without_settings(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return a function that refuses settings among its keywords, and names the object that takes them.
+    """Wrap a function so that it refuses settings as keywords and refers to :class:`Settings`.
 
     Args:
         function: the function.

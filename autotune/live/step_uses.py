@@ -1,7 +1,7 @@
 """The uses of a live run's steps in addition to training; each watches the step in its own way.
 
-This module only watches. :mod:`autotune.live.lessons` chooses the use of a step, and
-:mod:`autotune.live.live_profiler` reads what it has found.
+This module only watches. :mod:`autotune.live.lessons` chooses the use of a step, and :mod:`autotune.live.live_profiler`
+reads the results.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Use:
         self.plan = plan
 
     def begin(self) -> None:
-        """Begin to watch; the plan has been applied, and no pass has run."""
+        """Begin to watch, after the plan has been applied and before any pass."""
 
     def phase(self, name: Phase) -> None:
         """Note that a pass of a micro-batch begins."""
 
     def close(self) -> None:
-        """Stop watching, whether the step came to its end or not."""
+        """Stop watching, whether or not the step was finished."""
 
 
 class Shadowing(Use):
@@ -98,7 +98,7 @@ class Timing(Use):
     Args:
         plan: The plan.
         attached: The run.
-        names: The units.
+        names: The names of the units.
     """
 
     def __init__(self, plan: Plan, attached: Attached, names: Iterable[str]) -> None:
@@ -136,7 +136,7 @@ class Tracing(Timing):
     Args:
         plan: The plan.
         attached: The run.
-        names: The units.
+        names: The names of the units.
         batch_bytes: As the attribute.
         expected: As the attribute.
     """

@@ -1,6 +1,6 @@
-"""Signs, from window to window, that a live run must go back to the baseline.
+"""Signs, in steps and windows, that a live run must go back to the baseline.
 
-Slowness needs a check of its own: ``guard.SlowdownCheck``.
+``guard.SlowdownCheck`` checks for slowness.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from autotune.live.limits import Limits
 
-# Windows, or skipped steps, in a row: one may be chance.
+# Windows or skipped steps in a row before a trip: one may be chance.
 _IN_A_ROW = 2
 
 
@@ -20,10 +20,10 @@ class Reading:
     """Readings of a window.
 
     Attributes:
-        pressure: measured peak over the budget; ``None`` where it is not measured.
-        retries: allocations that the device's allocator had to try again, since the process began.
-        graphs: graphs that were compiled, since the process began.
-        placed: switches of storage, since the run began.
+        pressure: measured peak divided by the budget; ``None`` if it is not measured.
+        retries: allocations that the device's allocator had to retry since the process began.
+        graphs: graphs compiled since the process began.
+        placed: changes of the applied plan since the run began.
         non_finite: losses that were not finite.
         rounds: whether k or a precision differs from the baseline's.
     """
@@ -37,7 +37,7 @@ class Reading:
 
 
 class Wires:
-    """Judge a run's readings.
+    """Checks of a run's readings.
 
     Args:
         limits: the limits.
@@ -49,7 +49,7 @@ class Wires:
         self._skipped = 0
 
     def after_step(self, *, stepped: bool, rounds: bool) -> str | None:
-        """Return a reason if steps are skipped under a precision of the tuner's own; ``None`` if not."""
+        """Return a reason to trip if steps are skipped under a precision that the tuner chose, else ``None``."""
         self._skipped = self._skipped + 1 if rounds and not stepped else 0
         if self._skipped < _IN_A_ROW:
             return None
@@ -57,7 +57,7 @@ class Wires:
         return "two steps in a row were skipped under a lower precision"
 
     def after_window(self, reading: Reading) -> str | None:
-        """Return a reason if a window, with those before it, speaks against going on; ``None`` if not."""
+        """Return a reason to trip if this window and those before it show one, else ``None``."""
         self._readings = [*self._readings[-_IN_A_ROW:], reading]
         reason = self._pressure() or self._retries() or self._recompiles()
         if reason is None and reading.rounds and reading.non_finite:
@@ -79,7 +79,7 @@ class Wires:
         return None
 
     def _recompiles(self) -> str | None:
-        """Tell whether compiled units were compiled again in windows with switches; other shapes are the run's own."""
+        """Return a reason to trip if units were recompiled in windows with switches, else ``None``."""
         grown, switches = self._grown("graphs"), self._grown("placed")
         if len(grown) == _IN_A_ROW and min(grown) > 0 and min(switches) > 0:
             return f"{sum(grown)} graphs were compiled again in two windows with switches"
@@ -91,6 +91,6 @@ class Wires:
 
 
 def compiled_graphs() -> int:
-    """Return how many graphs this process has compiled; 0 where nothing was."""
+    """Return how many graphs this process has compiled; 0 if none."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return 0 if dynamo is None else int(dynamo.counters["stats"].get("unique_graphs", 0))

@@ -1,7 +1,7 @@
-"""The object that users call in their training loop: it cuts batches, weighs losses and updates.
+"""The object that users call in their training loop: it cuts batches, weights losses and makes updates.
 
-The controller decides how. If the controller fails, the tuner detaches and the run goes on; exceptions of the user's
-own code are never caught.
+The controller decides on the plans. If the controller fails, the tuner detaches and the run goes on; exceptions of the
+user's own code are caught only in trial passes.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from autotune.profiling.trial_passes import Attempt, undone
 
 logger = logging.getLogger(__name__)
 
-# The first losses are checked for a scale of the user's own: a loop that scales does so from the beginning.
+# Number of losses that are checked for the user's own scale: a loop that scales does so from the beginning.
 _LOOKED_AT = 3
-# After so many batches in a row whose gradients are gone before a step, another optimizer is taken to update. A loop
-# may skip some batches, for example for a loss that is not finite.
+# After this many batches in a row whose gradients are gone before a step, another optimizer seems to make updates. A
+# loop may skip some batches, for example for a loss that is not finite.
 _UNSTEPPED = 8
 
 
@@ -57,7 +57,7 @@ class LiveTuner:
 
     Attributes:
         attached: whether plans may still be switched.
-        detached_because: why plans may not be switched; ``None`` while they may.
+        detached_because: why the tuner has detached; ``None`` while it is attached.
         folder: the run directory; ``None`` for none.
 
     Args:
@@ -65,7 +65,7 @@ class LiveTuner:
         model: the model as the user calls it.
         update: makes the optimizer's updates.
         pilot: the controller; ``None`` if a kill switch was set from the beginning.
-        stop_file: a file whose appearance detaches; ``None`` for none.
+        stop_file: a file whose appearance detaches the tuner; ``None`` for none.
         folder: the run directory; ``None`` for none.
         on_detach: called once the tuner has detached.
     """
@@ -96,7 +96,7 @@ class LiveTuner:
         self._last: dict[str, Any] = {} if pilot is None else pilot.summary()
         self._weight = 1.0
         self._largest_bytes = 0
-        # The outcome of a pass beside the run; ``None`` in the run itself.
+        # The outcome of the current trial pass; ``None`` in the step itself.
         self._beside: Attempt | None = None
         self._num_looked_at = 0
         self._trained = Trained(facts.model)
@@ -108,12 +108,12 @@ class LiveTuner:
     # Called by the user's loop.
 
     def micro_batches(self, batch: Any, count: Count | None = None) -> Iterator[Any]:
-        """Yield the batch in the pieces that the plan asks for; run forward and :meth:`backward` for each.
+        """Yield the batch in the pieces that the plan requires; run forward and :meth:`backward` for each.
 
         Args:
-            batch: any tree of tensors with samples in dimension 0; what has no samples passes whole.
-            count: returns a piece's loss-bearing items; samples, if left out. Needed where k may be larger than 1 and
-                the loss is a mean over something else than samples.
+            batch: any tree of tensors with samples in dimension 0; leaves without samples are passed on whole.
+            count: counts a piece's loss-bearing items; ``None`` counts samples. Needed if k may be larger than 1 and
+                the loss is not a mean over samples.
 
         Raises:
             AttachError: if the count is not a whole number, or 0 for the whole batch.
@@ -131,7 +131,8 @@ class LiveTuner:
             whole, alone = self._whole_tensors, running.batches == 1
             pieces = self._whole(batch, count, running) if self._facts.adaptive else cut(batch, k, count, whole)
             if not self._facts.adaptive:
-                # A loop that accumulates by itself weighs as it likes: only one call's micro-batches can be compared.
+                # A loop that accumulates batches itself sets their weights: only one call's micro-batches can be
+                # compared.
                 running.weights, running.micro_samples = [], []
             own = self._facts.accumulation_steps
             self._update.begin(len(pieces) if own == 1 else max(own - running.batches + 1, 1))
@@ -143,21 +144,21 @@ class LiveTuner:
                     self._tell_phase("forward")
                     yield piece
         except BaseException:
-            # The caller's body raised or left early, or the batch is invalid: remove everything that watches the step.
+            # The caller's body raised or left early, or the batch is invalid: stop watching the step.
             self._safely(lambda pilot: pilot.abandon_step())
             if self._running is not None:
                 self._running.left_early = True
             raise
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Accumulate the gradient of a micro-batch's mean loss, weighed by its share of the step.
+        """Accumulate the gradient of a micro-batch's mean loss, weighted by its share of the step.
 
-        A loss that a ``GradScaler`` scaled is refused, where it is one of torch's: :meth:`step` would not scale its
-        gradient back. Any other scale of your own goes unnoticed.
+        A loss that torch's ``GradScaler`` has scaled is refused, because :meth:`step` would not unscale its gradient.
+        Other scales are not detected.
 
         Raises:
-            AttachError: outside of :meth:`micro_batches`, or for a loss that is not a scalar tensor with a gradient, or
-                that is scaled.
+            AttachError: outside of :meth:`micro_batches`, or if the loss is scaled, or is not a scalar tensor with a
+                gradient.
         """
         running = self._running
         if running is None:
@@ -185,7 +186,7 @@ class LiveTuner:
         self.accumulated(loss.detach() * self._weight)
 
     def unscale(self) -> float:
-        """Turn the accumulated gradients into true ones, for clipping or logging of your own; return their 2-norm."""
+        """Unscale the accumulated gradients, for clipping or logging of your own; return their 2-norm."""
         running = self._running
         if running is None:
             return self._update.unscale()
@@ -198,11 +199,11 @@ class LiveTuner:
         """Clip, update and clear the gradients; then decide about the next steps.
 
         Returns:
-            Whether the optimizer stepped: not for a gradient that is not finite, and under adaptive batching not
-            before the step's last batch.
+            Whether the optimizer stepped: not if the gradient is not finite, and under adaptive batching only after the
+            step's last batch.
 
         Raises:
-            AttachError: without a :meth:`backward` before it.
+            AttachError: if :meth:`backward` was not called before it.
         """
         running = self._running
         if running is None or not running.pending:
@@ -229,7 +230,7 @@ class LiveTuner:
 
     @property
     def probing(self) -> bool:
-        """Tell whether the loop's body runs for a pass beside the run, whose loss must not be logged."""
+        """Tell whether the loop's body runs for a trial pass, whose loss must not be logged."""
         return self._beside is not None
 
     @property
@@ -274,7 +275,7 @@ class LiveTuner:
 
     @property
     def locks(self) -> dict[str, str]:
-        """Return the reasons for locks by name: ``accumulation_steps``, ``precision``, or a unit's name.
+        """Return the reasons for locks by name, such as ``accumulation_steps``, ``precision`` or a unit's name.
 
         After memory ran out, the name is ``accumulation_steps < 2`` (or a larger number).
         """
@@ -289,7 +290,7 @@ class LiveTuner:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Return the decision log so far."""
+        """Return the events of the decision log so far; none once detached."""
         return [] if self._pilot is None else list(self._pilot.log.events)
 
     # For frameworks that run forward, backward and update themselves.
@@ -298,28 +299,29 @@ class LiveTuner:
         """Tell the tuner that a step of the caller's own loop begins, before any forward pass, with no graph alive.
 
         Args:
-            batch: its first micro-batch: any tree of tensors with samples in dimension 0; what has none counts as one
-                sample.
+            batch: its first micro-batch: any tree of tensors with samples in dimension 0; one without samples counts as
+                one sample.
         """
         self._begin(batch, bounded=True)
 
     def next_micro_batch(self, batch: Any) -> None:
-        """Tell the tuner that another micro-batch of the step begins, within which nothing may be switched.
+        """Tell the tuner that another micro-batch of the step begins; nothing is switched before it.
 
         Args:
-            batch: the micro-batch, as :meth:`begin_step` takes it.
+            batch: the micro-batch, as for :meth:`begin_step`.
         """
         if self._running is not None:
             self._running.add(batch)
 
     def passes_beside(self, batch: Any, count: Count | None = None) -> Iterator[Any]:
-        """Yield a step's first batch under each plan that is to be tried; :meth:`micro_batches` does it by itself.
+        """Yield the pieces of a step's first batch under each plan to try; :meth:`micro_batches` does this itself.
 
-        Run forward and :meth:`backward` for each, before the step's own: nothing of it stays. Mostly there is none.
+        Run forward and :meth:`backward` for each piece, before the step's own passes; the effects are undone. Most
+        steps have no plan to try.
 
         Args:
-            batch: as :meth:`micro_batches` takes it.
-            count: as :meth:`micro_batches` takes it.
+            batch: as for :meth:`micro_batches`.
+            count: as for :meth:`micro_batches`.
         """
         pilot, running = self._pilot, self._running
         if pilot is None or running is None or not pilot.shadows:
@@ -329,7 +331,7 @@ class LiveTuner:
             return
         began = time.perf_counter()
         outcomes = []
-        # Parameters of another optimizer may hold gradients.
+        # Parameters of another optimizer may have gradients.
         parameters = (*self._facts.model.parameters(), *self._update.parameters)
         gradients = [(parameter, parameter.grad) for parameter in dict.fromkeys(parameters)]
         try:
@@ -362,7 +364,7 @@ class LiveTuner:
 
     @property
     def larger_k(self) -> int | None:
-        """Return the next larger k that the running step's batch may be cut in; ``None`` if there is none."""
+        """Return the next larger k into which the running step's batch may be cut; ``None`` if there is none."""
         pilot, running = self._pilot, self._running
         if pilot is None or running is None:
             return None
@@ -370,9 +372,9 @@ class LiveTuner:
         return next((one for one in pilot.ks if one > k), None) if running.samples > k else None
 
     def raise_k(self, k: int, reason: str) -> None:
-        """Forget the running step, in which memory ran out, and cut batches into ``k`` or more pieces from now on.
+        """Discard the running step, in which memory ran out, and cut batches into ``k`` or more pieces from now on.
 
-        Its gradients are dropped; the caller puts back generators and buffers, and runs the batch again.
+        The step's gradients are dropped; the caller restores generators and buffers, and runs the batch again.
 
         Args:
             k: the value of :attr:`larger_k`; over several ranks, the largest one.
@@ -416,10 +418,10 @@ class LiveTuner:
     def end_step(
         self, *, losses: Sequence[torch.Tensor] | None = None, norm: float = float("nan"), stepped: bool = True
     ) -> None:
-        """Tell the tuner that the step has ended, its update made and its gradients cleared.
+        """Tell the tuner that the step has ended, after its update was made and its gradients were cleared.
 
         Args:
-            losses: weighed losses of its micro-batches, detached; ``None`` for those of :meth:`accumulated`.
+            losses: weighted losses of its micro-batches, detached; ``None`` for those of :meth:`accumulated`.
             norm: 2-norm of its gradient, if it is known.
             stepped: whether the optimizer stepped.
         """
@@ -428,7 +430,7 @@ class LiveTuner:
                 self._running.losses = list(losses)
             self._end(self._running, norm, stepped)
 
-    # Within.
+    # Internal.
 
     def _end(self, running: RunningStep, norm: float, stepped: bool) -> None:
         """Report the step to the controller, which decides about the next ones."""
@@ -453,7 +455,7 @@ class LiveTuner:
             self._watch_over(self._pilot)
 
     def _begin(self, batch: Any, *, bounded: bool = False) -> int:
-        """Begin a step, or go on with one whose gradients are still being accumulated; return k.
+        """Begin a step, or continue one whose gradients are still being accumulated; return k.
 
         Args:
             batch: the step's batch, or its first micro-batch.
@@ -461,7 +463,7 @@ class LiveTuner:
         """
         alone = self._facts.accumulation_steps == 1 and not self._facts.adaptive
         if self._running is not None and self._running.pending and not (alone and self._running.left_early):
-            # Without a full step() in between: accumulation, in which nothing may be switched.
+            # No complete step() in between: gradients are being accumulated, so nothing may be switched.
             self._look_for_updates()
             self._running.come_back()
             self._running.add(batch)
@@ -480,7 +482,7 @@ class LiveTuner:
         # Storage may be switched while gradients are alive; k and precisions may not.
         free = bounded or (ended and self._facts.mode is Mode.EXACT)
         if not free and any(parameter.grad is not None for parameter in self._update.parameters):
-            # Gradients of the caller's own are alive: this is no boundary between steps, so nothing is switched.
+            # The caller's own gradients are alive, so this is not a boundary between steps and nothing is switched.
             return 1
         own = self._facts.accumulation_steps
         # The sizes of later micro-batches are not known: the largest so far is assumed.
@@ -545,18 +547,18 @@ class LiveTuner:
             )
 
     def _whole(self, batch: Any, count: Count | None, running: RunningStep) -> list[tuple[Any, float]]:
-        """Return a batch as one micro-batch, weighed by its items against a step of batches like the first."""
+        """Return a batch as one micro-batch, weighted by its items relative to a step of batches like the first."""
         running.items.append(counted(batch, count))
         if not running.items[0]:
             raise nothing_to_learn()
         return [(batch, running.items[-1] / (running.items[0] * running.wanted))] if running.items[-1] else []
 
     def _is_full(self, running: RunningStep) -> bool:
-        """Tell whether a step has the batches that it was to consume; once detached, any number will do."""
+        """Tell whether a step has all batches that it consumes; once detached, any number is enough."""
         return self._pilot is None or running.batches >= running.wanted
 
     def _rate_factor(self, running: RunningStep) -> float:
-        """Return the factor on the learning rate for a step of several batches, if the user asked for one."""
+        """Return the factor on the learning rate for a step of several batches; 1 without adaptive batching."""
         return batch_factor(self._facts.lr_rule, running.growth, 1.0) if self._facts.adaptive else 1.0
 
     def _tell_phase(self, name: Any) -> None:
@@ -573,7 +575,7 @@ class LiveTuner:
         """Call the controller; if it fails, detach and go on with the user's baseline.
 
         Args:
-            call: is handed the controller.
+            call: called with the controller.
             since: clock reading from which the time counts as the tuner's own; ``None`` for now.
         """
         pilot = self._pilot
@@ -588,7 +590,7 @@ class LiveTuner:
         pilot.spend(time.perf_counter() - began)
 
     def _leave_join(self) -> None:
-        """Detach, without waiting for the other ranks, which leave by themselves."""
+        """Detach without waiting for the other ranks, which detach themselves."""
         reason = "in join() ranks run different numbers of steps, and cannot agree on any"
         logger.warning("autotune detached itself: %s", reason)
         self.detach(reason)

@@ -1,1 +1,1 @@
-"""What a plan does to a model and a step, in torch."""
+"""Torch mechanics of a plan: control of models and steps, and their measurement."""

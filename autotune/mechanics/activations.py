@@ -1,10 +1,10 @@
-"""Recompute a unit's activations in backward, and change nothing else by it.
+"""Recompute a unit's activations in the backward pass, without changing anything else.
 
-A recomputation runs as the forward pass did: with the generators' states, the attributes, modes, weights and buffers
-that the unit had when it was called, under the flags of torch that were set then, and with copies of what it was handed
-besides tensors (a cache of keys and values, say) and of the lists and dictionaries among its attributes, as they were
-then. What it changes of all that is forgotten. Of tensors that other passes have computed the values are kept, and not
-the graphs. A sample of calls shows whether a recomputation repeats the forward pass.
+A recomputation runs in the state that the forward pass began in: random generators, flags of torch, and the unit's
+attributes, modes, weights and buffers. Its non-tensor arguments (such as a key-value cache) and the lists and
+dictionaries among the unit's attributes are copies from that time. Its own changes to all of these are discarded. Of
+tensors that other passes computed, only the values are kept, not the graphs. On a sample of calls, the recomputation is
+compared with the forward pass.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from autotune.mechanics.repeats import Repeats, is_due
 
 logger = logging.getLogger(__name__)
 
-WRITTEN = "what it is handed is written to in place before its backward pass"
+WRITTEN = "its inputs are written to in place before its backward pass"
 _DIFFERS = "recomputed, it did not repeat its forward pass"
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def uncopyable_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Return the type of an argument of a unit that cannot be copied; ``None`` if all can."""
+    """Return the type of a unit's argument that cannot be copied; ``None`` if all can be."""
     try:
         copied([leaf for leaf in flattened(args, kwargs)[0] if not isinstance(leaf, torch.Tensor)])
     except CopyError as error:
@@ -59,16 +59,16 @@ def uncopyable_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str
 
 
 class _Again(AbstractContextManager[None]):
-    """Put a module back, while the body runs, to what it was when this was made; it can be entered any number of times.
+    """Context, which can be entered repeatedly, in which a module is as it was when the context was created.
 
     Attributes:
-        runs: whether a body runs.
+        runs: whether a body is running.
 
     Args:
         recomputation: the recomputation of the module.
         parts: the module's parts.
-        objects: copies of what it is handed and holds now; ``None`` for nothing.
-        repeats: compares what the bodies save; ``None`` for nothing.
+        objects: copies of the module's present arguments and attributes; ``None`` for none.
+        repeats: comparison of what the bodies save for backward; ``None`` for no comparison.
     """
 
     def __init__(
@@ -82,34 +82,34 @@ class _Again(AbstractContextManager[None]):
         self.repeats = repeats
         self.recomputation = recomputation
         self.objects = objects or Objects({}, {})
-        # While a body runs: what replaces the objects that the module was handed.
+        # While a body runs: replacements for the module's non-tensor arguments.
         self.handed: Mapping[int, Any] = {}
-        # Objects that are handed over themselves: if they are alive and unchanged, or, with ``insists``, in any case.
+        # Arguments to pass instead of their copies: those alive and unchanged, or, with ``insists``, all of them.
         self.originals: dict[int, Callable[[], Any]] = {}
         self.insists = False
-        # Copies of what the module was handed, if copies are kept.
+        # Copies of the module's arguments, if they are kept.
         self.kept: Kept | None = None
-        # Each dictionary of the module's parts, and what it held; the parts' own ones come first, by place.
+        # Dictionaries of the module's parts, with their contents: each part's ``__dict__``, by place, then all others.
         self._own: list[tuple[int, dict[str, Any], dict[str, Any]]] = []
         self._then: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        # Each weight, and whether it was trained.
+        # Each weight, and whether it required a gradient.
         self._weights: list[tuple[nn.Parameter, bool]] = []
         for place, part in enumerate(parts):
             if not isinstance(part, torch.jit.ScriptModule):
-                # Copies stand for what it held: to keep that would keep other passes' graphs alive.
+                # Copies replace the original objects, which would keep other passes' graphs alive.
                 then = {**part.__dict__, **self.objects.attributes.get(place, {})}
                 self._own.append((place, part.__dict__, then))
-                # Of buffers it says which there were; their values are put back as well.
+                # This restores which buffers there were; their values are restored separately.
                 self._then += [
                     (held, held.copy()) for held in (part._modules, part._buffers) if type(held) is dict and held
                 ]
-                # torch.func.functional_call runs a module with other weights than it has. A dictionary of another
-                # class (DeepSpeed's ZeRO-3) gathers a weight when it is read.
+                # torch.func.functional_call runs a module with weights other than its own. A dictionary of another
+                # class is left out: DeepSpeed's ZeRO-3 gathers a weight when its dictionary is read.
                 if part._parameters and type(part._parameters) is dict:
                     self._then.append((part._parameters, part._parameters.copy()))
                     self._weights += [(one, one.requires_grad) for one in part._parameters.values() if one is not None]
         for held in objects_of(parts):
-            # Values alone: an object that takes up what others have computed would keep their graphs alive.
+            # Without graphs: an object that collects others' results would keep their graphs alive.
             values = held.items()
             then = {name: without_graph(one) if isinstance(one, torch.Tensor) else one for name, one in values}
             self._then.append((held, then))
@@ -127,18 +127,18 @@ class _Again(AbstractContextManager[None]):
         return bool(self._entered)
 
     def has_run(self, leaves: Sequence[Any]) -> None:
-        """Note what the first run did.
+        """Record the effects of the first run.
 
-        Objects that it left as they were are handed over themselves: code may ask whether it is handed the very one
-        that it was handed before. Of its own tensors that it wrote to, others stand in.
+        Objects that it left unchanged are passed again instead of copies, since code may compare them by identity. The
+        module's own tensors that it wrote to are replaced.
 
         Args:
-            leaves: what it was handed.
+            leaves: leaves of the arguments.
         """
         for place, copy in self.objects.handed.items():
             original = leaves[place]
             if original is not copy and is_unchanged(original, copy):
-                # One that nobody can refer to weakly has a copy after all.
+                # An object that allows no weak reference is copied instead.
                 with suppress(TypeError):
                     self.originals[place] = weakref.ref(original)
         written = {id(one): one for one, version in self._versions if version_of(one) != version}
@@ -148,7 +148,7 @@ class _Again(AbstractContextManager[None]):
         self._versions = []
 
     def _replace(self, others: Mapping[int, torch.Tensor]) -> None:
-        """Have what is run again write to other tensors."""
+        """Replace tensors, by id, in the recorded contents, so that recomputations write to the replacements."""
         for then in (*(then for _, _, then in self._own), *(then for _, then in self._then)):
             for name, value in then.items():
                 if id(value) in others:
@@ -157,19 +157,19 @@ class _Again(AbstractContextManager[None]):
                     then[name] = nn.Parameter(other, requires_grad=other.requires_grad) if is_weight else other
 
     def drop(self, unused: TensorCopy) -> None:
-        """Forget tensors that objects hold, once the module has run.
+        """Replace the tensors within objects, after the module has run.
 
         Args:
-            unused: returns what stands for a tensor from now on.
+            unused: function that returns the replacement for a tensor.
         """
         self.objects = self.objects.copied(unused)
         for place, _, then in self._own:
             then.update(self.objects.attributes.get(place, {}))
 
     def _made_again(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Return each dictionary of the parts and what it held, with other copies of objects at each time."""
+        """Return each dictionary of the parts with its recorded contents, with new copies of objects at each call."""
         alive = {place: found() for place, found in self.originals.items()}
-        # Copies lead to other tensors where those that it was handed have been written to.
+        # If argument tensors have been written to, objects must be copied, so that they refer to the tensors' copies.
         written = self.kept is not None and self.kept.written
         known = {
             place: one
@@ -178,8 +178,9 @@ class _Again(AbstractContextManager[None]):
         }
         try:
             again = self.objects.copied(_itself if self.kept is None else self.kept.then, known)
-        except any_error() as error:  # whatever it is, the run goes on
-            self.recomputation.bar_late(f"it holds what cannot be copied any more ({type(error).__name__}: {error})")
+        except any_error() as error:  # the run continues after any error
+            reason = f"it contains an object that can no longer be copied ({type(error).__name__}: {error})"
+            self.recomputation.bar_late(reason)
             again = self.objects
         self.handed = again.handed
         own = [(held, {**then, **again.attributes.get(place, {})}) for place, held, then in self._own]
@@ -191,7 +192,7 @@ class _Again(AbstractContextManager[None]):
         flags = ambient.flags()
         if flags != self._flags:
             ambient.put(self._flags, flags)
-        # Checkpoint leaves a recomputation once it has what was saved: what the unit sets back later is left to do.
+        # Checkpoint ends a recomputation as soon as it has the saved tensors, before the unit resets its own flags.
         stack.callback(_put_flags, flags)
         if self.recomputation.around is not None:
             stack.enter_context(self.recomputation.around.as_they_were())
@@ -213,16 +214,16 @@ class _Again(AbstractContextManager[None]):
         self._entered.pop().close()
 
     def _buffers_as_they_were(self) -> AbstractContextManager[None]:
-        """Return what runs a body on copies of the buffers."""
+        """Return a context that runs its body on copies of the buffers."""
         module = self.recomputation.module
         lost = lost_buffer(module, self.constants)
         if lost is not None:
-            self.recomputation.bar_late(f"its buffer {lost!r} was written to, of which it keeps no copy")
+            self.recomputation.bar_late(f"its buffer {lost!r}, which has no copy, was written to")
         return replaced_buffers(module, fresh_buffers(module, self.buffers, self.constants))
 
 
 def _catches_errors(parts: Sequence[nn.Module]) -> bool:
-    """Tell whether a method of the parts' classes may catch the exception by which checkpoint ends a recomputation."""
+    """Return whether a method of the parts' classes may catch the exception with which checkpoint ends early."""
     kinds = dict.fromkeys(
         base
         for part in parts
@@ -241,7 +242,7 @@ def _catches(code: CodeType) -> bool:
 
 
 def _tensors_of(parts: Sequence[nn.Module]) -> list[torch.Tensor]:
-    """Return the weights and other tensors that parts have, but for buffers."""
+    """Return the parts' weights and tensor attributes, without buffers."""
     held: Iterator[Any] = (
         one for part in parts for owner in (part.__dict__, part._parameters) for one in owner.values()
     )
@@ -249,14 +250,14 @@ def _tensors_of(parts: Sequence[nn.Module]) -> list[torch.Tensor]:
 
 
 def _put_flags(wanted: list[Any]) -> None:
-    """Set flags that are others than wanted."""
+    """Set the flags that differ from the wanted values."""
     present = ambient.flags()
     if present != wanted:
         ambient.put(wanted, present)
 
 
 def _restore(former: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    """Put back what dictionaries held, where they hold something else."""
+    """Restore the contents of dictionaries that have changed."""
     for own, then in former:
         if not _holds(own, then):
             own.clear()
@@ -264,7 +265,7 @@ def _restore(former: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
 
 
 def _holds(own: dict[str, Any], then: dict[str, Any]) -> bool:
-    """Tell whether a dictionary holds the same objects as another."""
+    """Return whether two dictionaries have the same objects as values, in the same order."""
     return len(own) == len(then) and all(map(operator.is_, own.values(), then.values()))
 
 
@@ -274,14 +275,14 @@ def _itself(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _First:
-    """What only the first run of a call needs; it is forgotten afterwards, so that nothing is kept alive by it.
+    """Data that only the first run of a call needs; dropped afterwards, so that it keeps nothing alive.
 
     Attributes:
-        args: what the unit is called with.
-        kwargs: the same, by keyword.
+        args: the unit's positional arguments.
+        kwargs: its keyword arguments.
         leaves: the leaves of both.
-        inputs: what checkpoint is handed.
-        reads: records which tensors of objects are used.
+        inputs: the arguments of checkpoint.
+        reads: recorder of the tensors within objects that are used.
     """
 
     args: tuple[Any, ...]
@@ -293,17 +294,17 @@ class _First:
 
 @dataclass(slots=True)
 class _Call:
-    """One call of a unit, which can be run again as it was.
+    """One call of a unit, which can be repeated in its original state.
 
     Attributes:
         forward: the unit's forward.
-        shape: how its arguments are nested.
-        tensors: those it was handed that nothing has computed, by place: code may ask for the very one.
-        attributes: those that its other tensors have, by place.
-        kept: copies of what it was handed; ``None`` if none are kept.
-        held: the tensors that objects hold, if no copies are kept.
-        again: puts the unit back to what it was.
-        first: what its first run needs; ``None`` once it has run.
+        shape: nesting of the arguments.
+        tensors: tensor arguments without a graph, by place, if ``kept`` is ``None``: code may compare their identity.
+        attributes: attributes of tensor arguments, by place.
+        kept: copies of the arguments; ``None`` if none are kept.
+        held: the tensors within objects, if no copies are kept.
+        again: context that restores the unit's state.
+        first: data of the first run; ``None`` once it has run.
     """
 
     forward: Callable[..., Any]
@@ -316,7 +317,7 @@ class _Call:
     first: _First | None
 
     def run(self, *leaves: Any) -> Any:
-        """Run it; with the leaves that checkpoint kept, where it is run again."""
+        """Run the call; a repetition uses the leaves that ``kept`` or checkpoint has kept."""
         if self.first is not None and not self.again.runs:
             return self.forward(*self.first.args, **self.first.kwargs)
         found = list(leaves[: self.shape.num_leaves]) if self.kept is None else self.kept.leaves()
@@ -330,18 +331,18 @@ class _Call:
         return self.forward(*args, **kwargs)
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[None]]:
-        """Return what the first run and the later ones run within."""
+        """Return the contexts of the first run and of the later ones."""
         watch: AbstractContextManager[Any] = nullcontext()
         if self.first is not None and self.first.reads.tensors:
             watch = self.first.reads
         return watch if self.again.repeats is None else self.again.repeats.first(watch), self.again
 
     def has_run(self) -> None:
-        """Forget what only its first run needs, and of other units' tensors what it did not use."""
+        """Drop the first run's data, and those tensors of other units that the run did not use."""
         assert self.first is not None
         first, self.first = self.first, None
         self.again.has_run(first.leaves)
-        # What is kept besides is found by the tensors themselves.
+        # Kept copies are looked up by the tensors' ids, so these tensors must stay.
         if first.reads.tensors and self.kept is None:
             if self.held is not None:
                 self.held.drop(first.reads.left)
@@ -349,32 +350,31 @@ class _Call:
 
 
 def undone(module: nn.Module) -> AbstractContextManager[None]:
-    """Return what runs a body after which a module has the attributes, modes, weights and buffers that it has now."""
+    """Return a context that on exit restores a module's present attributes, modes, weights and buffers."""
     return _Again(Recomputation(module), list(module.modules()))
 
 
 class Reachable(Protocol):
-    """What a unit's code can reach besides the unit."""
+    """State that a unit's code can reach outside the unit."""
 
     def as_they_were(self) -> AbstractContextManager[None]:
-        """Run the body with all of it as it was."""
+        """Run the body with this state as it was."""
 
 
 @dataclass(slots=True)
 class Recomputation:
-    """Recompute one module's forward, and count how often that happened.
+    """Recomputation of one module's forward.
 
     Attributes:
-        module: the module whose forward it is.
+        module: the module.
         checks: whether a sample of the recomputations is compared with the forward passes.
-        count: how many backward passes recomputed it.
-        keeps: whether copies of its arguments are kept until it is known whether they are written to before backward.
-        hooks: how many hooks its parts had when it was probed; ``None`` for as many as at its first call.
-        barred: why it is not recomputed any more; ``None`` while it is.
-        kept: what it was handed since backward began last.
-        around: puts back, during a recomputation, what else its code can reach; ``None`` for nothing.
-        carriers: the attributes that a pass may put something into, or that hold what one has computed, by the place of
-            the part that has them.
+        count: number of recomputations.
+        keeps: whether copies of the arguments are kept until it is known whether they are written to before backward.
+        hooks: number of hooks on the module's parts when it was probed; ``None`` for the number at its first call.
+        barred: why the module is no longer recomputed; ``None`` while it is.
+        kept: arguments of the calls since the last backward pass began.
+        around: other state that the code can reach, restored during a recomputation; ``None`` for none.
+        carriers: names of attributes that are mutable containers or lead to computed tensors, by place of their part.
     """
 
     module: nn.Module
@@ -386,22 +386,22 @@ class Recomputation:
     around: Reachable | None = None
     hooks: int | None = None
     carriers: dict[int, set[str]] = field(default_factory=dict)
-    # Whether its code may catch the exception by which checkpoint ends a recomputation early; ``None`` if not known.
+    # Whether the code may catch the exception with which checkpoint ends a recomputation early; ``None`` if unknown.
     _catches: bool | None = None
     _calls: int = 0
     _last: _Call | None = None
-    # The identities of what each part's attributes held at the call before.
+    # Ids of the attribute values of each part at the previous call.
     _held: list[list[int]] = field(default_factory=list)
-    # Of the arguments last called with.
+    # Nesting of the last call's arguments.
     _shape: TreeSpec | None = None
-    # Whether a recomputation differed, where only the device knows.
+    # Whether a recomputation differed, as a tensor on the accelerator.
     _differs: torch.Tensor | None = None
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call ``forward`` so that autograd keeps its inputs only."""
+        """Call ``forward`` so that autograd keeps only its inputs."""
         try:
             call = self._prepared(forward, args, kwargs)
-        except any_error() as error:  # whatever it is, the unit is left alone
+        except any_error() as error:  # after any error the unit is not recomputed
             self.barred, call = f"{type(error).__name__}: {error}", None
         if call is None or call.first is None:
             return forward(*args, **kwargs)
@@ -413,7 +413,7 @@ class Recomputation:
             )
         try:
             call.has_run()
-        except any_error() as error:  # whatever it is, the unit is left alone from now on
+        except any_error() as error:  # after any error later calls are not recomputed
             self.barred = f"{type(error).__name__}: {error}"
         again = call.again
         if drop_constants(self.module, again.buffers):
@@ -423,8 +423,8 @@ class Recomputation:
     def _prepared(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call | None:
         """Return a call that can be run again; ``None`` if the unit may not be recomputed.
 
-        Tensors anywhere in the arguments are handed over one by one: checkpoint finds the device whose generator it
-        must keep by looking at its positional arguments.
+        Nested tensors are passed to checkpoint as separate positional arguments: from these it finds the device whose
+        random generator it must save.
         """
         leaves, shape = flattened(args, kwargs)
         parts, reads = list(self.module.modules()), Reads()
@@ -438,7 +438,7 @@ class Recomputation:
         if objects is None or self.barred is not None:
             return None
         if shape != self._shape:
-            # A tuple's own class may not let itself be made again: that is better known now than in backward.
+            # Rebuilding a tuple of another class may fail: better now than in the backward pass.
             tree_unflatten(leaves, shape)
             self._shape = shape
         self._calls += 1
@@ -449,7 +449,7 @@ class Recomputation:
             self.kept.append(kept)
             again.kept = kept
         given = {place: leaf for place, leaf in enumerate(leaves) if kept is None and isinstance(leaf, torch.Tensor)}
-        # Whatever checkpoint is handed, it refuses to use once somebody has written to it.
+        # Kept arguments are not passed to checkpoint, which refuses to use inputs that have been written to.
         inputs = [without_graph(given[place]) if place in given else None for place in range(len(leaves))]
         first = _First(args, kwargs, leaves, [*inputs, *_elsewhere(inputs, leaves, parts)], reads)
         tensors = {place: leaf for place, leaf in given.items() if leaf.grad_fn is None}
@@ -460,7 +460,7 @@ class Recomputation:
         return call
 
     def take(self, repeats: Repeats) -> None:
-        """Note the result of a comparison."""
+        """Record the result of a comparison."""
         if isinstance(repeats.differs, torch.Tensor):
             self._differs = repeats.differs
         elif repeats.differs:
@@ -470,18 +470,18 @@ class Recomputation:
         """Stop recomputing the module, and warn that the reason was found too late for the present step."""
         if self.barred is None:
             logger.warning(
-                "a unit (%s) is recomputed no more: %s; the gradient of this step, and of those before in which that "
-                "was so, may differ from the run's own",
+                "a unit (%s) is no longer recomputed: %s; gradients of this step and of earlier affected steps may "
+                "differ from the run's own",
                 type(self.module).__name__,
                 reason,
             )
         self.barred = self.barred or reason
 
     def hand_originals(self, leaves: Sequence[Any]) -> None:
-        """Recompute the last call with the objects that it was handed themselves: it tells copies from them.
+        """Recompute the last call with its original objects instead of copies, which its code distinguishes.
 
         Args:
-            leaves: what it was handed.
+            leaves: leaves of its arguments.
         """
         if self._last is not None:
             again = self._last.again
@@ -489,7 +489,7 @@ class Recomputation:
             again.originals = {place: functools.partial(_itself, leaves[place]) for place in again.objects.handed}
 
     def settle(self) -> None:
-        """Note that backward begins: a unit whose inputs were written to is barred from the next step on."""
+        """Record that backward begins: a unit whose inputs were written to is barred from the next step on."""
         for kept in self.kept:
             kept.settle()
             if kept.written:
@@ -497,8 +497,8 @@ class Recomputation:
         self.kept, self._last = [], None
 
     def _look_for_carriers(self, parts: Sequence[nn.Module]) -> None:
-        """Find the carriers among the attributes of parts that hold other objects than at the call before."""
-        # Now and then those that hold the same objects are looked at as well: an object may hold others.
+        """Update the carriers of those parts whose attribute values were replaced since the previous call."""
+        # From time to time all parts are examined, since the contents of an object may have changed.
         anew = self._calls & (self._calls + 1) == 0 or len(parts) != len(self._held)
         held = [list(map(id, part.__dict__.values())) for part in parts]
         for place, part in enumerate(parts):
@@ -511,7 +511,7 @@ class Recomputation:
         self._held = held
 
     def _is_barred(self, parts: Sequence[nn.Module]) -> bool:
-        """Look whether the unit may be recomputed still."""
+        """Return whether the unit may no longer be recomputed."""
         hooks = _hooks_of(parts[1:])
         if self.hooks is None:
             self.hooks = hooks
@@ -523,15 +523,15 @@ class Recomputation:
         return self.barred is not None
 
     def _copied(self, leaves: Sequence[Any], parts: Sequence[nn.Module], reads: Reads) -> Objects | None:
-        """Return copies of the arguments that are no tensors, and of attributes that a pass may put something into.
+        """Return copies of the non-tensor arguments and of the carriers.
 
         Args:
-            leaves: the arguments.
+            leaves: leaves of the arguments.
             parts: the unit's parts.
-            reads: is told the tensors that the objects hold.
+            reads: recorder of the tensors within the objects.
 
         Returns:
-            ``None``, the unit being barred, if something cannot be copied.
+            ``None``, after barring the unit, if something cannot be copied.
         """
         handed = {place: leaf for place, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
         attributes = {
@@ -542,14 +542,14 @@ class Recomputation:
         try:
             return Objects(handed, attributes).copied(reads.met)
         except CopyError as error:
-            self.barred = f"it is handed, or has, a {error}, which cannot be copied and which it may change"
+            self.barred = f"an argument or attribute, a {error}, cannot be copied and may change"
             return None
 
 
 def _elsewhere(
     tensors: Sequence[torch.Tensor | None], leaves: Sequence[Any], parts: Sequence[nn.Module]
 ) -> list[torch.Tensor]:
-    """Return empty tensors on the devices that a unit computes on and none of the tensors is on."""
+    """Return an empty tensor for each device of a unit's arguments and weights on which none of the tensors is."""
     weights = (weight for part in parts if part._parameters for weight in part._parameters.values())
     devices = {leaf.device for leaf in (*leaves, *weights) if isinstance(leaf, torch.Tensor)}
     found = {tensor.device for tensor in tensors if tensor is not None}
@@ -557,7 +557,7 @@ def _elsewhere(
 
 
 def hooks_within(module: nn.Module) -> int:
-    """Return how many hooks a module's parts have; its own are called round its forward, and not by it."""
+    """Return the number of hooks on a module's parts, without the module's own, which run outside its forward."""
     return _hooks_of(list(module.modules())[1:])
 
 

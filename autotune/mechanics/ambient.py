@@ -1,7 +1,7 @@
-"""The global state that code runs under: flags of torch that choose kernels and numerics, and interceptors.
+"""Global state of torch that affects a call: flags that choose kernels and numerics, and intercepting modes and hooks.
 
-``torch.utils.checkpoint`` puts back autocast, the default device and the generators, and nothing else: whatever a
-caller sets round a forward pass only (``sdpa_kernel``, a precision of matrix products) has to be put back round a
+``torch.utils.checkpoint`` restores autocast, the default device and the random generators, and nothing else. Flags that
+a caller sets only around a forward pass (``sdpa_kernel``, a matrix-product precision) must be restored for its
 recomputation.
 """
 
@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _C: Any = torch._C
-# How each flag is read and set, by the names that torch has for it.
+# The names of torch's functions that read and set each flag.
 _ANYWHERE = (
     ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
     ("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
@@ -42,12 +42,12 @@ _CACHED = "it was called within parametrize.cached(), whose cache its recomputat
 _TRANSFORMED = "it was called within a transform of torch.func, which allows no recomputation"
 _FORWARD_AD = "it was called within forward-mode differentiation, which recomputation does not repeat"
 _MODE = "it was called within a mode that intercepts operations of torch, which recomputation would not run under"
-_ON_ALL = "a hook on the calls of all modules is registered, which recomputation would call once more"
-_SAVING = "it runs under hooks of its caller's that take in what is saved for backward"
+_ON_ALL = "a hook on the calls of all modules is registered, which recomputation would call again"
+_SAVING = "its caller has set hooks on the tensors saved for backward"
 
 
 def _flags() -> tuple[tuple[Callable[[], Any], Callable[..., Any]], ...]:
-    """Return how to read and to set each flag that this torch has."""
+    """Return the functions that read and set each flag of this version of torch."""
     names = (*_ANYWHERE, *(_ON_CUDA if torch.backends.cuda.is_built() else ()))
     found = [(getattr(_C, get), getattr(_C, put)) for get, put in names if hasattr(_C, get) and hasattr(_C, put)]
     deterministic = (_C._get_deterministic_algorithms, _set_deterministic)
@@ -63,11 +63,11 @@ _READS = tuple(read for read, _ in _FLAGS)
 
 
 def flags() -> list[Any]:
-    """Return the flags as they are."""
+    """Return the current values of the flags; ``None`` for a flag that cannot be read."""
     try:
         return [read() for read in _READS]
     except RuntimeError:
-        # Some cannot be read once the user has set them by both of the interfaces that torch has for them.
+        # Torch refuses to read some flags after the user has set them through both of their interfaces.
         return [_read(read) for read in _READS]
 
 
@@ -79,11 +79,11 @@ def _read(read: Callable[[], Any]) -> Any:
 
 
 def put(wanted: list[Any], present: list[Any]) -> None:
-    """Set the flags that differ from the present ones.
+    """Set the flags whose wanted value differs from the present one.
 
     Args:
-        wanted: the flags to set.
-        present: the flags as they are now.
+        wanted: values to set; ``None`` leaves a flag as it is.
+        present: current values.
     """
     for (_, write), value, other in zip(_FLAGS, wanted, present, strict=True):
         if value != other and value is not None:
@@ -91,18 +91,18 @@ def put(wanted: list[Any], present: list[Any]) -> None:
 
 
 def transformed() -> bool:
-    """Return whether a transform of ``torch.func`` or a level of forward-mode differentiation is open on this thread.
+    """Return whether a ``torch.func`` transform or forward-mode differentiation is active on this thread.
 
-    Tensors of such a level have no storage to look at, and take no hooks.
+    Tensors within one have no readable storage and accept no hooks.
     """
     return bool(_C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
 
 
 def interception(module: nn.Module) -> str | None:
-    """Return why a call of a module cannot be recomputed here and now; ``None`` if it can.
+    """Return why a call of a module in the current context cannot be recomputed; ``None`` if it can.
 
     Args:
-        module: the module that is called.
+        module: the called module.
     """
     if _C._are_functorch_transforms_active():
         return _TRANSFORMED
@@ -122,15 +122,15 @@ def interception(module: nn.Module) -> str | None:
 
 
 def _global_hooks() -> bool:
-    """Return whether somebody has registered hooks on the forward passes of all modules."""
+    """Return whether hooks on the forward passes of all modules are registered."""
     every = nn.modules.module
     return bool(every._global_forward_pre_hooks or every._global_forward_hooks)
 
 
 def saving_hook() -> Callable[[torch.Tensor], Any] | None:
-    """Return the hook that takes in what is saved for backward here and now; ``None`` for none.
+    """Return the active hook on tensors that autograd saves for backward; ``None`` if there is none.
 
-    A version of torch that cannot tell counts as having none.
+    A version of torch that does not expose the hooks counts as having none.
     """
     top = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)
     hooks = None if top is None else top(False)
@@ -138,6 +138,6 @@ def saving_hook() -> Callable[[torch.Tensor], Any] | None:
 
 
 def _is_foreign(one: Any) -> bool:
-    """Tell whether a mode or a hook is neither torch's, which keeps to what torch does, nor ours."""
+    """Return whether a mode or hook belongs neither to torch, whose own keep its semantics, nor to this package."""
     named = one if hasattr(one, "__qualname__") else type(one)
     return str(named.__module__).partition(".")[0] not in ("torch", "autotune")

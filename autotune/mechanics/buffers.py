@@ -1,7 +1,7 @@
-"""Copy a module's buffers, so that a forward pass can be repeated from where it began, or undone.
+"""Copy a module's buffers, so that a forward pass can be repeated or undone.
 
-Neither version counters nor identities tell whether a pass wrote to a buffer: BatchNorm's kernels do not count, and a
-replaced tensor's address is used again. So buffers are copied, and compared by value where a copy is expensive.
+Neither version counters nor ids show whether a pass wrote to a buffer: BatchNorm's kernels do not count their writes,
+and a replaced tensor's address is reused. So buffers are copied, and compared by value where a copy is expensive.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-# Up to this size a buffer (running statistics, a power iteration's vectors) is copied every time. Larger ones (masks,
-# tables, frozen weights) are copied until a pass in training mode was seen to leave them alone.
+# Buffers up to this size in bytes (running statistics, a power iteration's vectors) are copied every time. Larger ones
+# (masks, tables, frozen weights) are copied until a pass in training mode leaves them unchanged.
 _SMALL_BYTES = 2**20
-# Of those, up to this size, one copy stays on the host: a unit may begin to write to them after its warm-up.
+# Larger ones up to this size keep a copy on the host, since a unit may begin to write to them after its warm-up.
 _KEPT_BYTES = 2**25
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """A large buffer that was seen to stay as it is.
+    """A large buffer that a pass left unchanged.
 
     Attributes:
         tensor: the buffer.
-        version: its version, by autograd's count.
-        copy: its values, on the host; ``None`` where it is too large to be kept twice.
+        version: its version counter.
+        copy: its values, on the host; ``None`` until copied, or if it is too large.
     """
 
     tensor: weakref.ref[torch.Tensor]
@@ -38,11 +38,11 @@ class Constant:
     copy: torch.Tensor | None = None
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a buffer is still what it was."""
+        """Return whether a buffer is the same tensor in the same version."""
         return self.tensor() is tensor and self.version == version_of(tensor)
 
     def copied(self, tensor: torch.Tensor) -> Constant:
-        """Return the same with a copy, if its size allows one."""
+        """Return the constant with a copy of its values, if its size allows one."""
         expensive = tensor.nbytes > _KEPT_BYTES or isinstance(tensor, FakeTensor)
         return self if expensive or self.copy is not None else replace(self, copy=tensor.detach().to("cpu", copy=True))
 
@@ -51,15 +51,15 @@ _constants: WeakKeyDictionary[nn.Module, dict[str, Constant]] = WeakKeyDictionar
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written to, as far as autograd counts it."""
-    # Tensors of inference mode count no versions, and nobody may write to them in training.
+    """Return autograd's count of writes to a tensor."""
+    # Tensors of inference mode have no version counter, and cannot be written to in training.
     return 0 if tensor.is_inference() else tensor._version
 
 
 def copy_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of a module's buffers by name, without the large ones that are known to stay as they are.
+    """Return copies of a module's buffers by name, without the large ones that are known to be constant.
 
-    Until that is known, copies of large ones are on the host: a step was not planned to have room for them.
+    Until any is known, large ones are copied to the host: the step's memory plan has no room for them.
     """
     known = _constants.get(module)
     copies = {}
@@ -72,7 +72,7 @@ def copy_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def constants_of(module: nn.Module) -> dict[str, Constant]:
-    """Return the large buffers that :func:`copy_buffers` leaves out, with copies in case one does change after all."""
+    """Return the large buffers that :func:`copy_buffers` leaves out, with copies in case one changes later."""
     known = _constants.get(module)
     if not known:
         return {}
@@ -83,12 +83,12 @@ def constants_of(module: nn.Module) -> dict[str, Constant]:
 
 
 def forget_constants(module: nn.Module) -> None:
-    """Let go of all that is known of a module's large buffers."""
+    """Drop the record of a module's large buffers."""
     _constants.pop(module, None)
 
 
 def forget_copies(module: nn.Module) -> None:
-    """Let go of the copies of large buffers that :func:`constants_of` has made."""
+    """Drop the copies of large buffers that :func:`constants_of` has made."""
     known = _constants.get(module, {})
     known.update({name: replace(one, copy=None) for name, one in known.items()})
 
@@ -96,12 +96,12 @@ def forget_copies(module: nn.Module) -> None:
 def fresh_buffers(
     module: nn.Module, copies: Mapping[str, torch.Tensor], constants: Mapping[str, Constant]
 ) -> dict[str, torch.Tensor]:
-    """Return copies of copies, on the devices that the module's own buffers are on.
+    """Return new copies of saved buffers, on the devices of the module's own buffers.
 
     Args:
         module: the module.
-        copies: what :func:`copy_buffers` returned.
-        constants: what :func:`constants_of` returned; of these, what has changed since.
+        copies: result of :func:`copy_buffers`.
+        constants: result of :func:`constants_of`, of which only changed buffers are returned.
     """
     buffers = dict(module.named_buffers())
     moved = {name: one.copy for name, one in constants.items() if not one.holds(buffers[name])}
@@ -110,7 +110,7 @@ def fresh_buffers(
 
 
 def lost_buffer(module: nn.Module, constants: Mapping[str, Constant]) -> str | None:
-    """Return the name of a buffer that has changed since, and of which there is no copy; ``None`` for none."""
+    """Return the name of a buffer that has changed since and has no copy; ``None`` if there is none."""
     if not constants:
         return None
     buffers = dict(module.named_buffers())
@@ -119,10 +119,10 @@ def lost_buffer(module: nn.Module, constants: Mapping[str, Constant]) -> str | N
 
 
 def drop_constants(module: nn.Module, copies: dict[str, torch.Tensor]) -> bool:
-    """After a pass in training mode, drop the copies of large buffers that it left alone, and copy them no more.
+    """After a pass in training mode, drop the copies of large buffers that it left unchanged, and stop copying them.
 
     Returns:
-        Whether any was dropped.
+        Whether any large buffer is known to be constant; ``False`` in evaluation mode or without large copies.
     """
     large = [name for name, value in copies.items() if value.nbytes > _SMALL_BYTES]
     if not large or not module.training:
@@ -143,7 +143,7 @@ def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 @contextmanager
 def replaced_buffers(module: nn.Module, copies: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Run the body on other buffers; what it writes to them is forgotten."""
+    """Run the body on other buffers, so that its writes do not reach the module's own."""
     owners = {name: _owner(module, name) for name in copies}
     current = {name: owner._buffers[key] for name, (owner, key) in owners.items()}
     for name, (owner, key) in owners.items():

@@ -24,18 +24,18 @@ _COLLECTIVES = (
     "all_to_all_single",
     "barrier",
 )
-# Operations that DeepSpeed looks up only once.
+# Operations that DeepSpeed's backend looks up once and stores.
 _KEPT = ("all_gather_function", "reduce_scatter_function")
-# Seconds in which gloo's threads release what they sent.
+# Seconds within which gloo's threads release the buffers that they sent.
 _SETTLING_S = 0.01
 Call = Callable[..., Any]
 
 
 class CollectiveClock:
-    """Clock of the time in collectives, including waiting for the slowest rank.
+    """Clock that measures the time in collectives, including the wait for the slowest rank.
 
     Attributes:
-        seconds: seconds so far.
+        seconds: total time so far.
         calls: number of collectives so far.
     """
 
@@ -69,14 +69,14 @@ class CollectiveClock:
 
 
 class _Awaited:
-    """A collective that runs in the background; only waiting for it counts."""
+    """A collective that runs in the background; only the time spent waiting for it counts."""
 
     def __init__(self, work: Any, clock: CollectiveClock) -> None:
         self._work = work
         self._clock = clock
 
     def wait(self, *arguments: Any, **named: Any) -> Any:
-        """Wait for it."""
+        """Wait for the collective."""
         began = time.perf_counter()
         try:
             return self._work.wait(*arguments, **named)
@@ -91,8 +91,8 @@ class _Awaited:
 def settled_collectives() -> Iterator[None]:
     """Make this thread the last to release the buffers of the body's collectives.
 
-    Gloo's threads hold buffers, too. If one of them is the last to release a buffer, the profiler does not see the
-    release, since it traces only the thread that started it: peaks of ZeRO 2 and 3 read up to a fifth too high.
+    Gloo's threads hold buffers, too. If one of them is the last to release a buffer, the profiler misses the release,
+    since it traces only the thread that started it: measured peaks of ZeRO 2 and 3 would be up to a fifth too high.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         yield

@@ -1,4 +1,4 @@
-"""Apply a plan to a model: one verb, idempotent and reversible.
+"""Apply a plan to a model, idempotently and reversibly.
 
 A controlled unit has one instance attribute, ``forward``, that shadows its class's method. There are no wrapper
 modules and no hooks, and no parameter, buffer, module name or ``state_dict`` key changes; a copied or pickled model
@@ -32,10 +32,10 @@ class ControlledForward(StandIn):
         module: the unit.
         precision: the precision that the next call runs in.
         storage: the storage that the next call uses.
-        passes_16_bit: whether 16-bit outputs are handed on as they are.
-        calls: how often it was called in training under the plan, as far as nobody has set it back.
-        failures: takes in what a call under the plan raises, the unit then being run as the user has it; ``None`` lets
-            exceptions through.
+        passes_16_bit: whether 16-bit outputs are returned without a cast to fp32.
+        calls: number of calls in training under the plan since it was last reset.
+        failures: list of the exceptions that calls under the plan raise, after which the unit's original forward runs;
+            ``None`` lets exceptions propagate.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -64,19 +64,19 @@ class ControlledForward(StandIn):
         except Exception as error:
             if self.failures is None:
                 raise
-            # Without the frames, which hold what they computed.
+            # Without the traceback, whose frames keep tensors alive.
             self.failures.append(error.with_traceback(None))
         return self.original(*args, **kwargs)
 
     def _bind(self, precision: Precision) -> Callable[..., Any]:
-        """Return the forward in a precision that later switches cannot change under a living graph."""
+        """Return the forward in a fixed precision, so that a later switch does not affect a live graph."""
         original, passes = self.original, self.passes_16_bit
         if precision is Precision.INHERIT:
             return original
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if precision is Precision.FP32:
-                # Under an outer autocast of the user's own a unit can be handed 16-bit inputs.
+                # Under the user's own autocast, a unit can receive 16-bit inputs.
                 args, kwargs = canonical(args), canonical(kwargs)
             with computing_in(precision, _device_type(self.module, args, kwargs)):
                 outputs = original(*args, **kwargs)
@@ -85,7 +85,7 @@ class ControlledForward(StandIn):
         return run
 
     def release(self) -> None:
-        """Give the module its former forward back, if it still has this one; whoever holds this one runs the former."""
+        """Restore the module's former forward, if this one is still in place; this one then only calls the former."""
         forget_copies(self.module)
         self.precision, self.storage, self.failures = Precision.INHERIT, Storage.SAVE, None
         self._restore()
@@ -94,19 +94,19 @@ class ControlledForward(StandIn):
 def apply(model: nn.Module, plan: Plan, *, fp32_borders: bool = False) -> None:
     """Make a model run under a plan, from its next forward pass on.
 
-    A unit that the plan does not name, or leaves at ``inherit`` and ``save``, is released. What a unit hands on is
-    fp32, so that no unit depends on how others compute; only where the plan puts every parameter of the model under
-    one 16-bit precision, tensors pass between units as they are, as under plain autocast, and the last unit returns
+    A unit that the plan does not name, or leaves at ``inherit`` and ``save``, is released. A unit with a precision
+    returns fp32, so that no unit depends on how others compute. If the plan puts every parameter of the model under one
+    16-bit precision, tensors pass between units without a cast, as under plain autocast, and only the last unit returns
     fp32. Call it only between steps, while no graph of the model is alive.
 
     Args:
         model: the model whose module names the plan uses.
         plan: the plan, its units in forward order.
-        fp32_borders: hand on fp32 in any case; for profiling.
+        fp32_borders: whether units return fp32 in any case; for profiling.
 
     Raises:
-        PlanError: if the plan names a module that the model does not have, or asks for autocast in a unit whose
-            parameters are 16-bit; the model is left as it was.
+        PlanError: if the plan names a module that the model does not have, or sets a precision for a unit with 16-bit
+            parameters; the model is left unchanged.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     names = dict.fromkeys([*plan.precision, *plan.storage])
@@ -122,12 +122,12 @@ def apply(model: nn.Module, plan: Plan, *, fp32_borders: bool = False) -> None:
 
 
 class Switcher:
-    """Apply one plan after another to a model whose modules stay what they are, without looking for them again.
+    """Applier of successive plans to a model whose modules do not change, without looking them up again.
 
-    Units hand on fp32 whatever the plan, so that what one plan shows holds for others.
+    Units with a precision return fp32 under every plan, so that measurements under one plan are valid for others.
 
     Attributes:
-        hooks: how many hooks a unit's parts had when it was probed, by unit.
+        hooks: number of hooks on a unit's parts when it was probed, by unit.
 
     Args:
         model: the model.
@@ -140,16 +140,16 @@ class Switcher:
         self._places = _places(model, self._modules)
         self.hooks: dict[str, int] = {}
         self._counted: str | None = None
-        # Attributes of the units that the plan recomputes, by name, and of all units under control.
+        # The ``__dict__`` of each unit that the plan recomputes, with its name, and of each controlled unit.
         self._recomputed: list[tuple[str, dict[str, Any]]] = []
         self._attributes: list[dict[str, Any]] = []
 
     def count(self, name: str) -> None:
-        """Count the calls of a unit from now on, whatever the plan."""
+        """Count the calls of a unit from now on, under every plan."""
         self._counted = name
 
     def calls(self) -> int:
-        """Return how often the counted unit was called in training since this was asked last; 0 if none is counted."""
+        """Return the counted unit's calls in training since this method was last called; 0 if no unit is counted."""
         forward = None if self._counted is None else self._modules[self._counted].__dict__.get("forward")
         if not isinstance(forward, ControlledForward):
             return 0
@@ -157,7 +157,7 @@ class Switcher:
         return calls
 
     def apply(self, plan: Plan) -> None:
-        """Do what :func:`apply` does; every unit that the plan names must be one of the switcher's."""
+        """Apply a plan like :func:`apply`, without its checks; the plan must name only the switcher's units."""
         former, self._forwards, self._recomputed = self._forwards, {}, []
         for name, module in self._modules.items():
             counted, storage = name == self._counted, plan.storage_of(name)
@@ -174,7 +174,7 @@ class Switcher:
         self._attributes = [self._modules[name].__dict__ for name in self._forwards]
 
     def remove(self) -> None:
-        """Leave every module as it was found, also one that is no longer the model's."""
+        """Restore every module, including those that are no longer in the model."""
         for forward in self._forwards.values():
             forward.release()
         for module in self._modules.values():
@@ -187,7 +187,7 @@ class Switcher:
         return all(map(operator.is_, present, self._forwards.values()))
 
     def change(self) -> str | None:
-        """Return what has been replaced, removed or added among the modules since; ``None`` for nothing."""
+        """Return the first replaced, removed or added module found since construction; ``None`` if there is none."""
         for name, parent, watched, whole in self._places:
             present = parent._modules
             same = all(map(operator.is_, map(present.get, watched), watched.values()))
@@ -202,7 +202,7 @@ class Switcher:
         return None
 
     def barred(self) -> dict[str, str]:
-        """Return why units are not recomputed any more though their plan says so, by unit."""
+        """Return, by unit, why units are no longer recomputed although the plan says so."""
         return {
             name: forward.recomputation.barred
             for name, attributes in self._recomputed
@@ -212,10 +212,10 @@ class Switcher:
 
     @contextmanager
     def trying(self, plan: Plan) -> Iterator[list[Exception]]:
-        """Run the body under a plan that units may be unable to run under: an operation may know no 16 bits, say.
+        """Run the body under a plan that units may fail under, for example for lack of a 16-bit operation.
 
         Yields:
-            What they raised; a unit that raised is run as the user has it.
+            The exceptions raised; after one, the unit's original forward runs.
         """
         self.apply(plan)
         failures: list[Exception] = []
@@ -231,14 +231,14 @@ class Switcher:
 
 
 def remove(model: nn.Module) -> None:
-    """Release every unit of a model; afterwards nothing of a plan is left in it."""
+    """Release every unit of a model, so that nothing of a plan is left in it."""
     for forward in list(_controlled(model)):
         forward.release()
 
 
 @contextmanager
 def suspended(model: nn.Module) -> Iterator[None]:
-    """Run the body with the user's own arrangement everywhere, for example to evaluate in full precision."""
+    """Run the body with every unit's original forward, for example to evaluate in full precision."""
     forwards = list(_controlled(model))
     for forward in forwards:
         forward.suspended = True
@@ -250,7 +250,7 @@ def suspended(model: nn.Module) -> Iterator[None]:
 
 
 def recomputations(model: nn.Module) -> dict[str, int]:
-    """Return how often backward recomputed each controlled unit since it came under control."""
+    """Return how often each controlled unit was recomputed since it came under control."""
     counts = {id(forward.module): forward.recomputation.count for forward in _controlled(model)}
     return {name: counts[id(module)] for name, module in model.named_modules() if id(module) in counts}
 
@@ -266,8 +266,8 @@ def forward_order(
     Args:
         model: the model.
         names: the modules to watch.
-        run: runs the model once.
-        on_call: is told of each call: the module's name, and what it is handed.
+        run: function that runs the model once.
+        on_call: function that receives each call's module name, positional and keyword arguments.
 
     Returns:
         Calls by name; modules that were not called come last, with 0.
@@ -302,9 +302,9 @@ def _controlled(model: nn.Module) -> Iterator[ControlledForward]:
 def _places(
     model: nn.Module, names: Iterable[str]
 ) -> list[tuple[str, nn.Module, Mapping[str, nn.Module | None], bool]]:
-    """Return the modules that lead to some: each one's name, itself, its children among them, whether these are all.
+    """Return the ancestors of named modules: each one's name, module, watched children, and whether these are all.
 
-    Of a list or sequence all children count: they may become units.
+    All children of a ``ModuleList`` or ``Sequential`` are watched: they may become units.
     """
     found: dict[str, tuple[nn.Module, dict[str, nn.Module | None]]] = {}
     for name in names:
@@ -333,12 +333,12 @@ def _check(name: str, plan: Plan, modules: dict[str, nn.Module]) -> None:
 
 
 def has_16_bit_parameters(module: nn.Module) -> bool:
-    """Tell whether a module keeps any parameter in a 16-bit format, so that it has no fp32 masters."""
+    """Return whether a module has any parameter in a 16-bit format, and so no fp32 master of it."""
     return any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in module.parameters())
 
 
 def _passing(model: nn.Module, plan: Plan, modules: dict[str, nn.Module]) -> frozenset[str]:
-    """Return the units that hand on 16-bit tensors: all but the last, where one 16-bit precision covers the model."""
+    """Return the units that return 16-bit tensors: all but the last, if one 16-bit precision covers the model."""
     if plan.uniform_reduced is None:
         return frozenset()
     covered = {id(parameter) for name in plan.precision for parameter in modules[name].parameters()}
@@ -364,7 +364,7 @@ def _set(
 
 
 def _device_type(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Return where a unit computes: where its parameters are, or, without any, what it is handed."""
+    """Return the device type of a unit's parameters or, if it has none, of its arguments."""
     found: torch.Tensor | None = next(module.parameters(), None)
     if found is None:
         found = next(iter(tensors((args, dict(kwargs)))), None)

@@ -1,8 +1,8 @@
-"""Copy objects with all that they refer to, so that a pass over the copy changes nothing of the original.
+"""Copy objects and everything that they refer to, so that a pass over the copy leaves the original unchanged.
 
-Parameters are not copied: a copy reads the same storage through a leaf of its own, without the original's hooks and
-gradient; what a parameter has as attributes (``main_grad``, say) is copied. Functions, classes and what belongs to a
-process (groups of ranks, locks) are shared. What can be copied in no way is refused.
+Values of trained and large parameters are not copied: the copy has a new leaf on the same storage, without the
+original's hooks and gradient, but with copies of its attributes (such as ``main_grad``). Functions, classes and objects
+of the process (process groups, locks) are shared. Objects that cannot be copied are refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autotune.mechanics.devices import is_accelerator
 from autotune.mechanics.memory_meter import strided
 
 _WEAK = (weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType)
-# What nothing can change, and what is one for the whole process.
+# Types of immutable objects, and of objects that belong to the whole process.
 _SHARED = (
     type(None),
     bool,
@@ -55,35 +55,35 @@ _SHARED = (
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _PLAIN_CONTAINERS = (list, tuple, dict, set, frozenset, deque, OrderedDict, defaultdict)
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
-# The packages whose objects are groups of ranks, streams, context variables and loggers.
+# Packages whose objects belong to the process: process groups, streams, context variables and loggers.
 _OF_THE_PROCESS = ("torch._C", "torch.distributed", "contextvars", "_contextvars", "logging")
-# Whose copies would be copies of a whole program.
+# Most objects in one copy; an object that leads to more probably leads to the whole program.
 _MOST_OBJECTS = 50_000
-# Frozen parameters up to this size (codebooks, running averages) are copied: a forward pass may write to them.
+# Frozen parameters up to this size in bytes (codebooks, running averages) are copied: a forward pass may write to them.
 _FROZEN_BYTES = 2**25
 
 TensorCopy = Callable[[torch.Tensor], torch.Tensor]
 
 
 class CopyError(Exception):
-    """Name the type of an object that cannot be copied."""
+    """Error for an object that cannot be copied; the message names its type."""
 
 
 class Copier:
-    """Copies trees of objects that may refer to each other; an object that is met again has the same copy.
+    """Copier of objects that may refer to each other; each object is copied once.
 
     Args:
-        tensor: returns the copy of a tensor.
+        tensor: function that returns the copy of a tensor.
     """
 
     def __init__(self, tensor: TensorCopy) -> None:
         self._tensor = tensor
-        # The originals stay alive, so that no other object gets their number.
+        # References to the originals, so that their ids are not reused.
         self._known: dict[int, Any] = {}
         self._originals: list[Any] = []
 
     def copy(self, value: Any) -> Any:
-        """Return a copy of an object and of all that it leads to.
+        """Return a copy of an object and everything that it refers to.
 
         Raises:
             CopyError: naming the type that cannot be copied.
@@ -93,7 +93,7 @@ class Copier:
         except CopyError:
             raise
         except Exception as error:
-            # Of somebody else's class, or too deep.
+            # Raised by code of the object's class, or by too deep a recursion.
             raise CopyError(type(value).__name__) from error
 
     def _copied(self, value: Any) -> Any:
@@ -129,11 +129,11 @@ class Copier:
             return MethodType(value.__func__, self._copied(owner))
         if owner is None or isinstance(owner, ModuleType | type):
             return value
-        # A method of a copy, such as ``found.append``.
+        # A built-in method, such as ``found.append``, is bound to the copy.
         return getattr(self._copied(owner), value.__name__)
 
     def know(self, value: Any, made: Any) -> Any:
-        """Take one object for the copy of another, and return it."""
+        """Register an object as the copy of another, and return it."""
         self._known[id(value)] = made
         self._originals.append(value)
         return made
@@ -144,7 +144,7 @@ class Copier:
             made = self.know(value, _constant(type(value), items))
             self._copy_attributes(value, made)
             return made
-        # A shallow copy keeps what a subclass has besides its items.
+        # A shallow copy keeps what a subclass stores besides its items.
         made = self.know(value, copy.copy(value))
         if has_scalars_only(value):
             pass
@@ -161,7 +161,7 @@ class Copier:
         return made
 
     def _plain_object(self, value: Any) -> Any:
-        # An object of the user's own class is made without the code of its constructor.
+        # An object of the user's own class is made without calling its constructor.
         kind = type(value)
         made = self.know(value, SimpleNamespace() if kind is SimpleNamespace else object.__new__(kind))
         self._copy_attributes(value, made)
@@ -178,37 +178,37 @@ class Copier:
         except Exception as error:
             raise CopyError(type(value).__name__) from error
         if made is value and not isinstance(value, random.Random):
-            # What calls itself its own copy is a constant.
+            # An object that is its own deep copy is a constant.
             return self.know(value, value)
         return self.know(value, made)
 
 
 def _constant(kind: Any, items: list[Any]) -> Any:
-    """Return a tuple or frozen set of some class with the items given."""
+    """Return a tuple or frozen set of the given class and items."""
     try:
-        # A named tuple's constructor takes its items one by one.
+        # Without the constructor: a named tuple's takes the items as separate arguments.
         return (tuple if issubclass(kind, tuple) else frozenset).__new__(kind, items)
     except TypeError:
-        # What a function of torch's returns (``torch.return_types.max``) is made by its constructor alone.
+        # Torch's named results (``torch.return_types.max``) can be made only by their constructor.
         return kind(items)
 
 
 def has_scalars_only(value: Any) -> bool:
-    """Tell whether a list, deque, set or dictionary holds numbers, strings and the like and nothing else."""
+    """Return whether a list, deque, set or dictionary contains only numbers, strings, bytes and ``None``."""
     return _SCALARS.issuperset(map(type, value.values() if isinstance(value, dict) else value))
 
 
 def has_scalar_attributes(tensor: torch.Tensor) -> bool:
-    """Tell whether somebody has given a plain tensor attributes, all of them numbers, strings and the like."""
+    """Return whether a plain tensor has been given attributes, all of them numbers, strings, bytes or ``None``."""
     return type(tensor) is torch.Tensor and bool(vars(tensor)) and has_scalars_only(vars(tensor))
 
 
 def copied(value: Any, tensor: TensorCopy = lambda tensor: tensor) -> Any:
-    """Return a copy of any object and of all that it leads to.
+    """Return a copy of any object and everything that it refers to.
 
     Args:
         value: the object.
-        tensor: returns the copy of a tensor; left out, tensors are shared.
+        tensor: function that returns the copy of a tensor; by default, tensors are shared.
 
     Raises:
         CopyError: naming the type that cannot be copied.
@@ -217,16 +217,16 @@ def copied(value: Any, tensor: TensorCopy = lambda tensor: tensor) -> Any:
 
 
 def _is_shared(value: Any) -> bool:
-    """Tell whether a copy shares an object; by its class proper, since a proxy says that it is what it stands for."""
+    """Return whether copies share an object, by its actual type: a proxy's ``__class__`` is that of its target."""
     kind = type(value)
     return kind is object or issubclass(kind, _SHARED)
 
 
 class Loans:
-    """Hand tensors to a pass that may write to them, and have them afterwards as they were.
+    """Lender of tensors to a pass that may write to them; their values are restored afterwards.
 
-    On a host it is copies that are handed out. On an accelerator, where the step may need all the memory that there is,
-    it is the tensors themselves, and copies of their values wait on the host.
+    On a host, copies are lent. On an accelerator, where the step may need all of the memory, strided tensors are lent
+    themselves, and copies of their values stay on the host.
     """
 
     def __init__(self) -> None:
@@ -243,16 +243,16 @@ class Loans:
         return found.requires_grad_(tensor.requires_grad)
 
     def take_back(self) -> None:
-        """Write back what was written over."""
+        """Restore the tensors that were written to."""
         for tensor, values in self._lent:
             if not same_bits(tensor.detach().cpu(), values):
-                # By .data: what autograd keeps of the run's own graph has the same values again.
+                # .data does not count as a write: tensors that the run's own graph has saved get the same values again.
                 tensor.data.copy_(values)
         self._lent = []
 
 
 class Weights:
-    """The values of a module's trained weights, which passes over its copies share and some write to.
+    """Backup of a module's trained weights, which the module's copies share and a pass may write to.
 
     Args:
         module: the module.
@@ -260,11 +260,11 @@ class Weights:
 
     def __init__(self, module: nn.Module) -> None:
         trained = (one for one in module.parameters() if one.requires_grad)
-        # On the host: the step may need all that the device has.
+        # On the host: the step may need all of the device's memory.
         self._then = [(part, part.detach().to("cpu", copy=True)) for one in trained for part in strided(one.detach())]
 
     def put_back(self) -> bool:
-        """Write back what was written over, and tell whether anything was."""
+        """Restore the weights that were written to, and return whether there were any."""
         written = [(now, then) for now, then in self._then if not same_bits(now.detach().cpu(), then)]
         for now, then in written:
             now.data.copy_(then)
@@ -272,16 +272,16 @@ class Weights:
 
 
 def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Tell whether two tensors hold the same values, those that are no numbers included."""
+    """Return whether two tensors have the same values; NaNs count as equal."""
     return bool(torch.isclose(one, two, 0, 0, True).all())
 
 
 def twin_of(module: nn.Module, lend: TensorCopy) -> nn.Module:
-    """Return a copy of a module that computes the same and shares nothing that a pass may write to but weights.
+    """Return a copy of a module that computes the same and shares only its trained and its large frozen weights.
 
     Args:
         module: the module.
-        lend: returns what stands for a tensor that a pass may write to.
+        lend: function that returns the replacement for a tensor that a pass may write to.
 
     Raises:
         CopyError: naming the type that cannot be copied.
@@ -293,7 +293,7 @@ def twin_of(module: nn.Module, lend: TensorCopy) -> nn.Module:
         return nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
 
     copier = Copier(alike)
-    # Whoever runs the twin's forward meets none of the hooks round it.
+    # The module's own hooks are not copied, only those of its parts.
     for name, hooks in vars(module).items():
         if "hooks" in name and isinstance(hooks, OrderedDict):
             copier.know(hooks, OrderedDict())
@@ -302,7 +302,7 @@ def twin_of(module: nn.Module, lend: TensorCopy) -> nn.Module:
 
 
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a leaf with a tensor's values; a parameter stays one, and what is expanded takes no more room."""
+    """Return a leaf with a tensor's values; a parameter stays a parameter, and an expanded tensor stays expanded."""
     made = tensor.detach()
     if tensor.layout is torch.strided and 0 in tensor.stride():
         once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
@@ -315,13 +315,13 @@ def own_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dissolve(twin: nn.Module) -> None:
-    """Empty a copy that is not needed any more: parts that refer to each other would wait for the collector."""
+    """Clear a copy that is no longer needed: its reference cycles would wait for the garbage collector."""
     for part in list(twin.modules()):
         vars(part).clear()
 
 
 def is_unchanged(value: Any, copy: Any) -> bool:
-    """Tell whether an object still holds what it held when a copy was made of it that shares its tensors."""
+    """Return whether an object still has the contents of an earlier copy that shares its tensors."""
     return _is_unchanged(value, copy, set())
 
 
@@ -352,16 +352,16 @@ def _is_unchanged(value: Any, copy: Any, met: set[int]) -> bool:
 
 
 def state_of(value: Any) -> dict[str, Any]:
-    """Return all values that an object leads to, by path: tensors but trained parameters, numbers, generators' states.
+    """Return the values that an object leads to, by path: numbers, generator states, tensors and the like.
 
-    Two copies of one object in the same state have equal ones.
+    Trained and large frozen parameters are left out. Copies of an object in the same state give equal values.
     """
     return dict(_state("", value, set()))
 
 
 def _state(path: str, value: Any, met: set[int]) -> Iterator[tuple[str, Any]]:
     if _is_shared(value) and not issubclass(type(value), _WEAK):
-        # Nothing but another one can be in its place.
+        # It cannot change, only be replaced.
         yield path, value
         return
     if _is_shared(value) or _belongs_to_process(value) or id(value) in met or len(met) > _MOST_OBJECTS:
@@ -386,7 +386,7 @@ def _state(path: str, value: Any, met: set[int]) -> Iterator[tuple[str, Any]]:
 def _state_of_tensor(path: str, value: torch.Tensor, met: set[int]) -> Iterator[tuple[str, Any]]:
     own = isinstance(value, nn.Parameter)
     if not own or (not value.requires_grad and value.nbytes <= _FROZEN_BYTES):
-        # On the host: what is compared takes no room that passes need.
+        # On the host, so that the passes have all of the device's memory.
         yield path, value.detach().cpu().clone()
     if value.is_leaf and value.grad is not None:
         yield f"{path}.grad", value.grad.detach().cpu().clone()
@@ -413,7 +413,7 @@ def _state_of_parts(path: str, value: Any, met: set[int]) -> Iterator[tuple[str,
 
 
 def _state_of_other(path: str, value: Any, met: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield what is neither a container's nor an attribute's."""
+    """Yield an object's state that is neither in a container nor in an attribute."""
     if isinstance(value, MethodType):
         yield f"{path}.__func__", value.__func__
         yield from _state(f"{path}.__self__", value.__self__, met)
@@ -427,26 +427,26 @@ def _state_of_other(path: str, value: Any, met: set[int]) -> Iterator[tuple[str,
     elif isinstance(value, io.StringIO | io.BytesIO):
         yield path, value.getvalue()
     elif isinstance(value, Iterator) and type(value).__module__ in ("itertools", "builtins"):
-        # What is left of it, as ``count(3)``.
+        # What remains of the iterator, such as ``count(3)``.
         yield path, repr(value.__reduce__())
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Return an object's attributes by name, in its ``__dict__`` and in slots; a method has none of its own."""
+    """Return an object's attributes by name, from its ``__dict__`` and slots; a method has none."""
     if isinstance(value, MethodType):
         return {}
     found = dict(own_dict(value))
     for name in slots_of(type(value)):
-        # A slot may hold nothing yet.
+        # A slot may be empty.
         with suppress(AttributeError):
             found[name] = object.__getattribute__(value, name)
     return found
 
 
 def own_dict(value: Any) -> dict[str, Any]:
-    """Return an object's ``__dict__``, empty if it has none; no code of its class's own runs."""
+    """Return an object's ``__dict__``, or an empty one, without running code of its class."""
     if isinstance(value, threading.local):
-        # Another one in each thread.
+        # Each thread has its own.
         return value.__dict__
     try:
         found: dict[str, Any] = object.__getattribute__(value, "__dict__")
@@ -456,7 +456,7 @@ def own_dict(value: Any) -> dict[str, Any]:
 
 
 def slots_of(kind: type) -> list[str]:
-    """Return the names of the slots that a class's objects have, those of torch's and python's own classes left out."""
+    """Return the names of a class's slots, without those of torch's, numpy's and python's own classes."""
     found: list[str] = []
     for base in kind.__mro__:
         own = vars(base).get("__slots__", ())
@@ -466,7 +466,7 @@ def slots_of(kind: type) -> list[str]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Tell whether an object is no more than what its ``__dict__`` holds."""
+    """Return whether all state of an object is in its ``__dict__``."""
     kind = type(value)
     if isinstance(value, nn.Module):
         return not isinstance(value, torch.jit.ScriptModule)
@@ -483,7 +483,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_named(value: Any) -> bool:
-    """Tell whether an object has a name in the module of its class: code may ask whether it is handed that very one."""
+    """Return whether an object is a global of its class's module, such as a sentinel that code compares by identity."""
     module = sys.modules.get(type(value).__module__)
     return not isinstance(value, nn.Module) and any(one is value for one in list(vars(module or _Plain).values()))
 
@@ -493,12 +493,12 @@ class _Plain:
 
 
 _PLAIN_REDUCTION: tuple[Any, Any] = (object.__reduce_ex__, object.__reduce__)
-# An object with a ``__dict__`` and weak references, and nothing of C's behind it.
+# Size of an object with a ``__dict__`` and weak references, and no further data in C.
 _PLAIN_SIZE = _Plain.__basicsize__
 
 
 def _belongs_to_process(value: Any) -> bool:
-    """Tell whether an object stands for something that the whole process has one of."""
+    """Return whether an object represents something that exists once per process."""
     if isinstance(value, torch.Tensor | torch.Generator | nn.Module):
         return False
     return type(value).__module__.startswith(_OF_THE_PROCESS)

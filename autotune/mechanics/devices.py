@@ -36,8 +36,8 @@ _TF32_CAPABILITY = (8, 0)
 # Files with the versions of NVIDIA's and AMD's kernel modules.
 _DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
 
-# What torch, the host's allocator, drivers and libraries say where memory runs out; all but the first two raise a plain
-# RuntimeError. MPS: "MPS backend out of memory". NCCL and RCCL allocate for themselves, and say so in two lines.
+# Parts of the messages with which torch, the host's allocator, drivers and libraries report that memory ran out, mostly
+# in a plain RuntimeError. MPS: "MPS backend out of memory". NCCL and RCCL allocate memory outside torch.
 _OUT_OF_MEMORY_SIGNS = (
     "out of memory",
     "can't allocate memory",
@@ -46,7 +46,7 @@ _OUT_OF_MEMORY_SIGNS = (
     "ROCBLAS_STATUS_MEMORY_ERROR",
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-    # cuDNN, if no algorithm has room for its workspace.
+    # From cuDNN, if no algorithm has room for its workspace.
     "CUDNN_STATUS_NOT_SUPPORTED",
     "miopenStatusAllocFailed",
     "hipErrorOutOfMemory",
@@ -65,7 +65,7 @@ class Allocated:
     Attributes:
         current: bytes of blocks in use; each block is rounded up.
         peak: the largest ``current`` since the peaks were last reset.
-        reserved: bytes of segments taken from the driver, used or not; what ``nvidia-smi`` shows without the context.
+        reserved: bytes of segments taken from the driver, used or not; ``nvidia-smi`` adds the context to these.
         reserved_peak: the largest ``reserved`` since the peaks were last reset.
         retries: allocations since the process began for which the cache had to be freed first.
     """
@@ -121,7 +121,7 @@ def resolved(device: AnyDevice | None, where: str = "device") -> torch.device:
 
 
 def is_accelerator(device: AnyDevice) -> bool:
-    """Tell whether a device has its own memory, clock and allocator."""
+    """Return whether a device has its own memory, clock and allocator."""
     return torch.device(device).type not in ("cpu", "meta")
 
 
@@ -209,7 +209,7 @@ def lacks(device: AnyDevice) -> Mapping[str, str]:
     if _function(found, "memory_stats") is None or _function(found, "reset_peak_memory_stats") is None:
         missing["peak statistics"] = "peaks are not measured, so no budget is watched"
     if _function(found, "mem_get_info") is None:
-        missing["free memory"] = "without a budget of yours there is none"
+        missing["free memory"] = "there is no memory budget unless you set one"
     if _function(found, "Event") is None:
         missing["events"] = "units are timed by waiting for the device, which makes a timed step slower"
     if torch.bfloat16 not in autocast_dtypes(found):
@@ -238,7 +238,7 @@ def unusable(device: AnyDevice) -> str | None:
 
 
 def _is_traced(device: torch.device) -> bool:
-    """Tell whether allocations are traced, also if there is no free memory now."""
+    """Return whether a device's allocations are traced; ``True`` if none can be made now."""
     try:
         return traces_memory(device)
     except RuntimeError:
@@ -247,7 +247,7 @@ def _is_traced(device: torch.device) -> bool:
 
 @functools.cache
 def traces_memory(device: AnyDevice) -> bool:
-    """Tell whether torch's profiler traces a device's allocations, by making one.
+    """Return whether torch's profiler traces a device's allocations, by making one.
 
     Raises:
         RuntimeError: if no allocation can be made.
@@ -375,7 +375,7 @@ def release(device: AnyDevice) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an exception means that memory ran out, on any device or on the host."""
+    """Return whether an exception means that memory ran out, on any device or on the host."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY_SIGNS)
@@ -406,7 +406,7 @@ def restore_random_states(states: Sequence[torch.Tensor]) -> None:
 
 
 def _initialized_module() -> Any:
-    """Return the accelerator's module if this process has used it; otherwise a query would create a context there."""
+    """Return the accelerator's module; ``None`` before this process uses it, since a query would create a context."""
     found = torch.accelerator.current_accelerator(check_available=True)
     module = None if found is None else torch.get_device_module(found)
     began = getattr(module, "is_initialized", None)
@@ -448,7 +448,7 @@ def fp32_arithmetic(device: AnyDevice) -> dict[str, str]:
 
 
 def gpu_arithmetic() -> dict[str, str]:
-    """Return the same for NVIDIA GPUs under torch's present settings, even if there is none."""
+    """Return :func:`fp32_arithmetic` for NVIDIA GPUs under torch's current settings, even if there is no GPU."""
     return fp32_arithmetic("cuda")
 
 
@@ -458,7 +458,7 @@ def _arithmetic(switch: Any) -> str:
         try:
             chosen = getattr(one, "fp32_precision", "none")
         except RuntimeError:
-            # Set by an older switch, which torch does not allow to be mixed with this one.
+            # An older switch was set, which torch does not allow to be mixed with this one.
             return _TF32 if getattr(one, "allow_tf32", False) else _FP32
         if chosen != "none":
             return _FP32 if chosen == "ieee" else str(chosen)
@@ -472,7 +472,7 @@ def arithmetic_shown(fp32: Mapping[str, str]) -> str:
 
 
 def has_tf32(device: AnyDevice) -> bool:
-    """Tell whether a device can compute fp32 products in TF32: NVIDIA GPUs since Ampere can."""
+    """Return whether a device can compute fp32 products in TF32: NVIDIA GPUs since Ampere can."""
     found = torch.device(device)
     if found.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return False
@@ -480,7 +480,7 @@ def has_tf32(device: AnyDevice) -> bool:
 
 
 def require_fp32_choice(choice: str | None, device: AnyDevice, *, where: str) -> None:
-    """Refuse a choice between TF32 and fp32 on a device without TF32; ``None`` is no choice.
+    """Refuse a choice between TF32 and fp32 on a device without TF32; ``None`` means no choice.
 
     Raises:
         InputError: naming the device and the devices that have TF32.
@@ -508,7 +508,7 @@ def fp32_computed_in(choice: str | None) -> Iterator[None]:
     newer: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
     allowed = [_readable(switch, "allow_tf32") for switch in older]
     precisions = [_readable(switch, "fp32_precision") for switch in newer]
-    # Parts of torch read the older switches, and refuse if they contradict the newer ones.
+    # Parts of torch read the older switches, and raise if they contradict the newer ones.
     try:
         for switch in older:
             switch.allow_tf32 = choice == _TF32
@@ -525,7 +525,7 @@ def fp32_computed_in(choice: str | None) -> Iterator[None]:
 
 
 def _readable(switch: Any, name: str) -> Any:
-    """Return one of torch's switches; ``None`` if the other kind of switch was set."""
+    """Return the value of one of torch's switches; ``None`` if the other kind of switch was set."""
     try:
         return getattr(switch, name)
     except RuntimeError:

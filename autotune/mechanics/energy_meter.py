@@ -1,9 +1,9 @@
 """Read the energy that a device has used, with the source of the reading.
 
-GPUs are read through zeus. Processors are read from the kernel's powercap files: zeus counts a counter's wrap-arounds
-in a process of its own that looks once a second, so that a window which ends within that second reads a whole range too
-little, and the process takes time on the machine that is measured. Whatever else runs on the device is in the reading.
-Nothing is guessed: an estimate is made only from watts that the user gave.
+GPUs are read through zeus. Processors are read from the kernel's powercap files, because zeus detects counter
+wrap-arounds in a separate process that polls once a second: a window that ends before the next poll reads a whole range
+too little, and the process loads the measured machine. Readings include everything else that runs on the device.
+Energy is estimated only from watts that the user gave.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class RaplMeter:
 
 
 class GpuMeter:
-    """Meter of a GPU through zeus, from NVIDIA's NVML or AMD's SMI.
+    """Meter of a GPU, which zeus reads from NVIDIA's NVML or AMD's SMI.
 
     Args:
         device: the GPU.
@@ -140,7 +140,7 @@ class GpuMeter:
 
         self.source = f"measured:{devices.energy_library()}"
         index = torch.accelerator.current_device_index() if device.index is None else device.index
-        # Without CPUs, for each of which zeus would start a process.
+        # Without CPUs: zeus would start a process for each.
         self._monitor: Any = ZeusMonitor(gpu_indices=[index], cpu_indices=[])
         if len(self._monitor.gpus) <= index:
             raise LookupError(f"zeus finds {len(self._monitor.gpus)} GPUs")
@@ -155,11 +155,11 @@ class GpuMeter:
 
 
 def find_meter(device: torch.device, watts: float | None = None) -> EnergyMeter:
-    """Return the best meter for a device: a measurement, else an estimate, else none.
+    """Return the best meter for a device: a measurement, otherwise an estimate, otherwise none.
 
     Args:
         device: the device of the training.
-        watts: its power for an estimate; ``None`` makes no estimate.
+        watts: the device's power, for an estimate; ``None`` for no estimate.
 
     Raises:
         InputError: if the power is not a number above 0.
@@ -176,7 +176,7 @@ def find_meter(device: torch.device, watts: float | None = None) -> EnergyMeter:
 
 
 def estimate(watts: float | None) -> EnergyMeter:
-    """Return the meter of a device that cannot be measured: an estimate from the user's watts, or none."""
+    """Return the meter for a device that cannot be measured: an estimate from the user's watts, or none."""
     return NoMeter() if watts is None else TdpMeter(watts)
 
 

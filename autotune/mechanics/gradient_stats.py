@@ -53,7 +53,7 @@ class GradientProbe:
             handle.remove()
 
     def next_micro_batch(self) -> None:
-        """Begin the norms of another micro-batch."""
+        """Begin recording the norms of the next micro-batch."""
         if self._whole:
             return
         self._norms.append([None] * len(self._parameters))
@@ -117,7 +117,7 @@ class MonitorState:
     """State that remains after a sampled step.
 
     Attributes:
-        average: moving averages behind the noise scale.
+        average: moving averages from which the noise scale is computed.
         latest: the statistics of the last sampled step.
         sampled_at: number of the last sampled step; -1 before the first.
         learnt_at: number of the last step that updated the noise scale; ``None`` before the first.
@@ -229,7 +229,7 @@ def _signal_to_noise(squares: Sequence[float], micro_samples: Sequence[int], who
 
 
 def tiny_counts(gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return for each gradient the non-zero entries below fp16's range, and all non-zero ones, in a strided sample."""
+    """Estimate each gradient's non-zero entries below fp16's range, and all non-zero ones, from a strided sample."""
     views = [g.detach().reshape(-1)[:: max(g.numel() // _UNDERFLOW_SAMPLE, 1)].abs() for g in gradients]
     flat = torch.cat([view.float() for view in views])
     # A cumulative sum computes the counts of all parameters in a few kernels.

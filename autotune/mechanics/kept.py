@@ -1,6 +1,6 @@
-"""Keep, of what a recomputed unit is handed, what its recomputation needs, and nothing that keeps others alive.
+"""Keep those arguments of a unit that its recomputation needs, without keeping other units' activations alive.
 
-A cache that all blocks share holds what each of them has computed: a plain copy of it would keep all their activations
+A cache that all blocks share contains tensors that each of them computed: a plain copy would keep all their activations
 alive. Only the values of such tensors are kept, and only of those that the unit used.
 """
 
@@ -21,7 +21,7 @@ from autotune.mechanics.buffers import version_of
 from autotune.mechanics.copies import Copier, CopyError, TensorCopy, copied, has_scalars_only, own_dict
 
 _HARMLESS = {"__get__", "size", "numel", "nelement", "element_size", "untyped_storage", "data_ptr"}
-# What a call may put something into, and how many items of it are copied at each call.
+# Containers that a call may change, and how many of their items are copied at each call.
 _MUTABLE = (list, dict, set, deque)
 _MOST_ITEMS, _MOST_SCALARS = 256, 4096
 _COMMON = frozenset({type(None), bool, int, float, str, list, tuple, dict, set, OrderedDict, torch.Tensor})
@@ -29,10 +29,10 @@ _LIBRARIES = ("builtins", "torch", "numpy", "autotune", "collections", "functool
 
 
 class Kept:
-    """A call's arguments, with copies, until it is known whether anything writes to them before backward.
+    """A call's arguments, with copies until it is known whether they are written to before backward.
 
     Args:
-        leaves: the leaves of the arguments; tensors within objects count as well.
+        leaves: the leaves of the arguments; tensors within objects are included.
         copies: whether copies of the tensors are kept.
 
     Raises:
@@ -43,24 +43,24 @@ class Kept:
         self._leaves = leaves
         self._tensors = _tensors_within(leaves)
         self._versions = [version_of(tensor) for tensor in self._tensors]
-        # On the host, where there is one beside the device: the step may need all that the device has.
+        # On the host: the step may need all of the device's memory.
         self._copies = {id(one): one.detach().to("cpu", copy=True) for one in self._tensors} if copies else {}
 
     @property
     def written(self) -> bool:
-        """Tell whether the tensors have been written to since."""
+        """Return whether the tensors have been written to since."""
         return self._versions != [version_of(tensor) for tensor in self._tensors]
 
     def settle(self) -> None:
-        """Forget the copies if the tensors have not been written to."""
+        """Drop the copies if the tensors have not been written to."""
         if not self.written:
             self._copies = {}
 
     def drop(self, unused: TensorCopy) -> None:
-        """Replace the tensors, and forget those whose replacement holds nothing.
+        """Replace the tensors, and drop those whose replacement is :class:`Absent`.
 
         Args:
-            unused: returns the replacement of a tensor.
+            unused: function that returns the replacement for a tensor.
         """
         self._leaves = ()
         kept = ((tensor, unused(tensor)) for tensor in self._tensors)
@@ -68,11 +68,11 @@ class Kept:
         self._versions = [version_of(tensor) for tensor in self._tensors]
 
     def leaves(self) -> list[Any]:
-        """Return the leaves; tensors as they were."""
+        """Return the leaves, with tensors in their original state."""
         return [self.then(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
 
     def then(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor as it was."""
+        """Return a tensor in its original state."""
         made = self._copies.get(id(tensor))
         return tensor if made is None or not self.written else _back(made, tensor)
 
@@ -83,7 +83,7 @@ def flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any]
 
 
 def _tensors_within(leaves: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the tensors that leaves are, or lead to."""
+    """Return the tensors among leaves and within them."""
     found: list[torch.Tensor] = []
 
     def met(tensor: torch.Tensor) -> torch.Tensor:
@@ -100,12 +100,12 @@ def _back(copy: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class Reads(TorchFunctionMode):
-    """A mode that records which of the tensors with a gradient that objects hold are used while it is active.
+    """Mode that records which tensors within objects are used while it is active, among those that require a gradient.
 
     Attributes:
-        met_all: all tensors that objects hold, but for parameters.
-        tensors: those with a gradient, by identity.
-        used: the identities of those that were used.
+        met_all: all tensors within objects, without parameters.
+        tensors: those that require a gradient, by id.
+        used: ids of those that were used.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Reads(TorchFunctionMode):
         self.used: set[int] = set()
 
     def met(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Take in a tensor that an object holds, and return it."""
+        """Register a tensor of an object, and return it."""
         if not isinstance(tensor, Absent | nn.Parameter):
             self.met_all.append(tensor)
             if tensor.requires_grad:
@@ -123,7 +123,7 @@ class Reads(TorchFunctionMode):
         return tensor
 
     def left(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what is kept of a tensor: its values if it was used, else an :class:`Absent` one."""
+        """Return what to keep of a tensor: its values if it was used, otherwise an :class:`Absent` one."""
         if id(tensor) not in self.tensors:
             return tensor
         return without_graph(tensor) if id(tensor) in self.used else torch.Tensor._make_subclass(Absent, torch.empty(0))
@@ -135,9 +135,9 @@ class Reads(TorchFunctionMode):
 
 
 class Absent(torch.Tensor):
-    """Placeholder for a tensor that a unit did not use: to keep that would keep other units' activations alive.
+    """Placeholder for a tensor that a unit did not use, and that would keep other units' activations alive.
 
-    Its attributes and its size may be read: some code looks through all tensors of a process.
+    Its attributes and size can be read, since some code inspects all tensors of a process.
     """
 
     @classmethod
@@ -149,31 +149,31 @@ class Absent(torch.Tensor):
 
 
 def without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a leaf that shares a tensor's values and its count of writes: to keep it keeps no other pass's graph."""
+    """Return a leaf that shares a tensor's storage and version counter, but keeps no graph alive."""
     return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
 
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """The arguments of a unit that are no tensors, and its attributes that a pass may add to.
+    """A unit's non-tensor arguments, and its attributes that a pass may change.
 
     Attributes:
-        handed: by its place among the arguments' leaves.
-        attributes: by the place of the unit's part that has them, and by name.
+        handed: the arguments, by place among the leaves.
+        attributes: the attributes, by place of their part and by name.
     """
 
     handed: Mapping[int, Any]
     attributes: Mapping[int, Mapping[str, Any]]
 
     def copied(self, tensor: TensorCopy, known: Mapping[int, Any] | None = None) -> Objects:
-        """Return copies of all, which lead to each other as the originals do.
+        """Return copies of all objects, which refer to each other as the originals do.
 
         Args:
-            tensor: returns the copy of a tensor.
-            known: objects to use instead of copies of what was handed, by place.
+            tensor: function that returns the copy of a tensor.
+            known: objects to use instead of copies of arguments, by place.
 
         Raises:
-            CopyError: naming a type that cannot be copied, or an attribute too large for a copy at each call.
+            CopyError: naming a type that cannot be copied, or an attribute that is too large to copy at each call.
         """
         if not self.handed and not self.attributes:
             return self
@@ -191,7 +191,7 @@ class Objects:
 
 
 def _few(value: Any) -> Any:
-    """Return an attribute, or raise if it is too large for a copy at each call."""
+    """Return an attribute; raise if it is too large to copy at each call."""
     if isinstance(value, _MUTABLE) and len(value) > _MOST_ITEMS:
         most = _MOST_SCALARS if has_scalars_only(value) else _MOST_ITEMS
         if len(value) > most:
@@ -200,9 +200,9 @@ def _few(value: Any) -> Any:
 
 
 def is_carrier(value: Any) -> bool:
-    """Tell whether a value is a mutable container, or leads to a tensor that has a graph.
+    """Return whether a value is a mutable container, or leads to a tensor that has a graph.
 
-    A value that leads to a module does not count, since it leads to all that the module has.
+    A value that leads to a module does not count, since it leads to everything in the module.
     """
     carries, waiting = isinstance(value, _MUTABLE), [value]
     met: set[int] = set()
@@ -222,19 +222,19 @@ def is_carrier(value: Any) -> bool:
 
 
 def objects_of(parts: Sequence[nn.Module]) -> list[dict[str, Any]]:
-    """Return the ``__dict__`` of each attribute of a module that is an object of the user's own class.
+    """Return the ``__dict__`` of each attribute of modules that is an object of the user's own class.
 
     Args:
         parts: the modules.
     """
     held = {id(one): one for part in parts for one in part.__dict__.values() if _is_users_own(one)}
-    # Where an object has no ``__dict__``, an empty one stands for it.
+    # An object without a ``__dict__`` gives an empty one.
     return [own_dict(one) for one in held.values()]
 
 
 def _is_users_own(value: Any) -> bool:
     kind = type(value)
-    # Nearly all that a module holds is one of these.
+    # Nearly all attributes of modules have one of these types.
     if kind in _COMMON:
         return False
     return kind.__module__.partition(".")[0] not in _LIBRARIES and not isinstance(value, nn.Module | type)

@@ -1,4 +1,4 @@
-"""Catch what goes wrong in the tuner, and let through what a signal's handler raises: that is meant for the loop."""
+"""Catch the tuner's own errors, but not exceptions that a signal handler raises, which are meant for the loop."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 
 def any_error() -> tuple[type[Exception], ...]:
-    """Return the classes that an ``except`` clause catches where an error of the tuner must not end the run.
+    """Return the exception classes that an ``except`` clause should catch where a tuner error must not end the run.
 
     Returns:
-        ``Exception`` alone; nothing, if a signal handler raised the exception that is being handled (on a notice of
-        preemption, say), since a signal may arrive at any line.
+        ``Exception``; nothing, if a signal handler raised the exception that is being handled (on a preemption notice,
+        for example), since a signal may arrive at any line.
     """
     error = sys.exception()
     if error is None or error.__traceback__ is None:
@@ -25,7 +25,7 @@ def any_error() -> tuple[type[Exception], ...]:
 
 
 def _handlers() -> set[CodeType]:
-    """Return the code of all handlers of signals that are written in Python."""
+    """Return the code of all signal handlers that are written in Python."""
     found = set()
     for number in signal.valid_signals():
         handler: Any = signal.getsignal(number)

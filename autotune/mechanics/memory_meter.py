@@ -39,7 +39,7 @@ class MemoryMeter:
 
     @property
     def available(self) -> bool:
-        """Tell whether the memory of a step can be measured on the device."""
+        """Return whether the memory of a step can be measured on the device."""
         return not devices.is_accelerator(self._device) or devices.allocated(self._device) is not None
 
     def reset(self) -> None:
@@ -171,7 +171,7 @@ def _parts(value: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _is_stored(value: torch.Tensor) -> bool:
-    """Tell whether a tensor's storage can be read: tensors within torch.func and some wrappers have none."""
+    """Return whether a tensor's storage can be read: tensors within torch.func and some wrappers have none."""
     try:
         value.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):

@@ -1,4 +1,4 @@
-"""Run a unit in a precision, and say which precisions a device does well.
+"""Run a unit in a precision, and find the precisions that a device computes efficiently.
 
 Parameters are never converted: autocast makes 16-bit copies at each use, and gradients arrive in fp32.
 """
@@ -22,10 +22,10 @@ from autotune.plan import Precision
 DTYPES = MappingProxyType({precision: getattr(torch, precision.dtype) for precision in Precision if precision.dtype})
 _REDUCED = tuple(DTYPES[precision] for precision in REDUCED_PRECISIONS)
 
-# A format without a native path is emulated: on CPUs fp16 matrix products can run at a hundredth of fp32's rate, and
-# where they do not, fp16 convolutions still do. Ten times slower is far from every useful format and from noise.
+# A format without a native path is emulated: on CPUs, fp16 matrix products can run at a hundredth of fp32's speed, and
+# where they are fast, fp16 convolutions may not be. A ratio of 10 is far above any useful format and above noise.
 _SLOWEST_USEFUL_RATIO = 10.0
-# Looks that a format gets before it is left out: on a busy machine one may meet another process's time slice.
+# Measurements of a format before it is excluded: on a busy machine, another process may disturb one of them.
 _LOOKS = 4
 
 
@@ -33,7 +33,7 @@ _LOOKS = 4
 def computing_in(precision: Precision, device_type: str) -> Iterator[None]:
     """Run the body in a precision; ``inherit`` changes nothing.
 
-    Autocast's cache of weight copies is off: with recomputation it can hand a copy of one graph to another
+    Autocast's cache of weight copies is off: with recomputation it can reuse one graph's copy in another
     (pytorch#141896), and it made no difference to peak memory.
     """
     if precision is Precision.INHERIT or (precision is Precision.FP32 and not torch.is_autocast_enabled(device_type)):
@@ -56,10 +56,10 @@ def canonical(tree: Any) -> Any:
 
 @functools.cache
 def excluded_precisions(device_type: str) -> MappingProxyType[Precision, str]:
-    """Return the precisions that a device has no fast path for, each with the measured reason.
+    """Return the precisions that a device has no fast path for, each with the reason.
 
-    A small matrix product and a small convolution are timed per format, forward and backward, some tenths of a
-    second in all; the answer is kept for the process.
+    A small matrix product and a small convolution are timed in each format, forward and backward, in some tenths of a
+    second overall; the result is cached.
     """
     reasons = {}
     for precision in REDUCED_PRECISIONS:
@@ -81,13 +81,13 @@ def excluded_precisions(device_type: str) -> MappingProxyType[Precision, str]:
 
 
 def useful_precisions(device_type: str) -> tuple[Precision, ...]:
-    """Return fp32 and the 16-bit formats that a device does well, fp32 first."""
+    """Return fp32 and the 16-bit formats that a device computes efficiently, fp32 first."""
     excluded = excluded_precisions(device_type)
     return tuple(precision for precision in DTYPES if precision not in excluded)
 
 
 def _ratio(probe: Callable[[torch.dtype, str], float], dtype: torch.dtype, device_type: str) -> float:
-    """Return how many times as long as in fp32 a probe takes at its fastest, the two in turn."""
+    """Return the ratio of a probe's fastest time in a format to that in fp32, measured alternately."""
     own = other = float("inf")
     with _one_thread(), _plain_mode(device_type):
         for look in range(1, _LOOKS + 1):
@@ -99,7 +99,7 @@ def _ratio(probe: Callable[[torch.dtype, str], float], dtype: torch.dtype, devic
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Keep threads from waiting for each other: where cores are busy, that takes longer than the work."""
+    """Run the body on one thread: on busy cores, threads wait for each other longer than the work takes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -110,7 +110,7 @@ def _one_thread() -> Iterator[None]:
 
 @contextmanager
 def _plain_mode(device_type: str) -> Iterator[None]:
-    """Run the body with gradients and without autocast, whatever the caller has switched on."""
+    """Run the body with gradients and without autocast, regardless of the caller's modes."""
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device_type, enabled=False):
         yield
 

@@ -1,4 +1,4 @@
-"""Keep a run's random numbers its own: capture, restore and isolate every generator that training draws from."""
+"""Capture, restore and isolate every random generator that training draws from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from autotune.mechanics import devices
 
-# So often in a row only a body that draws itself changes states.
+# If the states change in this many runs in a row, it is the body that draws and not another thread.
 _LOOKS = 4
 
 
@@ -39,7 +39,7 @@ def capture() -> RandomState:
 
 
 def restore(state: RandomState) -> None:
-    """Set all generators to a captured state; one that is in it already is left alone, for others may draw from it."""
+    """Set all generators to a captured state; skip those already in it, since other threads may draw from them."""
     if random.getstate() != state.python:
         random.setstate(state.python)
     if not _same_numpy(state.numpy):
@@ -48,22 +48,22 @@ def restore(state: RandomState) -> None:
 
 
 def restore_torch(state: RandomState) -> None:
-    """Set torch's generators to a captured state, and leave those of python and numpy as they are."""
+    """Set only torch's generators to a captured state."""
     if not torch.equal(torch.get_rng_state(), state.cpu):
         torch.set_rng_state(state.cpu)
     devices.restore_random_states(state.accelerators)
 
 
 def drawn_states() -> list[torch.Tensor]:
-    """Return the states of torch's generators, which recomputation repeats."""
+    """Return the states of torch's generators, which recomputation restores."""
     return [torch.get_rng_state(), *devices.random_states()]
 
 
 def draws_on_host(body: Callable[[], object]) -> bool:
-    """Tell whether a body that can be run again draws from python's or numpy's generator; run it once, or a few times.
+    """Return whether a repeatable body draws from or seeds python's or numpy's generator; run it up to four times.
 
-    Another thread, which fetches batches say, may draw at the same time. But what the body draws it draws each time; or
-    it sets a seed, after which states are what they were the last time.
+    Another thread, such as a data loader's, may draw at the same time. A body that draws does so in every run, so one
+    run without a change of state rules it out. A body that seeds may leave the states equal, so seeding is recorded.
     """
     with _noticing_seeds() as seeded:
         for _ in range(_LOOKS):
@@ -78,7 +78,7 @@ def draws_on_host(body: Callable[[], object]) -> bool:
 
 @contextmanager
 def _noticing_seeds() -> Iterator[list[str]]:
-    """Run the body, and note where this thread seeds python's or numpy's generator."""
+    """Record this thread's calls that seed python's or numpy's generator while the body runs."""
     seeded: list[str] = []
     own = threading.get_ident()
 
@@ -123,7 +123,7 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Run the body and leave the caller's generators as they were."""
+    """Run the body, then restore the caller's generators."""
     state = capture()
     try:
         yield

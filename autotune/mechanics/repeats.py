@@ -1,7 +1,7 @@
-"""Find out, on a sample of its calls, whether a unit that is recomputed in backward repeats its forward pass.
+"""Check, on a sample of calls, whether a unit's recomputation repeats its forward pass.
 
-What a recomputation saves for backward is compared, by one number for each tensor, with what the forward pass saved. On
-a host the numbers are compared at once; on an accelerator later, so that the run does not wait for it.
+The norms of the tensors that a recomputation saves for backward are compared with those of the forward pass: on a host
+at once, on an accelerator later, so that the run does not wait for it.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autotune.mechanics.devices import is_accelerator
 
-# The probe looks at a unit's first call, and traces, whose memory is planned with, follow: comparing begins after them,
-# and becomes ever rarer. Numbers of calls are even and odd, since a unit may be called several times in a step.
+# Comparisons begin after the probe of a unit's first call and after the traces that memory is planned from, and become
+# ever rarer. The calls have even and odd numbers, since a unit may be called several times in a step.
 _COMPARED = frozenset({16, 33, 67, 135})
 _AFTER, _EVERY = 135, 257
-# Numbers that are kept of one call on an accelerator: as many as fit into the smallest block that its allocator has.
+# Norms per call that are kept on an accelerator: as many as fit into its allocator's smallest block.
 _KEPT = 128
-# An accelerator need not repeat itself to the last bit.
+# Relative tolerance on an accelerator, whose results may not repeat to the last bit.
 _ROUNDING = 1e-3
 
 
 def is_due(call: int) -> bool:
-    """Tell whether a unit's call, by its number from 1, is one of those that are compared."""
+    """Return whether a unit's call with this number, counted from 1, is compared."""
     return call in _COMPARED or (call > _AFTER and (call - _AFTER) % _EVERY == 0)
 
 
 class _Numbers:
-    """A number for each tensor that one pass saves: on the host at once, on an accelerator in one block.
+    """The norms of the tensors that one pass saves.
 
     Attributes:
-        on_host: the numbers of tensors on the host, by the tensor's place among all.
-        on_device: those of tensors on an accelerator, one after the other; ``None`` if there were none.
-        places: the places of those tensors among all.
-        count: how many tensors there were.
+        on_host: norms of tensors on the host, by the tensor's place among all.
+        on_device: norms of the first tensors on an accelerator, in one block; ``None`` if there were none.
+        places: the places of these tensors among all.
+        count: number of tensors.
     """
 
     def __init__(self) -> None:
@@ -49,14 +49,14 @@ class _Numbers:
         self.count = 0
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Note a tensor's number; parameters, subclasses, sparse and integer tensors are skipped."""
+        """Record a tensor's norm; parameters, subclasses, sparse and non-floating tensors are only counted."""
         place, self.count = self.count, self.count + 1
         if isinstance(tensor, nn.Parameter) or type(tensor) is not torch.Tensor:
             return
         if tensor.layout is not torch.strided or not tensor.is_floating_point():
             return
         with torch.no_grad():
-            # In the tensor's own format: another one would be computed by way of a copy, for which no room was planned.
+            # In the tensor's own dtype: another one would need a converted copy, for which no memory was planned.
             found = torch.linalg.vector_norm(tensor.detach())
             if not is_accelerator(tensor.device):
                 self.on_host[place] = float(found)
@@ -68,10 +68,10 @@ class _Numbers:
 
 
 class Repeats:
-    """Compare what a call saves for backward with what its recomputations save.
+    """Comparison of the tensors that a call saves for backward with those that its recomputations save.
 
     Attributes:
-        differs: whether a recomputation differed; on an accelerator a tensor, whose value is known there only.
+        differs: whether a recomputation differed; on an accelerator a tensor, so that the run does not wait for it.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Repeats:
 
     @contextmanager
     def first(self, watch: AbstractContextManager[Any]) -> Iterator[None]:
-        """Run the forward pass within another context.
+        """Run the forward pass within another context, and record what it saves.
 
         Args:
             watch: the other context.
@@ -90,7 +90,7 @@ class Repeats:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Run a recomputation, which may end before all is computed."""
+        """Run a recomputation, which may end early, and compare what it saves."""
         now = _Numbers()
         with _noting(now):
             try:
@@ -104,7 +104,7 @@ class Repeats:
         if any(one != two and (one == one or two == two) for one, two in pairs):
             self.differs = True
         elif then.on_device is not None and now.on_device is not None:
-            # A recomputation ends early, and what it saves begins alike.
+            # A recomputation may end early, so only the common beginning is compared.
             count = sum(
                 1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(then.places, now.places, strict=False))
             )
@@ -114,7 +114,7 @@ class Repeats:
 
 @contextmanager
 def _noting(numbers: _Numbers) -> Iterator[None]:
-    """Run the body, and note a number for each tensor that the active hooks save."""
+    """Run the body, and record the norm of each tensor that the active hooks save."""
     top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
     if top is None:
         yield

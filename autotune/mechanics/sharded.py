@@ -1,7 +1,7 @@
-"""Make optimizer updates through a DeepSpeed engine, which spreads gradients and optimizer state over ranks (ZeRO).
+"""Make optimizer updates through a DeepSpeed engine, which shards gradients and optimizer state over ranks (ZeRO).
 
-The boundary of accumulation is set around every micro-batch, so that any number of them makes exactly one update. The
-norm is computed from the reduced shards before the engine steps. Only this file knows which stage keeps what where.
+The accumulation boundary is set for every micro-batch, so that any number of them makes exactly one update. The norm is
+computed from the reduced shards before the engine steps. Only this file knows where each ZeRO stage keeps its tensors.
 DeepSpeed itself is not imported.
 """
 
@@ -24,7 +24,7 @@ Shard = tuple[int, torch.Tensor]
 class ShardedUpdate(Update):
     """Updates through a DeepSpeed engine.
 
-    Weights of micro-batches are those of the global step times the number of ranks, since the engine averages over
+    A micro-batch's weight is its weight in the global step times the number of ranks, since the engine averages over
     ranks.
 
     Args:
@@ -50,7 +50,7 @@ class ShardedUpdate(Update):
         return self._parameters
 
     def begin(self, micro_batches: int) -> None:
-        """Set the number of micro-batches of the next update on every rank."""
+        """Set the number of micro-batches that each rank runs in the next update."""
         self._left = micro_batches
         self._mark()
 
@@ -63,7 +63,7 @@ class ShardedUpdate(Update):
         self._mark()
 
     def _mark(self) -> None:
-        # After the last one it stays set until the update.
+        # After the last micro-batch, the boundary stays set until the update.
         self.engine.set_gradient_accumulation_boundary(self._left <= 1)
 
     def unscale(self) -> float:
@@ -94,7 +94,7 @@ class ShardedUpdate(Update):
     def discard(self) -> None:
         """Drop accumulated gradients, after the last backward pass of a step or before the first."""
         if self._accumulating and self.stage:
-            # The engine's own way of skipping an update clears its gradients.
+            # An engine that skips an update clears its gradients.
             self._poison()
             self.engine.step()
         elif self._accumulating:
@@ -102,7 +102,7 @@ class ShardedUpdate(Update):
         self._accumulating = False
 
     def _poison(self) -> None:
-        """Make the engine skip the gradient, by its first element that is not padding: padding is not cleared."""
+        """Make the engine skip the update, by a NaN in the first element outside padding: padding is not cleared."""
         rank = distributed.get_rank()
         for index, gradient in self.shards():
             parameter: Any = self._parameters[index]
@@ -111,7 +111,7 @@ class ShardedUpdate(Update):
                 return
 
     def shards(self) -> list[Shard]:
-        """Return this rank's part of the reduced gradient: parameter indices with flat or whole pieces."""
+        """Return this rank's part of the reduced gradient: pieces, flat or whole, with their parameters' indices."""
         optimizer = self.engine.optimizer
         if self.stage == 0:
             return [(index, p.grad) for index, p in enumerate(self._parameters) if p.grad is not None]
@@ -134,7 +134,7 @@ class ShardedUpdate(Update):
             self.optimizer.load_state_dict(state)
 
     def tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Return this rank's weights, masters and buffers by name."""
+        """Return this rank's weights, fp32 masters and buffers by name."""
         optimizer = self.engine.optimizer
         found = {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
         for name, parameter in model.named_parameters():
@@ -179,7 +179,7 @@ class ShardedProbe(GradientProbe):
         self._bearing = bearing
 
     def read(self) -> ProbedStep:
-        """Return the squared norms of the step on all ranks; micro-batches and the rest take one collective each."""
+        """Return the squared norms of the step on all ranks: one collective for micro-batches, one for the rest."""
         shards = self._update.shards()
         device = self._parameters[0].device
         whole = torch.zeros(3, len(self._parameters), dtype=torch.float32, device=device)
@@ -209,7 +209,7 @@ class ShardedProbe(GradientProbe):
 
 
 class _whole_groups:  # noqa: N801 - a context manager
-    """Context in which the optimizer has all its shards, for its state; stage 3 otherwise shows one at a time."""
+    """Context in which the optimizer's state covers all its shards; otherwise stage 3 exposes one at a time."""
 
     def __init__(self, update: ShardedUpdate) -> None:
         self._optimizer = update.engine.optimizer if update.stage == 3 else None

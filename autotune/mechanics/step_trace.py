@@ -1,7 +1,7 @@
 """Trace one optimizer step: when each piece of the model ran, and when each block of memory was alive.
 
-A *segment* is one call of a unit or the code between two calls; they are numbered in forward order, the code before
-call c as 2c and the call itself as 2c + 1, so that after n calls the last segment (the loss) is 2n.
+A *segment* is one call of a unit or the code between two calls. Segments are numbered in forward order: the code before
+call c is 2c and the call itself 2c + 1, so that after n calls the last segment (the loss) is 2n.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class StepTrace:
         changes: (time, bytes) of every allocation (> 0) and release (< 0), ascending.
         blocks: blocks allocated during the step, by address, each list ascending in time.
         sightings: observations of storages in the first micro-batch.
-        older: bytes of blocks from before the step that were released in it, by address.
+        older: bytes of blocks that were allocated before the step and released in it, by address.
     """
 
     calls: tuple[str, ...]
@@ -126,7 +126,7 @@ class StepWatch:
         model: the model.
         units: names of the units.
         stamp: function that records the time.
-        on_call: called with each call's role, place and tensors.
+        on_call: function that receives the role, place and tensors of the inputs and of the outputs of each call.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class StepWatch:
         self._on_call = on_call
         self._hooks = ExitStack()
         self._copies: list[Any] = []
-        # Thread of the step; another one may run the model meanwhile.
+        # The step's thread; another one may run the model meanwhile.
         self._thread = threading.get_ident()
         self.places: list[Place] = []
         self.stamps: list[Any] = []
@@ -153,7 +153,7 @@ class StepWatch:
         for name in self._units:
             module = self._model.get_submodule(name)
             if isinstance(module, torch.jit.ScriptModule):
-                # It does not allow hooks: its calls count as the code around them.
+                # It does not allow hooks: its calls count as part of the code around them.
                 continue
             entering, leaving = (
                 WatchingHook(do, watched=module, copies=self._copies) for do in (self._entering(name), self._left)
@@ -223,14 +223,14 @@ class StepWatch:
         try:
             self._see(role, call, tree)
         except Exception as error:  # noqa: BLE001 - an observer must not stop the step
-            self.spoilt = f"what a unit was handed or returned cannot be looked at: {error}"
+            self.spoilt = f"a unit's inputs or outputs cannot be inspected: {error}"
 
     def _see(self, role: Literal["input", "output"], call: int, tree: Any) -> None:
         found = tensors(tree)
         if self._on_call is not None:
             self._on_call(role, self.place, found)
         inside, before = 2 * call + 1, 2 * call
-        # In autograd.grad(), autograd does not tell whether gradients of leaves are needed.
+        # In autograd.grad(), autograd does not report whether gradients of leaves are needed.
         flowing = [tensor for tensor in found if tensor.grad_fn is not None]
         if not flowing or not torch.is_grad_enabled():
             return
@@ -240,7 +240,7 @@ class StepWatch:
         else:
             # ... and leaves it when the gradients of all its inputs are complete.
             handle = register_multi_grad_hook(flowing, lambda _: self._leave_back(inside, before), mode="all")
-        # Its closure and the graph hold each other, which no garbage collector sees.
+        # The hook's closure and the graph refer to each other, in a cycle that the garbage collector cannot see.
         self._hooks.callback(handle.remove)
 
     def _move_back(self, segment: int) -> None:
@@ -283,7 +283,7 @@ class StepTracer:
     """Tracer of the memory of one step.
 
     Attributes:
-        watch: observer that must be told of phases while the step runs.
+        watch: observer whose ``begin`` must be called at each phase while the step runs.
         trace: the trace, after :meth:`tracing` has ended.
 
     Args:
@@ -318,11 +318,11 @@ class StepTracer:
             self.trace = self._read(profiled)
 
     def _give_way(self) -> None:
-        self.watch.spoilt = "it runs something that forbids hooks on what autograd saves (torch.func does)"
+        self.watch.spoilt = "it runs code that forbids saved-tensor hooks, such as torch.func"
 
     def _mark(self) -> Any:
         with record_function(self._MARK):
-            # An accelerator may run the operation much later than the host.
+            # The mark has the host's time: an accelerator may run the operation much later.
             return self._stamp()
 
     def _note(self, role: Literal["input", "output"], place: Place, found: Sequence[torch.Tensor]) -> None:
@@ -335,10 +335,10 @@ class StepTracer:
         if watch.places and watch.place.phase == "forward" and watch.place.micro_batch == 0:
             self._seen.append(("saved", watch.place, -1, self._address(tensor)))
         try:
-            # Detached, or a saved output would keep its own graph alive.
+            # Detached: a saved output would otherwise keep its own graph alive.
             return tensor.detach()
         except Exception as error:  # noqa: BLE001 - a foreign tensor type that cannot be detached
-            watch.spoilt = f"a tensor that autograd saves cannot be looked at: {error}"
+            watch.spoilt = f"a tensor that autograd saves cannot be inspected: {error}"
             return tensor
 
     def _address(self, tensor: torch.Tensor) -> int:

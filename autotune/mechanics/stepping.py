@@ -1,4 +1,4 @@
-"""Optimizer updates: batches are split and weighed, losses scaled and accumulated, gradients clipped and applied.
+"""Optimizer updates: batches are split and weighted, losses scaled and accumulated, gradients clipped and applied.
 
 The gradient of an update is (1/N) times the sum over the step's loss-bearing items, however the step was cut into
 micro-batches, and an update that is not finite never reaches a weight. This file knows nothing of plans, windows or
@@ -42,13 +42,13 @@ def num_samples(batch: Any) -> int:
 def split(batch: Any, pieces: int, whole: Collection[int] = ()) -> list[Any]:
     """Cut a batch into micro-batches whose sizes differ by at most one sample.
 
-    Tensors whose first dimension is the batch's sample count are cut; everything else passes whole to each piece. A
+    Tensors whose first dimension is the batch's sample count are cut; everything else is passed whole to each piece. A
     batch of fewer samples than ``pieces`` gives as many pieces as it has samples.
 
     Args:
         batch: any tree of tensors with samples in dimension 0.
         pieces: how many micro-batches, at least 1.
-        whole: numbers of the tensors that are never cut.
+        whole: indices, among the batch's tensors, of those that are never cut.
 
     Returns:
         The micro-batches, in order; views, not copies.
@@ -76,7 +76,7 @@ def split(batch: Any, pieces: int, whole: Collection[int] = ()) -> list[Any]:
 class WholeTensors:
     """Record of a run's tensors whose first dimension is not their batch's number of samples.
 
-    Such a tensor, for example the weights of classes, is never cut, even if the two numbers are equal by chance.
+    Such a tensor, for example class weights, is never cut, even if the two numbers are equal by chance.
     """
 
     def __init__(self) -> None:
@@ -92,11 +92,11 @@ class WholeTensors:
         self._of(batch).update(n for n, leaf in leaves if leaf.dim() == 0 or leaf.shape[0] != samples)
 
     def split(self, batch: Any, pieces: int) -> list[Any]:
-        """Cut a batch as :func:`split` does; recorded tensors pass whole."""
+        """Cut a batch as :func:`split` does, except for recorded tensors."""
         return split(batch, pieces, self._of(batch))
 
     def _of(self, batch: Any) -> set[int]:
-        """Return the numbers of the tensors without samples, of all batches with tensors like these."""
+        """Return the recorded indices, which batches share whose tensors have the same dtypes and dimensions."""
         return self._found.setdefault(tuple((leaf.dtype, leaf.dim()) for leaf in tensors(batch)), set())
 
 
@@ -124,8 +124,8 @@ class Shares:
     Attributes:
         here: micro-batches that run in this process, each with the factor on its mean loss.
         items: loss-bearing items of the whole step.
-        samples: samples of each micro-batch of the step that bears a loss, wherever it runs.
-        weights: the factor on the mean loss of each of the same.
+        samples: samples of each loss-bearing micro-batch of the step, in any process.
+        weights: the factor on the mean loss of each of these micro-batches.
     """
 
     here: tuple[tuple[Any, float], ...]
@@ -135,9 +135,9 @@ class Shares:
 
 
 def shares(pieces: Sequence[Any], count: Count | None) -> Shares:
-    """Return the shares of a step of which every micro-batch runs here.
+    """Return the shares of a step whose micro-batches all run in this process.
 
-    A micro-batch without loss-bearing items has weight 0 and, as a mean over nothing, no loss: it is left out.
+    A micro-batch without loss-bearing items has weight 0 and no mean loss; it is left out.
 
     Args:
         pieces: the step's micro-batches.
@@ -159,7 +159,7 @@ def shares(pieces: Sequence[Any], count: Count | None) -> Shares:
 class Update:
     """Maker of optimizer updates from micro-batch losses.
 
-    The loss scale stays constant from the first ``backward`` to ``finish``; changing it between would weigh
+    The loss scale stays constant from the first ``backward`` to ``finish``; a change in between would weight
     micro-batches unequally.
 
     Args:
@@ -168,7 +168,7 @@ class Update:
         device_type: device type of the loss scale.
         init_scale: the first loss scale.
         growth_interval: finite steps after which the loss scale doubles.
-        whole_norm: returns the gradient's 2-norm where a rank holds only a part; ``None`` computes it here.
+        whole_norm: function that returns the gradient's 2-norm if this rank has only a part; ``None`` computes it here.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Update:
         return self._scaler.get_scale() if self.scaled else 1.0
 
     def begin(self, micro_batches: int) -> None:
-        """Announce the number of micro-batches of the next update, for updates that must know the last one."""
+        """Announce the number of micro-batches of the next update, for subclasses that must know the last one."""
 
     def backward(self, loss: torch.Tensor, weight: float) -> None:
         """Accumulate the gradient of one micro-batch.
@@ -215,7 +215,7 @@ class Update:
         weighed.backward()
 
     def average(self, factor: float) -> None:
-        """Multiply the accumulated gradients, whose weights did not sum to 1; call it before :meth:`unscale`."""
+        """Multiply accumulated gradients whose weights did not sum to 1 by a factor; call it before :meth:`unscale`."""
         if factor == 1.0:
             return
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
@@ -241,9 +241,9 @@ class Update:
         Args:
             norm: result of :meth:`unscale`; nothing is clipped if it is not finite.
         """
-        # torch divides by the norm plus 1e-6, so that it also scales gradients that are that little below.
+        # torch divides by the norm plus 1e-6, so that it also scales gradients whose norm is just below the limit.
         if self.clip_norm is not None and self.clip_norm < norm + 2e-6 and norm < math.inf:
-            # In the dtype that the norm was computed in: another one would round the factor otherwise.
+            # In the dtype that the norm was computed in: another one would round the factor differently.
             pairs = [(owner, owner.grad) for owner in self.parameters if owner.grad is not None]
             owners, gradients = zip(*pairs, strict=True)
             dtype = functools.reduce(torch.promote_types, {gradient.dtype for gradient in gradients})
@@ -313,14 +313,14 @@ class Update:
 
 
 def _by_mesh(values: Sequence[_T], gradients: Sequence[torch.Tensor]) -> list[list[_T]]:
-    """Return the values in groups whose gradients lie on one mesh of devices, or on none: no operation takes several.
+    """Group values by the device mesh of their gradients, or by none: one operation cannot take several meshes.
 
     Args:
-        values: any, one for each gradient.
+        values: values of any type, one for each gradient.
         gradients: tensors; DTensors have a mesh.
     """
     if set(map(type, gradients)) == {torch.Tensor}:
-        # Asking hundreds of tensors for a missing attribute takes a tenth of the time of their norm.
+        # Looking up a missing attribute of hundreds of tensors takes a tenth of the time of their norm.
         return [list(values)]
     groups: dict[Any, list[_T]] = {}
     for value, gradient in zip(values, gradients, strict=True):
@@ -329,8 +329,8 @@ def _by_mesh(values: Sequence[_T], gradients: Sequence[torch.Tensor]) -> list[li
 
 
 def _norm(gradients: Sequence[torch.Tensor]) -> float:
-    """Return the 2-norm of gradients on one mesh: of DTensors, over all its ranks."""
-    # Of a sparse gradient, its values have the same norm.
+    """Return the 2-norm of gradients on one mesh; for DTensors, over all its ranks."""
+    # The values of a sparse gradient have the same norm.
     dense = [one if one.layout is torch.strided else one.coalesce().values() for one in gradients]
     norm: Any = nn.utils.get_total_norm(dense)
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
@@ -339,7 +339,7 @@ def _norm(gradients: Sequence[torch.Tensor]) -> float:
 def weights(counts: Sequence[int]) -> list[float]:
     """Return each micro-batch's share of the loss-bearing items; zeros if there are none.
 
-    Source: eq. 4 of the paper for equal counts; weighing by items keeps it exact for ragged ones
+    Source: eq. 4 of the paper for equal counts; weighting by items keeps it exact for unequal ones
     (transformers#34191).
     """
     total = sum(counts)

@@ -1,4 +1,4 @@
-"""Walk over trees of tensors: tuples, lists, dicts, other mappings (tokenizers return such), dataclasses, objects."""
+"""Walk over trees of tensors: tuples, lists, dicts, other mappings (as tokenizers return), dataclasses, objects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """Return the tree with each tensor replaced; mappings keep their types, other leaves pass as they are."""
+    """Return a copy of a tree with each tensor replaced; mappings keep their types, other leaves are unchanged."""
 
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -44,7 +44,7 @@ def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
             if isinstance(leaf, MutableMapping):
                 mapped[key] = changed
             else:
-                # Also where a dataclass is frozen.
+                # This also works on frozen dataclasses.
                 object.__setattr__(mapped, key, changed)
         return mapped
 
@@ -52,7 +52,7 @@ def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 
 
 def _parts(leaf: Any) -> Mapping[str, Any]:
-    """Return what a tree's leaf holds by name: entries of a mapping, fields of a dataclass, attributes of an object."""
+    """Return a leaf's parts by name: entries of a mapping, fields of a dataclass, or tensor attributes of an object."""
     if isinstance(leaf, MutableMapping):
         return leaf
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
@@ -60,5 +60,5 @@ def _parts(leaf: Any) -> Mapping[str, Any]:
     if isinstance(leaf, torch.nn.Module | type) or callable(leaf) or type(leaf).__module__ in _LIBRARIES:
         return {}
     found = getattr(leaf, "__dict__", {})
-    # Of an object, what it holds beside tensors may lead anywhere.
+    # An object's other attributes may lead anywhere.
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}

@@ -20,9 +20,9 @@ class WatchingHook:
     """A hook on a module that is not copied or pickled with the module.
 
     Args:
-        watch: Called as the hook.
-        watched: The module.
-        copies: List to which references to copies of the module are added, for :func:`clear_copies`; ``None`` leaves
+        watch: function that the hook calls.
+        watched: the module.
+        copies: list to which references to copies of the module are added, for :func:`clear_copies`; ``None`` leaves
             a function that does nothing in the copies.
     """
 
@@ -34,7 +34,7 @@ class WatchingHook:
         self._copies = copies
 
     def __call__(self, *args: Any) -> None:
-        """Watch."""
+        """Call the function."""
         self._watch(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
@@ -50,10 +50,10 @@ class WatchingHook:
 
 
 def clear_copies(copies: list[Any]) -> None:
-    """Remove what is left of the hooks from copied modules.
+    """Remove from copied modules the functions that replaced the hooks.
 
     Args:
-        copies: References to the modules.
+        copies: references to the modules; the list is emptied.
     """
     for module in (reference() for reference in copies):
         if module is None:
@@ -70,11 +70,11 @@ def clear_copies(copies: list[Any]) -> None:
 def yielding_saved_hooks(pack: Pack, gave_way: Callable[[], None]) -> Iterator[None]:
     """Observe the tensors that autograd saves for backward while the body runs, unless the body forbids hooks.
 
-    ``torch.func`` and ``disable_saved_tensors_hooks()`` raise if hooks are set, so these are removed before.
+    ``torch.func`` and ``disable_saved_tensors_hooks()`` raise if hooks are set, so the hooks are removed before.
 
     Args:
-        pack: Is passed each tensor, and returns the one that is saved.
-        gave_way: Is called when the hooks are removed.
+        pack: function that receives each tensor and returns the one to save.
+        gave_way: function that is called when the hooks are removed.
     """
     autograd: Any = torch._C._autograd
     hooks = (pack, _unpacked)

@@ -1,1 +1,1 @@
-"""Repeat the paper's experiments: its numbers, the same measured here, and the ratio."""
+"""Reproduction of the paper's experiments: its numbers, our measurements, and their ratio."""

@@ -1,4 +1,4 @@
-"""Choices beyond a plan, each alone against the baseline: another optimizer, compiled units, ZeRO's stages.
+"""Choices beyond a plan, each compared alone with the baseline: another optimizer, compiled units, ZeRO stages.
 
 The paper names these as future work and gives no numbers. Every optimizer, including the job's own kind, is compared
 at the best of three learning rates, chosen by pilot runs on a seed that no comparison uses.
@@ -30,18 +30,18 @@ from autotune.plan import Launch
 from autotune.records.protocol import Arm
 from autotune.records.run_documents import Run
 
-# Learning rates that are tried, over the one that the rule of thumb gives.
+# Learning rates to try, relative to the rule of thumb's.
 _RATES = (1 / 3, 1.0, 3.0)
 _PILOT_SEED, _RANKS = 3, 2
 _BASELINE = "baseline"
 
 
 def cross_layer(experiment: Experiment, campaign: Campaign) -> Table:
-    """Measure the choices of one task that are made once, before a run begins.
+    """Measure, for one task, the choices that are made once before a run begins.
 
     Args:
         experiment: the task.
-        campaign: what it is measured with.
+        campaign: the measurement setup.
     """
     job, notes = experiment.constant, []
     arms = [_arm(_BASELINE, job)]
@@ -58,7 +58,7 @@ def cross_layer(experiment: Experiment, campaign: Campaign) -> Table:
     rows = [row for arm in arms for row in _rows(arm.name, document, experiment)]
     notes += verdict_notes(document)
     notes += [f"optimizer {name}: not measured, it {reason}" for name, reason in optimizers.REFUSED.items()]
-    notes.append("every compiled run pays for compiling, but for what the compiler keeps on the disk")
+    notes.append("every compiled run includes compilation time, except for what is cached on disk")
     return Table(rows=rows, notes=notes, facts={"cross_layer": document}) + _stages(experiment, campaign)
 
 
@@ -67,10 +67,12 @@ def _arm(name: str, job: Job) -> Arm:
 
 
 def _best_rate(name: str, job: Job, campaign: Campaign) -> Launch:
-    """Return an optimizer at the rate whose pilot run reaches the target after the fewest samples.
+    """Return an optimizer with the learning rate whose pilot run needs the fewest samples to the target.
+
+    If no pilot run reaches the target, the rule of thumb's rate is used.
 
     Raises:
-        InputError: if its library is missing.
+        InputError: if the optimizer's library is missing.
     """
     optimizers.require(name, where="reproduce")
     rule = optimizers.converted(build_optimizer(job, build_model(job)), name).param_groups[0]["lr"]
@@ -105,7 +107,7 @@ def _rows(name: str, document: Mapping[str, Any], experiment: Experiment) -> Ite
 
 
 def _stages(experiment: Experiment, campaign: Campaign) -> Table:
-    """Measure what ZeRO's stages cost and save on two ranks."""
+    """Measure the throughput and memory of each ZeRO stage on two ranks."""
     names = {f"ZeRO stage {stage}": (_BASELINE, stage) for stage in STAGES}
     try:
         imported(device_kind(_RANKS))

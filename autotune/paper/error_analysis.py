@@ -1,4 +1,4 @@
-"""Error analysis repeated: where gains come from, by phase, operation and architecture, and what follows."""
+"""The error analysis, reproduced: gains by phase, operation and architecture, and the closing equations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from autotune.paper.table_3_ablation import (
 from autotune.paper.table_4_ranks import measure
 from autotune.paper.table_comparisons import Campaign, summarised
 
-# Ranks whose communication is added to the operations of one process.
+# Number of ranks whose communication is added to the operations of one process.
 _RANKS = 2
 
 
@@ -34,7 +34,7 @@ def error_analysis(experiments: Sequence[Experiment], campaign: Campaign) -> Tab
 
     Args:
         experiments: the tasks.
-        campaign: what they are measured with.
+        campaign: the measurement setup.
     """
     rows: list[TableRow] = []
     facts: dict[str, Any] = {}
@@ -70,7 +70,7 @@ def _found(document: Mapping[str, Any], profile: Profile, ranks: Mapping[str, An
 
 
 def gain_shares(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float] | None:
-    """Return each operation's share of the seconds saved; ``None`` if none are saved. A negative one costs time.
+    """Return each operation's share of the seconds saved; ``None`` if none are. A negative share is time added.
 
     Args:
         before: seconds by operation.
@@ -82,17 +82,17 @@ def gain_shares(before: Mapping[str, float], after: Mapping[str, float]) -> dict
 
 
 def early_share(document: Mapping[str, Any], arm: str) -> float | None:
-    """Return the share of the time saved that is saved in the early half of training, over all pairs of runs.
+    """Return the early half of training's share of the time that an arm saves, over all pairs of runs.
 
-    The early half ends at the metric that the baseline has at half of its own time to target. The times of both runs to
+    The early half ends at the metric that the baseline reaches at half its time to target. The times of both runs to
     that metric are interpolated linearly between evaluations.
 
     Args:
-        document: the comparison, as ``comparison.json``.
-        arm: name of the arm that saves time.
+        document: the content of ``comparison.json``.
+        arm: name of the arm.
 
     Returns:
-        The share; ``None`` if a run did not reach the target, or no time is saved.
+        The share; ``None`` if a run did not reach the target, or no time was saved.
     """
     goal = document["metric"]["goal"]
     runs = {entry["name"]: entry["runs"] for entry in document["arms"]}
@@ -127,7 +127,7 @@ def _time_of(curve: Sequence[Sequence[float]], metric: float, goal: str) -> floa
 
 
 def _impact(experiment: Experiment, found: Mapping[str, Any]) -> list[TableRow]:
-    """Return the rows of where the gains come from, and of the share of communication."""
+    """Return the rows on the sources of gains, and on the share of communication."""
     name, gains, early = experiment.architecture, found["gain_by_operation"] or {}, found["early_share"]
     none_saved = "no time is saved to divide"
 
@@ -153,13 +153,18 @@ def _impact(experiment: Experiment, found: Mapping[str, Any]) -> list[TableRow]:
         row("backward", paper.BACKWARD, gains.get("backward")),
         row("optimizer", None, gains.get("optimizer")),
         row("communication", paper.COMMUNICATION, gains.get("communication")),
-        row("memory-bound phases", paper.MEMORY_BOUND, None, "units are whole blocks: their layers are not told apart"),
+        row(
+            "memory-bound phases",
+            paper.MEMORY_BOUND,
+            None,
+            "units are whole blocks: their layers are not distinguished",
+        ),
         *communication,
     ]
 
 
 def _architecture(experiment: Experiment, document: Mapping[str, Any]) -> list[TableRow]:
-    """Return the rows of what single components do for one architecture: each against the configuration before it."""
+    """Return the rows on single components for one architecture, each against the configuration before it."""
     name, transformer = experiment.architecture, experiment.architecture == TRANSFORMER
     before, precision, schedule, checkpoints = (
         summarised(document, arm) for arm in (ACCUMULATION, PRECISION, SCHEDULE, CHECKPOINTS)
@@ -199,6 +204,6 @@ def _notes(runs: int) -> list[str]:
         "target, and after it; the two add up to 100 %",
         f"operations: seconds saved per batch, of the units' measured pieces, with {_RANKS} ranks' communication "
         "beside them; the four add up to 100 %, and one below 0 costs time. The paper's four shares are of different "
-        "kinds (one phase, three operations) and add up to 100 % as well: it does not say how they were told apart",
+        "kinds (one phase, three operations) and add up to 100 % as well: it does not say how they were distinguished",
         "mixed precision and checkpoints: each against the configuration before it, in throughput and in peak memory",
     ]

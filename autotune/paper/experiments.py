@@ -1,4 +1,4 @@
-"""Jobs that represent the paper's two tasks: its own, or small ones that a CPU can train in minutes."""
+"""Jobs for the paper's two tasks: the paper's own, or small ones that a CPU can train in minutes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Experiment:
     Attributes:
         architecture: ``convolution network`` or ``transformer``.
         reference: the job's name.
-        items: number of items that the paper counts in a sample: 1 image, or the number of tokens.
+        items: number of items that the paper counts per sample: 1 image, or the number of tokens.
         item_unit: unit of the throughput.
         quality_unit: unit in which the final quality is shown.
         quality: converts the job's metric to that unit.
-        at_most: time to target, over that of the baseline, that the tuned arm should reach.
+        at_most: goal for an arm: largest ratio of its time to target to the baseline's.
     """
 
     architecture: str

@@ -1,4 +1,4 @@
-"""Numbers of the paper as they are printed, each with its place; nothing here is measured or corrected.
+"""The paper's numbers as printed, each with its location; nothing here is measured or corrected.
 
 Source: M. Nallaretnam, U. Thayasivam, "Systematic Training Compute Optimization for Large-Scale AI Models: A Dynamic
 Resource Allocation Approach", University of Moratuwa; four RTX 3090, PyTorch 2.0.1, DeepSpeed 0.10.0 (section IV.C).
@@ -16,8 +16,8 @@ class PaperRow:
     Attributes:
         metric: what was measured.
         unit: its unit.
-        baseline: number of standard PyTorch in FP32 at a constant learning rate.
-        optimized: number of the paper's method.
+        baseline: value for standard PyTorch in FP32 at a constant learning rate.
+        optimized: value for the paper's method.
         source: where the paper states it.
     """
 
@@ -121,7 +121,7 @@ TABLE_4 = (
     ScalingRow(ranks=2, baseline=2310, optimized=3040, baseline_percent=93.1, optimized_percent=96.2),
     ScalingRow(ranks=4, baseline=4250, optimized=5980, baseline_percent=85.7, optimized_percent=94.6),
 )
-# "Optimization impact", section V.D; the four add up to 100 %, though they are not of one kind.
+# "Optimization impact", section V.D; the four add up to 100 %, though they are of different kinds.
 EARLY = PaperFigure(value=35, unit="% of gains", source="section V.D, early training")
 BACKWARD = PaperFigure(value=28, unit="% of gains", source="section V.D, gradient-intensive operations")
 MEMORY_BOUND = PaperFigure(value=22, unit="% of gains", source="section V.D, memory-bound phases")
@@ -133,7 +133,7 @@ TRANSFORMER_PRECISION = PaperFigure(
 TRANSFORMER_CHECKPOINTING = PaperFigure(
     value=32, unit="% less memory", source="section V.D, Transformers: activation checkpointing"
 )
-# Quoted by the paper from its reference 3.
+# The paper quotes these from its reference 3.
 COMMUNICATION_SHARE = (
     PaperFigure(value=30, unit="% of the step", source="section I, lower end of 30-40 %, after its reference 3"),
     PaperFigure(value=40, unit="% of the step", source="section I, upper end of 30-40 %, after its reference 3"),

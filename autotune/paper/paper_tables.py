@@ -1,4 +1,4 @@
-"""Tables of the paper by name, and what each is measured with."""
+"""The paper's tables by name, and how each is measured."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def experiments_for(table: str, scale: str) -> list[Experiment]:
         scale: scale of the tasks.
 
     Raises:
-        InputError: if there is no such table or scale, or a table needs DeepSpeed and it is missing.
+        InputError: if there is no such table or scale, or the table needs DeepSpeed, which is missing.
     """
     if table not in TABLES:
         raise InputError(f"table is {table!r}", where="reproduce", allowed=tuple(TABLES))
@@ -53,7 +53,7 @@ def sources_of(experiments: Sequence[Experiment]) -> list[DataSource]:
     """Return the data sources of tasks.
 
     Raises:
-        JobError: if a folder lacks it, naming what was expected and what was found.
+        JobError: if data is missing; the message names what was expected and what was found.
     """
     found: list[DataSource] = []
     for experiment in experiments:
@@ -68,8 +68,8 @@ def reproduced(table: str, scale: str, experiments: Sequence[Experiment], campai
     Args:
         table: name of the table.
         scale: scale of its tasks.
-        experiments: its tasks, as :func:`experiments_for` returns them.
-        campaign: what it is measured with.
+        experiments: its tasks, from :func:`experiments_for`.
+        campaign: the measurement setup.
     """
     measured = _measured(table, experiments, campaign)
     if len(campaign.seeds) < FEWEST_FOR_A_CLAIM:

@@ -1,4 +1,4 @@
-"""Shape of every table: one row for each number of the paper, with ours beside it."""
+"""The format of every table: one row per number of the paper, with ours."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REPRODUCTION_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """One number of the paper and what was measured for it here.
+    """One number of the paper and our measurement.
 
     Attributes:
         metric: what the number measures.
@@ -22,7 +22,7 @@ class TableRow:
         paper: the paper's number; ``None`` where it states none.
         paper_base: the number of the paper's baseline; ``None`` as for ``base``.
         source: where the paper states its number.
-        problem: why our number is missing, if it is.
+        problem: reason if our number is missing.
     """
 
     metric: str
@@ -37,7 +37,7 @@ class TableRow:
     problem: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row as a JSON object, with both changes against a baseline and our number over the paper's."""
+        """Return the row as a JSON object, with each number over its baseline's, and ours over the paper's."""
         return {
             "metric": self.metric,
             "configuration": self.configuration,
@@ -57,9 +57,9 @@ class Table:
     """A measured table.
 
     Attributes:
-        rows: its rows; those of one metric are put together when it is written.
-        notes: what a reader must know, in sentences.
-        facts: what else was measured, by name.
+        rows: its rows; :meth:`document` groups them by metric.
+        notes: sentences that a reader must know.
+        facts: further measurements by name.
     """
 
     rows: list[TableRow] = field(default_factory=list)
@@ -70,12 +70,12 @@ class Table:
         return Table(rows=self.rows + other.rows, notes=self.notes + other.notes, facts={**self.facts, **other.facts})
 
     def document(self, name: str, scale: str, about: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what ``reproduce --json`` prints.
+        """Return the document that ``reproduce --json`` prints.
 
         Args:
             name: name of the paper's table.
-            scale: scale at which it was repeated.
-            about: where and with what it was measured.
+            scale: scale at which it was reproduced.
+            about: device, jobs and seeds.
         """
         metrics = list(dict.fromkeys(row.metric for row in self.rows))
         return {
@@ -90,5 +90,5 @@ class Table:
 
 
 def over(value: float | None, baseline: float | None) -> float | None:
-    """Return a number over that of a baseline; ``None`` where one of them is missing."""
+    """Return a number divided by a baseline's; ``None`` if either is missing or the baseline's is 0."""
     return None if value is None or not baseline else value / baseline

@@ -27,8 +27,8 @@ def outlook(experiment: Experiment, document: Mapping[str, Any], overhead: float
 
     Args:
         experiment: the task.
-        document: the comparison of its ablation, as ``comparison.json``.
-        overhead: time that recomputation adds to a step, as a share of the step.
+        document: the comparison of its ablation: the content of ``comparison.json``.
+        overhead: time that recomputation adds to a step, as a fraction of the step.
     """
     rates = {name: summarised(document, name).throughput for name in (BASELINE, SCHEDULE, CHECKPOINTS)}
     gain = over(rates[SCHEDULE], rates[BASELINE])

@@ -1,4 +1,4 @@
-"""Table III repeated: each component of the paper's method added in turn to those before it."""
+"""Table III, reproduced: the components of the paper's method, added one after another."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def ablation(experiment: Experiment, campaign: Campaign) -> Table:
 
     Args:
         experiment: the task.
-        campaign: what it is measured with.
+        campaign: the measurement setup.
     """
     first, *others = component_arms(experiment, campaign.space(experiment.job))
     extra = tf32_arms(experiment)
     document = campaign.race(experiment, [first, *extra, *others], None)
-    # The paper's ablation is of its convolution network alone.
+    # The paper has an ablation only of its convolution network.
     printed = TABLE_3 if experiment.architecture == CONVOLUTION else [None] * len(COMPONENTS)
     lines = [*zip(COMPONENTS, printed, strict=True), *((arm.name, None) for arm in extra)]
     rows = [row for name, line in lines for row in _rows(name, line, document, experiment)]
@@ -95,7 +95,7 @@ def _notes(experiment: Experiment, document: dict[str, Any]) -> list[str]:
     notes = [*fp32_notes(document), *verdict_notes(document)]
     if experiment.job.batching == "adaptive":
         notes.append(
-            "k = 4 takes four batches a step here (a network with BatchNorm has another gradient if one batch is cut), "
-            "and the learning rate follows: it saves no memory and makes a quarter of the updates"
+            "k = 4 takes four batches a step here (a network with BatchNorm has a different gradient if a batch is "
+            "split), and the learning rate follows: it saves no memory and makes a quarter of the updates"
         )
     return notes

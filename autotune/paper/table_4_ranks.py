@@ -1,6 +1,6 @@
-"""Table IV repeated: one, two and four ranks through DeepSpeed, and what their steps spend on communication.
+"""Table IV, reproduced: one, two and four ranks through DeepSpeed, and the share of communication in their steps.
 
-Run as a module, this file is one rank of it.
+Run as a module, this file is one of the ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autotune.paper.paper_numbers import TABLE_4, THROUGHPUT, ScalingRow
 from autotune.paper.rows import Table, TableRow
 from autotune.paper.table_comparisons import Campaign
 
-# The rule and the ZeRO stage of each configuration.
+# Rule and ZeRO stage of each configuration.
 CONFIGURATIONS: Mapping[str, tuple[str, int]] = {"baseline": ("baseline", 0), "paper": ("paper", 2)}
 _WARM_UP, _STEPS = 3, 4
 
@@ -39,13 +39,13 @@ def measure(
 ) -> dict[str, dict[str, Any]]:
     """Return what rank 0 measured, by configuration and number of ranks (as in ``paper-2``).
 
-    Configurations alternate within the same ranks, as many rounds as there are seeds; medians are kept.
+    Configurations alternate within the same ranks, one round per seed; results are medians over rounds.
 
     Args:
         experiment: the task.
-        campaign: what it is measured with.
+        campaign: the measurement setup.
         ranks: numbers of ranks.
-        configurations: the rule and the ZeRO stage of each, by name.
+        configurations: rule and ZeRO stage by name of configuration.
     """
     campaign.reporter.stage(f"{experiment.reference}: {', '.join(map(str, ranks))} ranks through DeepSpeed", len(ranks))
     found = {}
@@ -76,7 +76,7 @@ def scaling(experiment: Experiment, campaign: Campaign, ranks: Sequence[int]) ->
 
     Args:
         experiment: the task.
-        campaign: what it is measured with.
+        campaign: the measurement setup.
         ranks: numbers of ranks, 1 first.
     """
     found = measure(experiment, campaign, ranks)
@@ -123,8 +123,8 @@ def _notes(ranks: Sequence[int]) -> list[str]:
     # Cores that this process may use, which can be fewer than the machine has.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     notes = [
-        "strong scaling: the global batch stays, and each rank takes its share of it (the paper does not say which); "
-        "one thread a rank; baseline: fp32 at ZeRO stage 0; paper: its recipe at ZeRO stage 2",
+        "strong scaling: the global batch is fixed, and each rank takes its share of it (the paper does not say "
+        "which); one thread a rank; baseline: fp32 at ZeRO stage 0; paper: its recipe at ZeRO stage 2",
         "communication: seconds of rank 0 in collectives, waiting for the slowest rank included",
     ]
     if device_kind() == "cpu" and max(ranks) > cores:

@@ -1,4 +1,4 @@
-"""Comparisons for a table: arms on paired seeds as ``autotune compare`` runs them, kept in one run's journal."""
+"""Comparisons for a table: arms on paired seeds, run as by ``autotune compare`` and kept in one run's journal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from autotune.records.run_directory import RunDirectory
 from autotune.records.run_documents import Run
 from autotune.records.verdicts import samples_to_target
 
-# Random seeds for pilots, none of which a compared run uses.
+# Random seeds for pilot runs; no compared run uses them.
 _PILOT_SEEDS = (0, 1, 2)
 # Name of the baseline that computes fp32 in TF32.
 TF32 = "baseline+tf32"
@@ -42,7 +42,7 @@ _SECONDS = {"min": 60.0, "hr": 3600.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
-    """What every table is measured with.
+    """The measurement setup of all tables.
 
     Attributes:
         run: the run directory.
@@ -85,10 +85,10 @@ class Campaign:
         """Run arms on every seed, the baseline first, and return the content of ``comparison.json``.
 
         Args:
-            experiment: the task; runs are longer than the FP32 baseline needs with and without a schedule.
+            experiment: the task; runs are longer than its FP32 baseline needs, with or without a schedule.
             arms: the arms.
             budget_bytes: memory budget that runs are judged by; ``None`` for no budget.
-            kept: first part of the name of the file that keeps the comparison.
+            kept: prefix of the comparison's file name.
         """
         job, reporter = experiment.constant, self.reporter
         protocol = Protocol(
@@ -120,8 +120,8 @@ class Campaign:
     def _horizon(self, experiment: Experiment) -> int:
         """Return the samples of every run, enough for the baseline with and without a learning-rate schedule.
 
-        At a constant rate the length of a run does not change when it reaches the target, so that the slowest of a few
-        pilots decides; a schedule depends on the length, which is searched for.
+        At a constant rate, the time to target does not depend on the length of the run, so the slowest of a few pilot
+        runs decides. A schedule depends on the length, so the length is searched for.
         """
         job, pilots = experiment.constant, _PILOT_SEEDS[: len(self.seeds)]
         self.reporter.stage(f"{job.name}: pilot runs of the baseline, to fix the length of all runs", len(pilots) + 1)
@@ -176,11 +176,11 @@ def verdict_notes(document: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmSummary:
-    """Result of an arm's runs.
+    """Summary of an arm's runs.
 
     Attributes:
         time_s: mean seconds to the target; ``None`` if a run did not reach it.
-        samples: mean samples to the target, under the same condition.
+        samples: mean samples to the target; ``None`` likewise.
         peak_bytes: largest peak of all runs.
         throughput: mean samples per second.
         metric: mean of the job's final metric.
@@ -218,7 +218,7 @@ def number_of(summary: ArmSummary, metric: str, unit: str, experiment: Experimen
         summary: summary of the arm's runs.
         metric: ``TIME``, ``SAMPLES``, ``MEMORY``, ``THROUGHPUT`` or ``QUALITY``.
         unit: unit of the time; ``min`` or ``hr``.
-        experiment: the task, which counts items and shows quality.
+        experiment: the task, which defines items and quality.
     """
     if metric == QUALITY:
         return None if summary.metric is None else experiment.quality(summary.metric)
@@ -232,7 +232,7 @@ def number_of(summary: ArmSummary, metric: str, unit: str, experiment: Experimen
 
 
 def samples_needed(run: Mapping[str, Any]) -> int:
-    """Return the samples after which a run of ``comparison.json`` reached its target."""
+    """Return the number of samples after which a run of ``comparison.json`` reached its target."""
     return samples_to_target(run["curve"], run["time_to_target_s"])
 
 

@@ -1,4 +1,4 @@
-"""Tables I and II repeated: the FP32 baseline at a constant learning rate, the paper's recipe, and a tuned run."""
+"""Tables I and II, reproduced: the FP32 baseline at a constant learning rate, the paper's recipe, and a tuned run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from autotune.profiling.flops import matmul_peak, step_flops
 from autotune.records.protocol import Arm
 from autotune.records.run_documents import Rates
 
-# Memory budget of tuned runs as a share of the FP32 baseline's peak, since the paper saves a quarter.
+# Memory budget of tuned runs as a share of the FP32 baseline's peak; the paper saves a quarter.
 MEMORY_SHARE = 0.75
 TUNED = "ppo"
 
@@ -49,7 +49,7 @@ def efficiency(experiment: Experiment, printed: Sequence[PaperRow], campaign: Ca
     Args:
         experiment: the task.
         printed: the paper's table.
-        campaign: what it is measured with.
+        campaign: the measurement setup.
     """
     job = experiment.job
     profile = campaign.profile(job)
@@ -58,7 +58,7 @@ def efficiency(experiment: Experiment, printed: Sequence[PaperRow], campaign: Ca
     arms = [baseline_arm(experiment), *tf32_arms(experiment), paper_arm(experiment), tuned]
     rates = campaign.journal.once({"flops": job.name}, lambda: _rates(job, profile.precisions, device_kind()), Rates)
     document = campaign.race(experiment, arms, budget)
-    # Utilisation has a row in every table, also where the paper's table has none.
+    # Every table has a row for utilisation, even if the paper's has none.
     lines = [*printed, *([] if any(line.metric == UTILISATION for line in printed) else [None])]
     rows = [row for line in lines for row in _rows(line, experiment, document, rates)]
     held = _held(experiment, document, rates)
@@ -78,7 +78,7 @@ def tuned_arm(experiment: Experiment, profile: Profile, budget_bytes: int) -> Ar
 
 
 def _rates(job: Job, precisions: Sequence[Precision], place: str) -> dict[str, Any]:
-    """Return the operations of a real step per sample, and the device's measured peak rate of matrix products."""
+    """Return the operations of a real step per sample, and the device's measured peak rates of matrix products."""
     with isolated():
         seed_all(0)
         model = build_model(job).to(place).train()
@@ -120,7 +120,7 @@ def _rows(
 def _value(
     metric: str, unit: str, summary: ArmSummary, experiment: Experiment, rates: Mapping[str, Any]
 ) -> float | None:
-    """Return an arm's number in the unit of the paper."""
+    """Return an arm's number in the paper's unit."""
     if metric != UTILISATION:
         return number_of(summary, metric, unit, experiment)
     peak: float = max(rates["peak_per_s"].values())
@@ -134,12 +134,12 @@ def _peak_note(rates: Mapping[str, Any]) -> str:
         "counted twice for being recomputed), times samples per second, over the highest rate of a square matrix "
         f"product measured in this run on {rates['threads']} thread(s) ({measured} GFLOP/s), the same for every "
         "arm. In the paper's Table I utilisation rises 1.39 times and throughput 1.27 times: of one model they would "
-        "rise alike"
+        "rise equally"
     )
 
 
 def _held(experiment: Experiment, document: Mapping[str, Any], rates: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return, for each arm, whether it kept what was promised, and what its time is composed of."""
+    """Return, for each arm, whether it met the goal, and the factors of its time to target."""
     baseline = document["arms"][0]["runs"]
     return [
         _held_by(experiment, entry, arm["runs"], baseline, rates)

@@ -1,1 +1,1 @@
-"""Measure what the pieces of a job cost, and which of its units may be recomputed."""
+"""Measurement of what the pieces of a job cost, and of which units may be recomputed."""

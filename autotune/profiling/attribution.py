@@ -1,4 +1,4 @@
-"""The memory of a traced step by segment: what each one keeps, and how high its peaks are."""
+"""Attribution of a traced step's memory to segments: the bytes that each one keeps, and its peaks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autotune.cost_model.profile import Boundary
 from autotune.errors import EngineError
 from autotune.mechanics.step_trace import Block, Place, StepTrace
 
-# The identity of a boundary in all traces of one k: the segment that allocates it, and its number there.
+# Identifies a boundary in all traces of one k: the segment that allocates it, and its index among that segment's.
 BoundaryKey = tuple[int, int]
 
 
@@ -22,7 +22,7 @@ class Passing:
     Attributes:
         size: its bytes.
         last_use: last segment whose forward pass needs it; ``None`` if it stays until backward.
-        users: segments that receive it.
+        users: segments that receive it as an input.
         keepers: segments that keep it until backward.
         stays: whether it stays until backward.
     """
@@ -39,13 +39,13 @@ class Attribution:
     """The memory of each segment in one trace.
 
     Attributes:
-        saved: bytes that it keeps until backward, without boundaries.
-        gradients: bytes of parameter gradients that its backward pass leaves.
-        forward_peaks: peak bytes of its forward pass beyond what earlier segments keep, in the first and in later
+        saved: bytes that each segment keeps until backward, without boundaries.
+        gradients: bytes of parameter gradients that each backward pass leaves.
+        forward_peaks: peak bytes of each forward pass beyond what earlier segments keep, in the first and in later
             micro-batches.
-        backward_peaks: the same for its backward pass.
+        backward_peaks: the same for each backward pass.
         boundaries: the boundaries by key.
-        update_peak: highest number of bytes outside forward and backward.
+        update_peak: peak bytes outside forward and backward.
     """
 
     saved: tuple[int, ...]
@@ -62,8 +62,8 @@ def attribute(trace: StepTrace, recomputed: Collection[str], gradients: Sequence
     Args:
         trace: the trace.
         recomputed: names of the units whose activations were recomputed.
-        gradients: gradient bytes of each segment from another trace of the same k; ``None`` takes this trace's. A
-            shared parameter's gradient is left by a different user from trace to trace, and must not count twice.
+        gradients: gradient bytes of each segment from another trace of the same k, so that a shared parameter's
+            gradient counts once, although its segment varies from trace to trace; ``None`` takes this trace's.
 
     Raises:
         EngineError: if the trace has no backward pass or no update.
@@ -85,7 +85,7 @@ def attribute(trace: StepTrace, recomputed: Collection[str], gradients: Sequence
     for boundary in boundaries.values():
         last = boundary.last_use
         if last is not None and last % 2 == 0 and not allocates["forward"][last]:
-            # It was released on the way to the next segment, so its last use was in the one before.
+            # It was released on the way to the next segment, so it was last used in the previous one.
             boundary.last_use = last - 1
     left = left if gradients is None else list(gradients)
     keys = sorted(boundaries)
@@ -116,11 +116,11 @@ def attribute(trace: StepTrace, recomputed: Collection[str], gradients: Sequence
 
 
 def as_boundary(key: BoundaryKey, seen: Sequence[Passing]) -> Boundary:
-    """Return a boundary as several traces together show it, without its keepers.
+    """Return a boundary, merged from several traces, without its keepers.
 
     Args:
         key: its key.
-        seen: what each trace shows of it.
+        seen: the boundary in each trace.
     """
     uses = [passing.last_use for passing in seen if passing.last_use is not None]
     return Boundary(
@@ -141,14 +141,16 @@ def _begin_of(trace: StepTrace, phase: str) -> float:
     began = (time for time, place in zip(trace.times, trace.places, strict=True) if place.phase == phase)
     found = next(began, None)
     if found is None:
-        raise EngineError(f"the traced step has no phase {phase!r}; a custom loop names its phases by tell_phase()")
+        raise EngineError(
+            f"the traced step has no phase {phase!r}; a custom loop must name its phases with tell_phase()"
+        )
     return found
 
 
 def _boundaries(
     trace: StepTrace, recomputed: Collection[str], turn: float
 ) -> tuple[dict[Block, Passing], dict[BoundaryKey, Passing]]:
-    """Return the blocks that pass between segments, by block and by key."""
+    """Return the blocks that pass between segments: all of them by block, and those made in forward passes by key."""
     found: dict[Block, Passing] = {}
     for sighting in trace.sightings:
         block = trace.block_at(sighting.address, sighting.time)

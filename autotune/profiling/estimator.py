@@ -1,7 +1,7 @@
 """Estimate a profile for a device that this machine does not have, from the job's own step on fake tensors.
 
-Nothing is allocated or computed. Memory follows from the lifetimes of what the step's operators would allocate, as the
-device's allocator counts it, and time from a table of its published rates. The profile is marked as estimated.
+The step is neither allocated nor computed. Memory follows from the lifetimes of what its operators would allocate, as
+the device's allocator counts it, and time from the device's published rates. The profile is marked as estimated.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def estimate(job: Job, device: DeviceSpec, *, on_progress: Callable[[float], Non
     """Return an estimated profile of a job on a device.
 
     Args:
-        job: the job; its batches are drawn, its model is built only with fake tensors.
+        job: the job; its batches are real, but its model is built from fake tensors only.
         device: the device's published figures.
         on_progress: called with the share that is done.
 
     Raises:
-        InputError: if the job asks for TF32 and the device does not have it.
+        InputError: if the job sets whether fp32 is computed in TF32, which the device does not have.
         JobError: if the step depends on the values of tensors, which fake tensors do not have.
     """
     if job.launch.fp32 is not None and device.tf32 is None:
@@ -116,7 +116,7 @@ def _traced(run: _FakeRun, report: Callable[[float], None]) -> dict[PlanName, Pl
 
 
 class _FakeRun:
-    """A job's training on fake tensors, made and used in their mode.
+    """Training of a job on fake tensors, created and used in fake tensor mode.
 
     Attributes:
         space: the plans that the job allows on the device.
@@ -124,7 +124,7 @@ class _FakeRun:
     Args:
         job: the job.
         device: the device.
-        batch: its batch, of fake tensors.
+        batch: a batch of the job, as fake tensors.
     """
 
     def __init__(self, job: Job, device: DeviceSpec, batch: Any) -> None:
@@ -134,7 +134,7 @@ class _FakeRun:
         self._optimizer = build_optimizer(job, self._model)
         for group in self._optimizer.param_groups:
             if group.get("fused") is None and group.get("foreach", False) is None:
-                # Torch's choice on a GPU, which needs temporary memory.
+                # Torch's default on a GPU, which needs temporary memory.
                 group["foreach"] = True
         self.space = self._find_space()
         # The first step creates the optimizer's state.
@@ -160,7 +160,7 @@ class _FakeRun:
         )
 
     def static_bytes(self) -> int:
-        """Return the bytes of model, optimizer state and the device's workspace."""
+        """Return the bytes of the model, the optimizer state and the device's workspace."""
         on_host = _host_steps(self._optimizer)
         resident = resident_tensors(self._model, self._optimizer, [])
         return self._bytes([one for one in resident if id(one) not in on_host]) + self._device.workspace_bytes
@@ -169,7 +169,7 @@ class _FakeRun:
         """Return the memory and the estimated seconds of a step.
 
         Args:
-            plan: the plan to run it under.
+            plan: the step's plan.
             gradients: gradient bytes of each segment from another trace of the same k; ``None`` for the first.
             fp32_borders: whether tensors pass between units in fp32.
         """
@@ -181,12 +181,12 @@ class _FakeRun:
             self._step(plan, tracer.watch.begin)
         controls.remove(self._model)
         assert tracer.trace is not None
-        # At most two micro-batches are traced; further ones are like the second.
+        # At most two micro-batches are traced; further ones are taken to last as long as these on average.
         micro_batches = min(plan.accumulation_steps, 2)
         seconds: dict[tuple[Phase, int], float] = {UPDATE: 0.0}
         for place, value in tracer.seconds.items():
             key = (place.phase, place.segment)
-            # The code between micro-batches belongs to the update, which happens once.
+            # The update, which includes the code between micro-batches, happens once.
             factor = 1.0 if place.phase == "update" else plan.accumulation_steps / micro_batches
             seconds[key] = seconds.get(key, 0.0) + value * factor
         held = self._bytes(tensors(self._batch)) * (1 if self.space.k_splits else plan.accumulation_steps)
@@ -215,7 +215,7 @@ class _FakeRun:
         self._optimizer.zero_grad(set_to_none=True)
 
     def _operator_time(self, operations: float, moved: float, dtype: torch.dtype, convolution: bool) -> float:
-        # This process's settings count: by default convolutions may round to TF32, matrix products may not.
+        # This process's settings apply: by default, convolutions may round to TF32, but matrix products may not.
         rounds = devices.gpu_arithmetic()["convolutions" if convolution else "matrix products"] == "tf32"
         tf32 = rounds and (self._device.tf32_convolutions or not convolution)
         return self._device.seconds(operations, moved, _PRECISION_OF.get(dtype, Precision.FP32), tf32=tf32)

@@ -1,7 +1,7 @@
-"""Trace a step that is never computed: fake tensors have shapes and lifetimes, but no values and no memory.
+"""Trace a step without computing it: fake tensors have shapes and lifetimes, but no values and no memory.
 
-Every operator is intercepted, and what it would allocate, compute and move is noted. Temporary memory inside a kernel
-is not seen, so estimated peaks are slightly low.
+Every operator is intercepted to record what it would allocate, compute and move. Temporary memory inside a kernel is
+not seen, so estimated peaks are slightly low.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OperatorTime = Callable[[float, float, torch.dtype, bool], float]
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """Run the body with attention counted as the fused kernel of a GPU: with dropout, a CPU would use another one.
+    """Run the body with fused attention, as on a GPU; dropout is turned off because the CPU's kernel lacks it.
 
     The function itself is replaced, because a mode would not reach recomputation, which runs inside backward.
     """
@@ -48,12 +48,12 @@ def fused_attention() -> Iterator[None]:
 
 @contextmanager
 def fake_conversions() -> Iterator[None]:
-    """Run the body with modules' conversions (``to``, ``half``) replacing fake parameters, which torch cannot swap."""
+    """Run the body with module conversions (``to``, ``half``) replacing fake parameters, which torch cannot swap."""
     original = nn.Module._apply
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def converted(tensor: torch.Tensor, convert: Any) -> torch.Tensor:
-        # A shared parameter stays shared. The former one is kept alive, so that its id is not used again.
+        # A shared parameter stays shared. The original is kept alive, so that its id is not reused.
         if id(tensor) not in made:
             with torch.no_grad():
                 other = convert(tensor)
@@ -62,7 +62,7 @@ def fake_conversions() -> Iterator[None]:
         return made[id(tensor)][1]
 
     def apply(self: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:
-        # Another conversion may convert the same tensors again.
+        # A later conversion may convert the same tensors again.
         made.clear()
         for module in self.modules() if recurse else [self]:
             for owned in (module._parameters, module._buffers):
@@ -79,7 +79,7 @@ def fake_conversions() -> Iterator[None]:
 
 
 class _Operators(TorchDispatchMode):
-    """A mode that notes what every operator would allocate, and how long it would take."""
+    """A mode that passes every operator to the tracer."""
 
     def __init__(self, tracer: FakeTracer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -96,13 +96,13 @@ class FakeTracer(StepTracer):
     """A tracer of steps on fake tensors.
 
     Attributes:
-        seconds: estimated seconds by place, all micro-batches.
+        seconds: estimated seconds by place, for all traced micro-batches.
 
     Args:
         model: a model of fake tensors.
         units: names of the units.
         operator_time: returns the estimated seconds of an operator.
-        allocated: returns the bytes that the allocator counts for a block of so many bytes.
+        allocated: returns the bytes that the allocator counts for a block of a given size.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class FakeTracer(StepTracer):
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Trace the body, one optimizer step."""
+        """Trace one optimizer step, which the body runs."""
         with (
             fused_attention(),
             self.watch,
@@ -130,7 +130,7 @@ class FakeTracer(StepTracer):
         self.trace = self._assemble(self._marks, self._changes)
 
     def know(self, resident: Iterable[torch.Tensor]) -> None:
-        """Count tensors as older than the step.
+        """Register tensors that exist before the step.
 
         Args:
             resident: the tensors.
@@ -140,7 +140,7 @@ class FakeTracer(StepTracer):
             self._alive[storage._cdata] = storage
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Take in one operator.
+        """Record the allocations and the estimated time of one operator.
 
         Args:
             func: the operator.
@@ -193,17 +193,17 @@ class FakeTracer(StepTracer):
 
 
 def _operations(func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """Return an operator's floating-point operations, by torch's own counter; 0 for one that only moves bytes."""
+    """Return an operator's floating-point operations as torch counts them; 0 for one that torch does not count."""
     count = flop_registry.get(func._overloadpacket)
     if count is not None:
         return float(count(*args, **kwargs, out_val=result))
     name = str(func._overloadpacket)
     if "scaled_dot_product" not in name:
         return 0.0
-    # The counter does not know the CPU's fused kernel. The first argument of its backward is the output's gradient.
+    # Torch does not count the CPU's fused kernel. The first argument of its backward is the output's gradient.
     backward = "backward" in name
     query, key, value = [leaf for leaf in args if isinstance(leaf, torch.Tensor)][backward : backward + 3]
     pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     products = 2.0 * pairs * (query.shape[3] + value.shape[3])
-    # Backward recomputes the scores and makes four products where forward makes two.
+    # Backward recomputes the scores and computes four products where forward computes two.
     return 2.5 * products if backward else products

@@ -1,4 +1,4 @@
-"""The error of a gradient in low precision, measured unit by unit with the same batch and random numbers."""
+"""Error of the gradient in low precision, measured unit by unit with the same batch and random numbers."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from autotune.engines.torch_engine import TorchEngine
 from autotune.plan import Plan, Precision
 from autotune.profiling.homogeneous_plans import spread_choices
 
-# The largest number of units that are measured; of more units, evenly spaced ones stand for the others.
+# Maximum number of units to measure. If there are more, evenly spaced ones represent the others.
 _MAX_UNITS = 24
 
 
 def squared_errors(engine: TorchEngine) -> dict[str, dict[str, float]]:
     """Return the squared relative error of the whole gradient that each unit causes in each 16-bit precision.
 
-    The squared errors of units add up, so those of single units give the error of any plan.
+    The squared errors of single units add up to that of a plan.
 
     Args:
-        engine: an engine with fp32 among its precisions; its training state stays as it is.
+        engine: the engine; its training state does not change.
 
     Returns:
-        By unit and precision: sum over parameters of |g' - g|^2, over |g|^2; empty where the job keeps 16-bit
-        parameters.
+        By unit and precision: sum over parameters of |g' - g|^2, divided by |g|^2; empty if the engine does not have
+        both fp32 and a 16-bit precision.
     """
     space = engine.space
     lower = [precision for precision in space.precisions if precision not in (Precision.FP32, Precision.INHERIT)]

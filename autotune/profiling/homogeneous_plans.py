@@ -1,4 +1,4 @@
-"""Homogeneous plans, in which every unit takes the same choice, and what their steps showed."""
+"""Homogeneous plans, in which every unit has the same choice, and their traced and timed steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PlanName:
 
     Attributes:
         accumulation_steps: k.
-        choice: what every unit chooses, for example ``bf16/recompute``.
+        choice: the choice of every unit, for example ``bf16/recompute``.
         passes_16_bit: whether tensors pass between units in 16 bits.
     """
 
@@ -67,7 +67,7 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class PlanSteps:
-    """The steps of one homogeneous plan: a traced one, and visits to the plan."""
+    """The steps of one homogeneous plan: one traced step, and visits of timed steps."""
 
     traced: TracedStep
     visits: list[Visit] = field(default_factory=list)
@@ -83,11 +83,11 @@ class PlanSteps:
         return min(self.timed, key=lambda step: step.total_s)
 
     def only(self, step: WatchedStep) -> PlanSteps:
-        """Return the same with a single timed step."""
+        """Return a copy with a single timed step."""
         return replace(self, visits=[Visit(steps=[step])])
 
     def medians(self) -> list[TimedStep]:
-        """Return the median seconds of each pass, and the update of each step: updates do not depend on the plan."""
+        """Return the median seconds of each pass, and every step's update, which does not depend on the plan."""
         timed = [step.seconds for step in self.timed]
         passes = dict.fromkeys(key for seconds in timed for key in seconds if key != UPDATE)
         medians = {key: statistics.median(seconds.get(key, 0.0) for seconds in timed) for key in passes}
@@ -97,14 +97,14 @@ class PlanSteps:
 
 
 def homogeneous_plans(space: PlanSpace, ks: Sequence[int]) -> dict[PlanName, Plan]:
-    """Return the homogeneous plans of a space; those of 16 bits with both kinds of borders.
+    """Return the homogeneous plans of a space; 16-bit plans with both fp32 and 16-bit borders.
 
-    At each k the plans that save come first. Plans whose times should agree are thus far apart, so that a disturbance
-    of some steps shows as a difference between them.
+    At each k, the plans that save come first. Plans whose times should agree are thus run far apart, so that a
+    disturbance of some steps shows as a difference between them.
 
     Args:
         space: the plans that are allowed.
-        ks: the k to use.
+        ks: the values of k to use.
     """
     storages = space.storages if space.recomputable else space.storages[:1]
     return {
@@ -136,16 +136,16 @@ def steps_by_k(found: Mapping[PlanName, PlanSteps]) -> list[StepsAtK]:
 
 
 def without_copies(found: Mapping[PlanName, PlanSteps]) -> dict[PlanName, PlanSteps]:
-    """Return the steps without those of 16-bit borders that make no difference, as where units return fp32 anyway."""
+    """Return the steps without those whose 16-bit borders make no difference, as when units return fp32 anyway."""
     return {name: steps for name, steps in found.items() if not is_copy(name, found)}
 
 
 def is_copy(name: PlanName, found: Mapping[PlanName, PlanSteps]) -> bool:
-    """Tell whether 16-bit borders made no difference in any plan of a precision: then they make none in the others.
+    """Return whether a plan's 16-bit borders make no difference, as in some traced plan of the same precision.
 
     Args:
-        name: the plan to tell it of.
-        found: what was traced so far.
+        name: the plan.
+        found: the steps traced so far.
     """
     if not name.passes_16_bit:
         return False
@@ -159,9 +159,9 @@ def is_copy(name: PlanName, found: Mapping[PlanName, PlanSteps]) -> bool:
 
 
 def disagreement(found: Mapping[PlanName, PlanSteps], recomputable: Collection[str]) -> float:
-    """Return the largest factor between times that should agree, in the fastest step of each plan.
+    """Return the largest ratio of times that should agree, in the fastest step of each plan.
 
-    The forward passes of units take as long whether they save or recompute, and recomputation adds the same time to
+    Forward passes of units take as long whether they save or recompute, and recomputation adds the same time to
     their backward passes.
 
     Args:
@@ -188,10 +188,10 @@ def _pass_seconds(steps: PlanSteps, names: Collection[str]) -> tuple[float, floa
 
 
 def share_seconds(found: Mapping[PlanName, PlanSteps], space: PlanSpace) -> None:
-    """Give calls of like units (kind, parameters, bytes saved) the median of their seconds.
+    """Replace the seconds of calls of like units (same kind, parameters and saved bytes) by their median.
 
     Args:
-        found: the timed steps of every homogeneous plan; their seconds are changed.
+        found: the timed steps of every homogeneous plan; modified in place.
         space: the plans that are allowed.
     """
     kinds = {unit.name: kind_of(unit) for unit in space.units}
@@ -209,11 +209,11 @@ def share_seconds(found: Mapping[PlanName, PlanSteps], space: PlanSpace) -> None
 
 
 def spread_choices(choices: Sequence[Value], count: int) -> tuple[Value, ...]:
-    """Return at most so many of the choices, evenly spread, with the first and the last.
+    """Return at most ``count`` of the choices, evenly spaced, including the first and the last.
 
     Args:
         choices: the choices, in order.
-        count: the largest number of them to return, at least 2.
+        count: maximum number of choices, at least 2.
     """
     if len(choices) <= count:
         return tuple(choices)

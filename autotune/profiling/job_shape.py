@@ -1,4 +1,4 @@
-"""The batch with which a job is profiled, and the key of everything that its profile depends on."""
+"""The batch with which a job is profiled, and the cache key of its profile."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from autotune.mechanics.memory_meter import tensor_bytes
 from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.trees import map_tensors, tensors
 
-# Batches among which the largest is chosen.
+# Number of first batches from which the largest is chosen.
 _CANDIDATES = 8
 
 
 def fixed_shape(job: Job, seed: int = 0) -> Job:
-    """Return the job with the same batch in every step, copied: the largest of its first few.
+    """Return the job with a copy of the same batch in every step: the largest of its first few batches.
 
     Args:
         job: the job.
@@ -84,7 +84,7 @@ def profile_key(job: Job, device_name: str) -> str:
         "device": device_name,
         "threads": torch.get_num_threads(),
         "versions": [torch.__version__, PROFILE_VERSION],
-        # The device's name tells neither where the job trains nor with which settings.
+        # The device's name does not tell where the job trains, or with which settings.
         **devices.settings(devices.device_kind()),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""Make a record of the steps of a live run: bring the few that were watched to one size of batch and to every k.
+"""Profile a live run from the few steps that were watched, scaled to one batch size and to every k.
 
-Storage changes no bit of training, so its choices are seen on the run's own steps. What has not been run (a plan that
-may not fit) is bounded from above by what has: while a unit is recomputed in backward, all that it would save is alive.
+Storage does not change the results of training, so it can be varied in the run's own steps. Choices that were not run,
+as they may not fit, are bounded from above: while a unit is recomputed in backward, all that it would save is alive.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def live_profile(
     length_spread: float = 0.0,
     growth: float = 2.0,
 ) -> Profile:
-    """Return a profile of what was seen of a live run so far, with bounds for what was not.
+    """Return a profile from the watched steps of a live run, with upper bounds for what was not run.
 
     Args:
         job: name of the run.
@@ -82,7 +82,7 @@ def live_profile(
 def _at_smaller_ks(traces: Sequence[LiveTrace]) -> list[LiveTrace]:
     """Return upper bounds of each precision's steps at every k at which only other precisions were traced.
 
-    They follow from the precision's steps at the next larger k, whose micro-batches are smaller.
+    They are its steps at the next larger k, scaled up to the larger micro-batches, or else those at its largest k.
     """
     found = []
     for precision in dict.fromkeys(common_precision(trace.plan) for trace in traces):
@@ -99,10 +99,10 @@ def _at_smaller_ks(traces: Sequence[LiveTrace]) -> list[LiveTrace]:
 
 
 def _of_more_batches(traces: Sequence[LiveTrace], ks: Sequence[int]) -> list[LiveTrace]:
-    """Return the memory of steps of more batches than any that was traced: each batch after the first is alike.
+    """Return traces of steps of more batches, which need the same memory as the traced steps of several batches.
 
     Args:
-        traces: traced steps; only those of several batches tell.
+        traces: traced steps.
         ks: numbers of batches that a step may have.
     """
     several = sorted({trace.plan.accumulation_steps for trace in traces} - {1})
@@ -118,7 +118,7 @@ def _of_more_batches(traces: Sequence[LiveTrace], ks: Sequence[int]) -> list[Liv
 
 
 def _at_size(trace: LiveTrace, batch_bytes: int, growth: float) -> LiveTrace:
-    """Return an upper bound of a traced step's memory with a batch of another size, which is no smaller."""
+    """Return an upper bound of a traced step's memory with a batch of at least the same size."""
     factor = (batch_bytes / max(trace.batch_bytes, 1)) ** growth
     if factor <= 1.0 + 1e-9:
         return trace
@@ -142,10 +142,10 @@ def _timed_while_traced(trace: LiveTrace) -> TimedStep:
 
 
 def _timed_at(steps: Sequence[TimedStep], k: int, space: PlanSpace) -> list[TimedStep]:
-    """Return the steps that tell the seconds of steps at one k.
+    """Return the timed steps for one k.
 
-    Under adaptive batching these are all steps, each as if it had k batches. Steps of that k alone would make k look
-    different by how busy the machine was while they ran.
+    Under adaptive batching these are all steps, each converted to k batches. With the steps of that k alone, a busy
+    machine would make some k look slower than others.
     """
     if space.k_splits:
         return [step for step in steps if step.plan.accumulation_steps == k]
@@ -160,7 +160,7 @@ def _with_batches(step: TimedStep, k: int) -> TimedStep:
 
 
 def _calibrated(profile: Profile, timed: Sequence[TimedStep], batch_bytes: int) -> Profile:
-    """Return the profile with its sums scaled to the whole steps that were timed."""
+    """Return the profile with its sums scaled to the total seconds of the timed steps."""
     ratios = [
         sum(step.seconds.values()) * batch_bytes / step.batch_bytes / total
         for step in timed

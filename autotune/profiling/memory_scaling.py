@@ -1,11 +1,11 @@
-"""The growth of memory with a batch's size, from traced steps of several sizes.
+"""Growth of memory with a batch's size, from traced steps of several sizes.
 
 Each part of a step's memory (what a unit saves, what its passes need in addition, what is passed on) is assumed to grow
-like a polynomial of degree two at most without negative coefficients: activations grow in proportion to a batch, and
-attention weights with the square of its length. Two sizes bound such a law from above:
+as a polynomial of at most degree two with no negative coefficients: activations grow linearly with a batch, attention
+weights with the square of its length. Two sizes give upper bounds:
 
-* between them, a part grows at most by about the exponent that leads from one to the other;
-* beyond the larger one, it grows at most as if everything that was added between them grew with the square.
+* between them, a part grows at most with about the exponent that leads from one to the other;
+* beyond the larger one, it grows at most as if all growth between them were quadratic.
 
 The steepest part counts, because under another plan every unit may keep it.
 """
@@ -18,23 +18,22 @@ from collections.abc import Mapping
 from autotune.plan import Plan
 from autotune.profiling.attribution import Attribution
 
-# All memory grows with the square.
+# Exponent and share where all memory grows quadratically.
 _STEEPEST = (2.0, 1.0)
-# Sizes must differ by this factor to show a law.
+# Smallest ratio of two sizes from which growth is measured.
 _APART = 1.5
 # Added to a measured exponent.
 _MARGIN = 0.1
-# Smaller parts than this share of the largest are ignored: rounded allocations, states of generators.
+# Parts smaller than this share of the largest are ignored, for example rounded allocations and generator states.
 _WORTH = 0.02
 
 
 class Growth:
-    """The law of growth, as far as it is known.
+    """Upper bounds on the growth of memory; quadratic while they are not known.
 
     Attributes:
         within: exponent that bounds the growth from one traced size to a larger one.
-        beyond: share of the memory at the largest traced size that may grow with the square of the size; see
-            :func:`grown`.
+        beyond: share of the memory at the largest traced size that may grow quadratically; see :func:`grown`.
     """
 
     def __init__(self) -> None:
@@ -42,12 +41,12 @@ class Growth:
         self._points: dict[Plan, list[tuple[int, dict[str, int]]]] = {}
 
     def note(self, plan: Plan, size: int, seen: Attribution) -> None:
-        """Take in a traced step.
+        """Add a traced step.
 
         Args:
-            plan: its plan.
-            size: its batch's bytes.
-            seen: the memory of its segments.
+            plan: the step's plan.
+            size: bytes of its batch.
+            seen: memory of its segments.
         """
         points = self._points.setdefault(plan, [])
         points.append((size, _parts(seen)))
@@ -56,11 +55,11 @@ class Growth:
             self.within, self.beyond = _law(large / small, low, high)
 
     def told_by(self, plan: Plan, size: int) -> bool:
-        """Tell whether the law is not known yet, and a step would show it.
+        """Return whether the growth is still unknown and a step would show it.
 
         Args:
-            plan: the plan that the step runs under.
-            size: its batch's bytes.
+            plan: the step's plan.
+            size: bytes of its batch.
         """
         points = self._points.get(plan, [])
         if (self.within, self.beyond) != _STEEPEST or len(points) != 1 or not size:
@@ -70,25 +69,25 @@ class Growth:
 
 
 def grown(length: float, square_share: float) -> float:
-    """Return the relative batch size at which a step's memory is predicted: larger if part of it grows with the square.
+    """Return the relative batch size at which to predict memory: larger than the actual one for a quadratic share.
 
     Args:
-        length: a batch's size over the largest traced size.
-        square_share: share of the memory at that size that may grow with the square.
+        length: a batch's size divided by the largest traced size.
+        square_share: share of the memory at the largest traced size that may grow quadratically.
     """
     return length if length <= 1 else 1 + square_share * (length**2 - 1)
 
 
 def _law(ratio: float, low: Mapping[str, int], high: Mapping[str, int]) -> tuple[float, float]:
-    """Return the exponent between two sizes and the share beyond them, of the steepest part.
+    """Return the exponent between two sizes and the quadratic share beyond them, each of the steepest part.
 
     Args:
-        ratio: the larger size over the smaller one.
+        ratio: the larger size divided by the smaller one.
         low: bytes of the parts at the smaller size, by name.
         high: bytes of the parts at the larger size, by name.
     """
     least = _WORTH * max(high.values(), default=0)
-    # If half of the memory grows with the square, that is more than if all of it grows in proportion.
+    # Half of the memory growing quadratically exceeds all of it growing linearly.
     within, beyond = 1.0, 0.5
     for name, value in high.items():
         former = low.get(name, 0)
@@ -97,7 +96,7 @@ def _law(ratio: float, low: Mapping[str, int], high: Mapping[str, int]) -> tuple
         if former <= 0:
             return _STEEPEST
         within = max(within, math.log(value / former) / math.log(ratio))
-        # The steepest law through both: value = c + b * large**2 and former = c + b * small**2.
+        # The steepest curve through both: value = c + b * large**2 and former = c + b * small**2.
         beyond = max(beyond, (1 - former / value) / (1 - ratio**-2))
     return min(within + _MARGIN, _STEEPEST[0]), min(beyond, _STEEPEST[1])
 

@@ -1,8 +1,8 @@
-"""Watch what a unit's code can reach besides the unit itself: globals, closures, attributes of its classes.
+"""Record and restore the state outside a unit that its code can reach: globals, closures, attributes of its classes.
 
-A list that all blocks of a model append to, a counter in a module, a generator that a hook's closure holds: a copy of
-the unit shares them, so that passes over the copy show whether the unit changes them, and they are put back. Objects
-that cannot be read are left out. A tensor too large to be copied is a refusal: code that may write to it is not run.
+Examples are a list that all blocks of a model append to, a global counter, and a generator in a hook's closure. A copy
+of the unit shares them, so that passes over the copy show whether the unit changes them. Objects that cannot be read
+are left out. If a tensor is too large to copy, or an iterator cannot be restored, the unit's code must not be run.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from autotune.profiling.reachable_code import (
 
 logger = logging.getLogger(__name__)
 
-# Objects that are looked at, and how many functions deep: a function calls others.
+# Maximum number of recorded objects, and maximum depth to which calls of functions are followed.
 _MOST_OBJECTS, _DEPTH = 5000, 8
 # Tensors up to this size are copied.
 _MOST_BYTES = 2**27
 _OF_MODULES = frozenset(vars(nn.Module()))
-# What a class holds and nobody changes in its place; the code of functions is looked into where it is called.
+# Attributes of classes that nobody changes in place; the code of functions is inspected where it is called.
 _FUNCTIONS = (FunctionType, classmethod, staticmethod, property)
 _OF_CLASSES = (*_FUNCTIONS, type, MethodType, BuiltinFunctionType)
 _PLAIN = (bool, int, float, complex, str, bytes)
@@ -56,10 +56,10 @@ class _Seen:
 
     Attributes:
         name: the name or path by which the code reaches it.
-        now: returns its present state.
+        now: returns its current state.
         then: its recorded state.
         put: sets it to a state; the return value is ignored.
-        same: tells whether two such values are the same.
+        same: returns whether two states are the same.
     """
 
     name: str
@@ -69,10 +69,10 @@ class _Seen:
     same: Callable[[Any, Any], bool]
 
     def is_same(self, *, grown: bool = False) -> bool:
-        """Tell whether the object is in its recorded state.
+        """Return whether the object is in its recorded state.
 
         Args:
-            grown: whether more items at its end are allowed.
+            grown: whether to ignore items that were added at its end.
         """
         now = self.now()
         if grown and self.same in (_same_items, _same_pairs):
@@ -82,7 +82,7 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Values:
-    """A tensor, how often it was written to before, and a copy of its values; ``None`` for those of a large one."""
+    """A tensor, its version counter, and a copy of its values; ``None`` if they were not copied."""
 
     tensor: torch.Tensor
     version: int
@@ -93,13 +93,14 @@ class Surroundings:
     """The objects that a unit's code can reach, and their recorded states.
 
     Attributes:
-        refusal: why its code must not be run: something that it may change could not be restored; ``None`` otherwise.
+        refusal: why the unit's code must not be run: it may change something that cannot be restored; ``None`` if it
+            may be run.
 
     Args:
         module: the unit.
-        own: attributes of the unit's parts that are watched as well, by name.
-        handed: objects whose functions are watched as well.
-        named: whether, of objects that ``own`` leads to, only what the unit's code names is watched.
+        own: names and values of attributes of the unit's parts to watch as well.
+        handed: arguments of the unit whose functions to watch as well.
+        named: whether to watch only the attributes that the unit's code names, of objects reached through ``own``.
     """
 
     def __init__(
@@ -111,9 +112,9 @@ class Surroundings:
         named: bool = False,
     ) -> None:
         self._seen: list[_Seen] = []
-        # Caches of functions, and how many results they held: a copy of the unit may fill them with its own.
+        # Caches of functions, and their sizes: a copy of the unit may add its own results.
         self._caches: list[tuple[Any, int]] = []
-        # The unit's own parts are copied, or watched by their attributes.
+        # The unit's own parts are copied, or their attributes are watched.
         self._met: set[int] = set(map(id, module.modules()))
         self.refusal: str | None = None
         # The attributes that are watched; ``None`` for all.
@@ -125,7 +126,7 @@ class Surroundings:
             self._take_class(kind)
         for name, function in _functions(module):
             self._look_into(name, function, _DEPTH)
-        # Functions that the unit's code may call by name, of its attributes and of its arguments.
+        # Functions of the unit's attributes and arguments that its code may call by name.
         names = _names_in(module)
         for name, value in (*own_attributes(module), *(("what it is handed", one) for one in handed)):
             if issubclass(type(value), _WEAK):
@@ -134,15 +135,15 @@ class Surroundings:
                 self._look_into(name, function, _DEPTH)
 
     def changed(self, *, grown: bool = False) -> str | None:
-        """Return the name of the first object that is not what it was; ``None`` if all are.
+        """Return the name of the first object whose state has changed, or ``None``.
 
         Args:
-            grown: whether a list or dictionary may have got more items at its end.
+            grown: whether to ignore items that were added at the end of a list or dictionary.
         """
         return next((one.name for one in self._seen if not one.is_same(grown=grown)), None)
 
     def restore(self) -> None:
-        """Restore all objects that have changed; a cache that was empty is emptied."""
+        """Restore all objects that have changed, and clear caches that were empty."""
         for cache, results in self._caches:
             if not results and cache.cache_info().currsize:
                 cache.cache_clear()
@@ -151,7 +152,7 @@ class Surroundings:
                 if not one.is_same():
                     one.put(one.then)
             except Exception as error:  # noqa: BLE001 - the others are restored, and the run continues
-                logger.warning("a unit changed %s, which could not be put back: %s", one.name, error)
+                logger.warning("a unit changed %s, which could not be restored: %s", one.name, error)
 
     @contextmanager
     def as_they_were(self) -> Iterator[None]:
@@ -169,7 +170,7 @@ class Surroundings:
                 one.put(value)
 
     def _look_into(self, name: str, function: Any, depth: int) -> None:
-        """Take in what a function's code names, what its closure holds, and all that it may call by names."""
+        """Watch what a function's code names, its closure, and the functions that it may call by name."""
         if isinstance(function, MethodType):
             self._take(f"{name}.__self__", function.__self__)
         for one in plain_functions(function):
@@ -193,7 +194,7 @@ class Surroundings:
         self._take_names(function.__globals__, names, depth)
 
     def _take_names(self, where: dict[str, Any], names: frozenset[str], depth: int) -> None:
-        """Take in what names stand for in a module."""
+        """Watch what names refer to in a module's globals."""
         for key in names:
             found = where.get(key)
             if key in where and not isinstance(found, type | FunctionType | BuiltinFunctionType | ModuleType):
@@ -206,13 +207,13 @@ class Surroundings:
                 self._take_named(key, found, names, depth)
 
     def _take_named(self, name: str, value: Any, names: frozenset[str], depth: int) -> None:
-        """Take in what a name stands for, and the functions of it that code with such names may call."""
+        """Watch what a name refers to, and the functions that code with these names may call on it."""
         self._take(name, value, depth)
         for function in functions_of(value, names):
             self._look_into(name, function, depth)
 
     def _take_class(self, kind: type) -> None:
-        """Take in the attributes of a class, but for its functions, and not those of the classes above."""
+        """Watch the attributes of a class, except functions and inherited attributes."""
         if is_trusted(kind.__module__) or id(kind) in self._met:
             return
         self._met.add(id(kind))
@@ -222,7 +223,7 @@ class Surroundings:
                 self._take(f"{kind.__name__}.{key}", value)
 
     def _take(self, name: str, value: Any, depth: int = 0) -> None:
-        # A proxy says that it is what it stands for, which may be gone: its class proper is asked.
+        # Use type(): isinstance() would ask the referent of a weak proxy, which may no longer exist.
         if issubclass(type(value), _WEAK):
             value = _referent(value)
         if issubclass(type(value), _LEFT_OUT) or id(value) in self._met or len(self._seen) > _MOST_OBJECTS:
@@ -233,7 +234,7 @@ class Surroundings:
             self._met.add(id(value))
             self._caches.append((value, value.cache_info().currsize))
         elif isinstance(value, Iterator) and not hasattr(value, "write"):
-            self.refusal = f"its code can reach {name}, an iterator, which cannot be set back"
+            self.refusal = f"its code can reach {name}, an iterator, which cannot be restored"
         else:
             self._take_object(name, value, depth)
 
@@ -243,37 +244,37 @@ class Surroundings:
         if not isinstance(value, tuple):
             try:
                 found = _snapshot(name, value, self._named)
-            except Exception:  # noqa: BLE001 - whatever it is (a generator of the system's, say), it does not let itself be read
+            except Exception:  # noqa: BLE001 - its state cannot be read (random.SystemRandom, for example)
                 return
             if found is None:
                 return
             self._met.add(id(value))
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and found.then.copy is None:
-                self.refusal = f"its code can reach {name}, which is too large to be copied and which it may change"
+                self.refusal = f"its code can reach {name}, which it may change and which is too large to copy"
             self._seen.append(found)
         for key, item in _items(value):
             self._take(f"{name}{key}", item, depth)
 
 
 def _referent(value: Any) -> Any:
-    """Return what a weak reference or a weak proxy stands for; ``None`` if that is gone."""
+    """Return the referent of a weak reference or a weak proxy; ``None`` if it no longer exists."""
     if issubclass(type(value), weakref.ReferenceType):
         return value()
     found = None
     with suppress(ReferenceError):
-        # A proxy hands out the methods of what it stands for.
+        # A method that a proxy returns is bound to the referent.
         found = value.__dir__.__self__
     return found
 
 
 def own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    """Return the attributes of a unit's parts, by name, but for those that every module has."""
+    """Return names and values of the attributes of a unit's parts, except those that every module has."""
     parts = (vars(part).items() for part in module.modules())
     return [(name, value) for items in parts for name, value in items if name not in _OF_MODULES]
 
 
 def _functions(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the functions that a unit's forward pass calls, with names for them."""
+    """Yield names and functions of a unit that its forward pass may call."""
     for part in module.modules():
         for base in type(part).__mro__:
             if not is_trusted(base.__module__):
@@ -291,12 +292,12 @@ def _names_in(module: nn.Module) -> frozenset[str]:
 
 
 def _snapshot(name: str, value: Any, named: frozenset[str] | None) -> _Seen | None:
-    """Return an object as it is; ``None`` for one that nothing can change, or that nobody can look into.
+    """Return an object with its current state; ``None`` if it cannot change, cannot be read, or is trained.
 
     Args:
-        name: how the code calls it.
+        name: the name by which the code reaches it.
         value: the object.
-        named: the attributes that count; ``None`` for all.
+        named: the attributes to record; ``None`` for all.
     """
     if isinstance(value, torch.Tensor) and (value.is_inference() or _is_trained(value)):
         return None
@@ -321,8 +322,8 @@ def _mapping(name: str, value: Any) -> _Seen:
 
 
 def _object(name: str, value: Any, named: frozenset[str] | None) -> _Seen:
-    """Return an object with its attributes as they are, also those in slots."""
-    # Round what a class of somebody else's does there; attributes of a thread's own have no other way.
+    """Return an object with its current attributes, including those in slots."""
+    # Bypass attribute methods of the object's class, except for thread-local attributes, where that is impossible.
     local = isinstance(value, threading.local)
     put_in, delete = (setattr, delattr) if local else (object.__setattr__, object.__delattr__)
 
@@ -376,7 +377,7 @@ def _tensor(name: str, value: Any) -> _Seen:
     copy = value.detach().to("cpu", copy=True) if not dense or value.nbytes <= _MOST_BYTES else None
 
     def same(one: _Values, two: _Values) -> bool:
-        # By value as well: what is written by `.data` is not counted.
+        # By value as well: writes through `.data` do not increase the version.
         return one.version == two.version and (copy is None or not dense or same_bits(value.detach().cpu(), copy))
 
     then = _Values(value, value._version, copy)
@@ -388,13 +389,13 @@ def _is_trained(tensor: torch.Tensor) -> bool:
 
 
 def _cell(name: str, cell: CellType) -> _Seen:
-    """Return what a function's closure holds under a name, which the function may bind anew."""
+    """Return a variable of a function's closure with its current value."""
     put = functools.partial(setattr, cell, "cell_contents")
     return _Seen(name, lambda: cell.cell_contents, cell.cell_contents, put, _same)
 
 
 def _name(where: dict[str, Any], name: str) -> _Seen:
-    """Return what a name stands for in a module; nothing, perhaps."""
+    """Return a global name of a module with its current value; the name may be undefined."""
 
     def put(then: Any) -> None:
         if then is _name:
@@ -411,13 +412,13 @@ def _attribute(kind: type, name: str) -> _Seen:
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:
-    """Return what an object holds, with names."""
+    """Return the items or attributes of an object, with names."""
     if isinstance(value, list | deque):
         return [(f"[{place}]", item) for place, item in enumerate(value)]
     if isinstance(value, dict):
         return [(f"[{key!r:.40}]", item) for key, item in value.items()]
     if isinstance(value, nn.Module):
-        # Its weights are trained, or are none of the unit's.
+        # Its weights are left out: they are trained, or do not belong to the unit.
         own = {key: item for key, item in vars(value).items() if key not in _OF_MODULES}
         return [(f".{key}", item) for key, item in {**own, **value._buffers, **value._modules}.items()]
     if isinstance(value, tuple):
@@ -435,7 +436,7 @@ def _refill(value: Any, then: Any) -> None:
 
 def _write(value: torch.Tensor, then: torch.Tensor | None) -> None:
     if then is not None:
-        # By .data: what autograd keeps of the run's own graph has the same values again.
+        # Through .data, which autograd ignores: the run's own graph needs exactly these values.
         value.data.copy_(then)
 
 

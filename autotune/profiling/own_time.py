@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-# One-off costs are spread over so many steps.
+# One-off costs are spread over at least this many steps.
 _SPREAD_OVER = 1000
-# The share is judged after so many steps, when profiling is over.
+# The share is checked after this many steps, when profiling is over.
 _JUDGED_AFTER = 200
 
 
@@ -27,14 +27,14 @@ class OwnTime:
         self._once_s = 0.0
 
     def spend(self, seconds: float) -> None:
-        """Add seconds of the tuner's own."""
+        """Add seconds that the tuner took."""
         if self.learns:
             self._once_s += seconds
         else:
             self._own_s += seconds
 
     def frac(self, steps: int, probe_s: float) -> float:
-        """Return the tuner's share of the run's time; the profile is spread over 1,000 steps at least.
+        """Return the tuner's share of the run's time, with one-off costs spread over at least 1,000 steps.
 
         Args:
             steps: Number of steps so far.
@@ -47,5 +47,5 @@ class OwnTime:
         return self._own_s / run_s + once_s / (run_s / steps * spread)
 
     def is_too_expensive(self, steps: int, probe_s: float, limit_frac: float) -> bool:
-        """Whether the tuner takes more of the run's time than it may."""
+        """Return whether the tuner takes more of the run's time than the limit."""
         return steps >= _JUDGED_AFTER and self.frac(steps, probe_s) > limit_frac

@@ -1,4 +1,4 @@
-"""Run a unit's forward and backward passes on copies, once saving and once recomputing, and compare the results."""
+"""Run a unit's forward and backward passes on copies, first saving and then recomputing, and compare the results."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from autotune.mechanics.kept import flattened
 from autotune.mechanics.memory_meter import strided
 from autotune.profiling.outside_state import Surroundings, own_attributes
 
-# Relative differences, by 2-norms, up to which two passes over one input differ by rounding alone: so many units in the
-# last place (sums that cancel lose as many), and never what dropout does (a rate of 0.1 differs by 0.4).
+# The largest relative difference in 2-norm that rounding explains: this many units in the last place, which cancelling
+# sums may lose, but at most this fraction, which is less than dropout causes (0.4 at a rate of 0.1).
 _ROUNDING_ULPS, _ROUNDING_FRAC = 32.0, 0.2
-DRAWS = "it draws from python's or numpy's generator, which recomputation does not repeat"
-# So many passes are a sample of what passes differ by, which may be so many times as much.
+DRAWS = "it draws from Python's or NumPy's generator, which recomputation does not repeat"
+# Number of repeated passes that sample how much passes differ, and the tolerated multiple of that difference.
 _REPEATS, _PASSES_LIKE_THEM = 3, 4.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """A unit, and what it was called with.
+    """A unit and the arguments of a call.
 
     Attributes:
         module: the unit.
-        forward: its forward, where no copy can be made of it; ``None`` where one can.
-        args: what it was called with.
-        kwargs: the same, by keyword.
-        before: the generators' states.
-        context: the context variables that it was called with.
-        outputs: what its first pass returned, on the host.
+        forward: forward to run on the unit itself, if it cannot be run on a copy; ``None`` if it can.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+        before: states of the random generators before the call.
+        context: context variables of the call.
+        outputs: list to which the outputs of the first pass are added, on the host.
     """
 
     module: nn.Module
@@ -51,7 +51,7 @@ class Unit:
     outputs: list[torch.Tensor]
 
     def passes(self, *, recomputes: bool) -> _Outcome:
-        """Return the results of the unit's passes; the unit itself is not changed."""
+        """Return the results of a forward and a backward pass; the unit itself is not changed."""
         randomness.restore_torch(self.before)
         loans = Loans()
         try:
@@ -70,7 +70,7 @@ class Unit:
 
 
 def _like(context: Context, lend: TensorCopy) -> Context:
-    """Return a context with copies of what a context holds, as far as that can be copied."""
+    """Return a copy of a context with copies of its values, without those that cannot be copied."""
     made = Context()
     for variable, value in context.items():
         try:
@@ -81,7 +81,7 @@ def _like(context: Context, lend: TensorCopy) -> Context:
 
 
 def compared(unit: Unit) -> str | None:
-    """Return why a unit may not be recomputed, as passes over copies show; ``None`` if it may."""
+    """Return why a unit may not be recomputed, according to passes on copies; ``None`` if it may."""
     weights = Weights(unit.module)
     try:
         reason = _compared(unit)
@@ -98,7 +98,7 @@ def _compared(unit: Unit) -> str | None:
     unit.outputs.extend(saved.outputs)
     if saved.writes:
         return WRITTEN
-    # What is only made once, such as a table that is kept, is there by now.
+    # By now the first pass has created what is created only once, such as a cached table.
     handed = flattened(unit.args, unit.kwargs)[0]
     around = Surroundings(unit.module, own=() if unit.forward is None else own_attributes(unit.module), handed=handed)
     recomputed = unit.passes(recomputes=True)
@@ -106,21 +106,21 @@ def _compared(unit: Unit) -> str | None:
         return recomputed.barred
     changed = around.changed()
     if changed is not None:
-        return f"it changes {changed}, which recomputation would change once more"
+        return f"it changes {changed}, which recomputation would change a second time"
     if saved.same(recomputed):
         return None
     return _judged(saved, recomputed, [unit.passes(recomputes=False) for _ in range(_REPEATS)])
 
 
 def _judged(saved: _Outcome, recomputed: _Outcome, repeated: Sequence[_Outcome]) -> str | None:
-    """Return why a recomputed pass may not differ from a saved one; ``None`` if saved passes differ as much."""
+    """Return why a recomputed pass differs too much from a saving one; ``None`` if saving passes differ similarly."""
     if all(saved.same(other) for other in repeated):
         return "recomputed, its gradients, buffers or generators differ"
     apart = max(saved.apart(other) for other in repeated)
     if apart > 1:
-        return "two passes over one input differ: it has a randomness of its own"
+        return "two passes over the same input differ: it is not deterministic"
     if saved.apart(recomputed) > min(_PASSES_LIKE_THEM * apart, 1.0):
-        return "recomputed, its gradients differ by more than two passes that save"
+        return "recomputed, its gradients differ by more than repeated passes that save do"
     return None
 
 
@@ -129,12 +129,12 @@ class _Outcome:
     """The results of a forward and backward pass.
 
     Attributes:
-        tensors: gradients and outputs.
+        tensors: gradients, outputs, and tensors that the pass stored in its arguments.
         outputs: the outputs alone.
-        state: all that the unit and its arguments hold afterwards, by path.
-        generators: the states of the random generators.
-        writes: whether it wrote to tensors that it was handed.
-        barred: why it could not be recomputed at all; ``None`` if it could.
+        state: values that the unit and its arguments contain afterwards, by path.
+        generators: states of torch's random generators afterwards.
+        writes: whether the passes wrote to tensors in the arguments.
+        barred: why the unit cannot be recomputed at all; ``None`` if it can.
     """
 
     tensors: Sequence[torch.Tensor | None]
@@ -150,7 +150,7 @@ class _Outcome:
         )
 
     def apart(self, other: _Outcome) -> float:
-        """Return the largest difference of two tensors over what rounding explains; above 1 it is something else."""
+        """Return the largest :func:`distance` between corresponding tensors; rounding explains at most 1."""
         if not self._like(other):
             return math.inf
         return max((distance(one, two) for one, two in zip(self._values(), other._values(), strict=True)), default=0.0)
@@ -159,7 +159,7 @@ class _Outcome:
         return [*self.tensors, *(value for value in self.state.values() if isinstance(value, torch.Tensor))]
 
     def _like(self, other: _Outcome) -> bool:
-        """Tell whether all but tensors are the same."""
+        """Return whether everything except tensors is the same."""
         drawn = all(torch.equal(one, two) for one, two in zip(self.generators, other.generators, strict=True))
         return (
             drawn
@@ -185,7 +185,7 @@ def _passes(
     recomputes: bool,
     context: Context,
 ) -> _Outcome:
-    """Run a unit forward and backward on what it may write to; forward in a context of its own."""
+    """Run a unit's forward pass, in a context, and its backward pass, on arguments that they may write to."""
     inputs = tensors_in((args, kwargs))
     versions = [tensor._version for tensor in inputs]
     recomputation = Recomputation(module)
@@ -193,16 +193,16 @@ def _passes(
         outputs = context.run(recomputation.run, forward, args, kwargs)
     else:
         outputs = context.run(forward, *args, **kwargs)
-    # What it was handed may have taken up some of what it computes.
+    # The pass may have stored computed tensors in its arguments.
     met = {id(tensor) for tensor in inputs}
     found = [tensor for tensor in tensors_in((outputs, args, kwargs)) if id(tensor) not in met]
     roots = [leaf for leaf in found if leaf.requires_grad]
     wanted = [tensor for tensor in (*inputs, *module.parameters()) if tensor.requires_grad]
     gradients: Sequence[torch.Tensor | None] = ()
     if roots and wanted:
-        # Anything but constant: a constant hides what a normalisation layer does.
+        # Not constant: a constant gradient vanishes in a normalisation layer.
         gradients = torch.autograd.grad(roots, wanted, [_weights(leaf) for leaf in roots], allow_unused=True)
-    # On the host: what is compared takes no room that the passes need.
+    # On the host, to leave the device's memory to the passes.
     values = [
         *(None if gradient is None else gradient.cpu() for gradient in gradients),
         *(leaf.detach().cpu() for leaf in found),
@@ -214,7 +214,7 @@ def _passes(
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors that an object leads to, whatever it is."""
+    """Return the tensors that an object of any type leads to."""
     found: list[torch.Tensor] = []
 
     def met(tensor: torch.Tensor) -> torch.Tensor:
@@ -226,7 +226,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _weights(leaf: torch.Tensor) -> torch.Tensor:
-    """Return what an output is weighed with; along its last dimension, where that will do, which takes no room."""
+    """Return a gradient for an output, which if possible varies only along the last dimension, to save memory."""
     count = leaf.shape[-1] if leaf.dim() and leaf.shape[-1] > 1 else leaf.numel()
     along = torch.linspace(-1, 1, count, device=leaf.device).to(leaf.dtype)
     return along.expand_as(leaf) if leaf.dim() and leaf.shape[-1] > 1 else along.view_as(leaf)
@@ -242,7 +242,7 @@ def _equal(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
 
 
 def distance(one: torch.Tensor | None, two: torch.Tensor | None) -> float:
-    """Return the 2-norm of two tensors' difference over what rounding explains; infinite where they are not alike."""
+    """Return the 2-norm of two tensors' difference divided by what rounding explains; infinite if not comparable."""
     if _equal(one, two):
         return 0.0
     if one is None or two is None or one.shape != two.shape or one.dtype != two.dtype or not one.is_floating_point():
@@ -250,6 +250,6 @@ def distance(one: torch.Tensor | None, two: torch.Tensor | None) -> float:
     if one.layout is not torch.strided or two.layout is not torch.strided:
         return math.inf
     size, gap = (float(torch.linalg.vector_norm(value.double())) for value in (one, one.double() - two.double()))
-    # What is not a number is no rounding.
+    # Rounding does not explain NaN.
     found = gap / size / min(_ROUNDING_ULPS * torch.finfo(one.dtype).eps, _ROUNDING_FRAC) if size else math.inf
     return found if math.isfinite(found) else math.inf

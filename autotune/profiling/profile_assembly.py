@@ -1,6 +1,6 @@
 """Assemble a profile from a record of steps.
 
-All sources of profiles use this one assembly. It runs nothing and knows nothing of where the steps came from.
+All sources of profiles share this code. It runs nothing, and does not depend on how the steps were obtained.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _Pass = tuple[Phase, int, str]
 
 
 def assemble(record: StepRecord, space: PlanSpace) -> Profile:
-    """Return the profile that a record of steps shows.
+    """Return the profile that follows from a record of steps.
 
     Args:
         record: the record; at least one step in it has fp32 borders.
         space: the plans that are allowed.
 
     Returns:
-        The profile, without a calibration to whole plans, noise, warnings and other facts that only its source knows.
+        The profile, without what only the source of the steps knows: calibration to whole plans, noise, warnings etc.
     """
     regimes: dict[str | None, tuple[StepTable, ...]] = {}
     for steps in sorted(record.steps, key=lambda one: one.accumulation_steps):
@@ -126,16 +126,16 @@ def seconds_by_choice(
 ) -> dict[_Pass, float]:
     """Return the seconds of each pass of each segment under each choice that was run.
 
-    Where only traced steps were run, their seconds are divided by the factor by which tracing made other passes longer.
+    If a pass was only traced, its seconds are divided by the factor by which tracing slowed the other passes.
 
     Args:
         steps: timed and traced steps.
-        calls: the units that each of them called, in order.
-        batch_bytes: bytes of the batch to state seconds for; seconds are proportional to a batch's bytes.
-        alike: units among which those of one kind share the effect of a 16-bit precision.
+        calls: the units that each step called, in order.
+        batch_bytes: bytes of the batch to scale the seconds to; seconds are proportional to a batch's bytes.
+        alike: units for which each 16-bit precision is assumed to have the same effect on all units of a kind.
 
     Returns:
-        Seconds over all micro-batches of a step, by phase, segment and choice.
+        Seconds summed over all micro-batches of a step, by phase, segment and choice.
     """
     timed, traced = (
         _shared_by_kind(
@@ -145,7 +145,7 @@ def seconds_by_choice(
         )
         for is_traced in (False, True)
     )
-    # A trace shows only that part of an update which lies between micro-batches.
+    # A trace shows only the part of an update that lies between micro-batches.
     both = [key for key in timed if key in traced and key[0] != "update"]
     longer = sum(traced[key] for key in both)
     scale = sum(timed[key] for key in both) / longer if longer > 0 else 1.0
@@ -164,9 +164,9 @@ def _medians(steps: Sequence[TimedStep], calls: Sequence[str], batch_bytes: int)
 def _shared_by_kind(
     seconds: dict[_Pass, float], calls: Sequence[str], kinds: Mapping[str, UnitKind]
 ) -> dict[_Pass, float]:
-    """Return the seconds with each 16-bit precision changing those of all units of a kind by the same factor.
+    """Return the seconds, with each 16-bit precision changing all units of a kind by the same factor.
 
-    Otherwise, of many like units, some would look faster by chance, and be put into that precision for it.
+    Otherwise some of many like units would seem faster in a precision by chance, and be assigned to it.
     """
     sums: dict[tuple[Phase, UnitKind, str], tuple[float, float]] = {}
     pairs = {}
@@ -187,7 +187,7 @@ def _shared_by_kind(
 
 
 def _costs(index: int, traces: Sequence[TracedStep], seconds: Mapping[_Pass, float]) -> dict[str, SizedCost]:
-    """Return the costs of a segment by choice, each from the steps with the largest batch that ran the choice."""
+    """Return the costs of a segment by choice, each from the steps with the largest batch under that choice."""
     found: dict[str, list[TracedStep]] = {}
     for trace in traces:
         found.setdefault(choice_at(trace.plan, trace.calls, index), []).append(trace)
@@ -210,7 +210,7 @@ def _costs(index: int, traces: Sequence[TracedStep], seconds: Mapping[_Pass, flo
 
 
 def _without_storage(costs: Mapping[str, Cost]) -> dict[str, Cost]:
-    """Return the costs of a unit that always saves: one by precision, whatever storage it was seen with."""
+    """Return the costs of a unit that always saves: one per precision, whatever storage the plan had."""
     by_precision: dict[str, list[Cost]] = {}
     for name, cost in costs.items():
         by_precision.setdefault(name.partition("/")[0], []).append(cost)
@@ -218,7 +218,7 @@ def _without_storage(costs: Mapping[str, Cost]) -> dict[str, Cost]:
 
 
 def _boundaries(traces: Sequence[TracedStep], units: Mapping[str, Unit], *, is_sparse: bool) -> tuple[Boundary, ...]:
-    """Return the boundaries as all traces of one k together show them."""
+    """Return the boundaries, merged from all traces of one k."""
     merged = []
     for key in sorted({key for trace in traces for key in trace.attribution.boundaries}):
         seen = [(trace, passing) for trace in traces if (passing := trace.attribution.boundaries.get(key))]
@@ -228,7 +228,7 @@ def _boundaries(traces: Sequence[TracedStep], units: Mapping[str, Unit], *, is_s
             replace(
                 boundary,
                 size_bytes=max(passing.size for trace, passing in seen if trace.traced_bytes == size),
-                # What the code between units keeps, it keeps under every plan.
+                # Code between units keeps the same tensors under every plan.
                 held=boundary.held or any(segment % 2 == 0 for _, passing in seen for segment in passing.keepers),
                 keepers=_possible_keepers(traces, seen, units) if is_sparse else _seen_keepers(seen),
             )
@@ -237,7 +237,7 @@ def _boundaries(traces: Sequence[TracedStep], units: Mapping[str, Unit], *, is_s
 
 
 def _seen_keepers(seen: Sequence[tuple[TracedStep, Passing]]) -> dict[int, tuple[str, ...]]:
-    """Return the segments that were seen to keep a boundary, and under which choices."""
+    """Return the segments that kept a boundary in a trace, and under which choices."""
     keepers: dict[int, dict[str, None]] = {}
     for trace, passing in seen:
         for segment in passing.keepers:
@@ -250,7 +250,8 @@ def _possible_keepers(
 ) -> dict[int, tuple[str, ...]]:
     """Return the segments that may keep a boundary, and under which choices: an upper bound for choices not run.
 
-    A segment that kept it in any step may keep it whenever it saves; one that receives it, whenever it recomputes.
+    A segment that kept the boundary in any step may keep it whenever the segment saves. A segment that receives it may
+    keep it whenever the segment recomputes.
     """
     calls = traces[0].calls
     keepers = {segment for _, passing in seen for segment in passing.keepers}

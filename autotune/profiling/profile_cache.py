@@ -1,4 +1,4 @@
-"""The cache of profiles, and their validation on plans that they were not made from."""
+"""Cache of profiles, and their validation on random plans."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from autotune.profiling.rank_profiler import profile_on_ranks
 
 # Suffix of the file names of lean profiles in the cache.
 _LEAN = "-lean"
-# Timed steps of one visit to a plan, after one that warms up. Every plan is visited twice.
+# Timed steps of one visit to a plan, after a warm-up step. Every plan is visited twice.
 _TIMED_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """The relative errors of predictions on random plans.
+    """Relative errors of predictions on random plans.
 
     Attributes:
         plans: number of plans.
@@ -48,8 +48,8 @@ class Validation:
         time_error_p95: 95th percentile of the same.
         memory_error_median: median error of peak bytes.
         memory_error_p95: 95th percentile of the same.
-        memory_underprediction_max: error of the peak that was predicted too low by the most; 0 if none was.
-        time_noise_median: the machine's noise: median difference between two visits to the same plan.
+        memory_underprediction_max: largest error of a peak that was predicted too low; 0 if none was.
+        time_noise_median: noise of the machine: median difference between two visits to the same plan.
     """
 
     plans: int
@@ -70,15 +70,15 @@ class Ranked:
     """The ranks that train a job together.
 
     Attributes:
-        reference: the job's reference, with which each rank loads it.
-        options: their number and configuration.
+        reference: reference with which each rank loads the job.
+        options: number and configuration of the ranks.
     """
 
     reference: str
     options: RankOptions
 
     def key(self, job: Job, device_name: str) -> str:
-        """Return a SHA-256 of everything that their profile depends on.
+        """Return a SHA-256 of everything that the ranks' profile depends on.
 
         Args:
             job: the job.
@@ -94,7 +94,7 @@ class Ranked:
 
     @property
     def kind(self) -> str:
-        """Return the suffix of their profile's file name."""
+        """Return the suffix of the profile's file name."""
         return f"-{self.options.count}-ranks-zero-{self.options.zero_stage}"
 
 
@@ -107,9 +107,9 @@ def cached_profile(
     on_progress: Callable[[float], None] | None = None,
     ranked: Ranked | None = None,
 ) -> tuple[Profile, Path, bool]:
-    """Return a job's profile on this device: from the cache if nothing that it depends on has changed.
+    """Return a job's profile on this device, from the cache if nothing that it depends on has changed.
 
-    Where a lean profile is asked for, a full one from the cache is as good.
+    If a lean profile is requested, a full one in the cache is accepted too.
 
     Args:
         job: the job.
@@ -117,7 +117,7 @@ def cached_profile(
         options: limits on the cost of profiling.
         fresh: whether to measure even if the cache holds a profile.
         on_progress: called with the share that is done.
-        ranked: the ranks that train it together; ``None`` for this process alone.
+        ranked: the ranks that train the job together; ``None`` for this process alone.
 
     Returns:
         The profile, its file, and whether it came from the cache.
@@ -145,7 +145,7 @@ def cached_profile(
 
 
 def profile_elsewhere(reference: str, runs: Path, *, lean: bool) -> None:
-    """Profile a job in a separate process, into the cache; if that process dies, it is an error of the job.
+    """Profile a job in a separate process, and cache the profile.
 
     Args:
         reference: the job's reference.
@@ -158,26 +158,26 @@ def profile_elsewhere(reference: str, runs: Path, *, lean: bool) -> None:
     """
     asked = {"job": reference, "runs": str(runs.absolute()), "lean": lean}
     try:
-        # A profile holds for one number of threads.
+        # A profile is valid for one number of threads only.
         run_elsewhere("autotune.profiling.profiling_main", asked, threads=torch.get_num_threads())
     except WorkersError as error:
         raise JobError(f"profiling ends with {error.failure}: {error}", where=reference) from error
 
 
 def find_profile(job: Job, runs: Path, ranked: Ranked | None = None) -> Profile | None:
-    """Return a job's cached profile on this device, or ``None`` if there is none; measure nothing.
+    """Return a job's cached profile on this device, or ``None`` if there is none.
 
     Args:
         job: the job.
         runs: the folder of runs.
-        ranked: the ranks that train it together; ``None`` for this process alone.
+        ranked: the ranks that train the job together; ``None`` for this process alone.
     """
     key, (full, lean) = _cached_files(job, runs, ranked)
     return _read_cached(full, key) or _read_cached(lean, key)
 
 
 def _cached_files(job: Job, runs: Path, ranked: Ranked | None) -> tuple[str, tuple[Path, Path]]:
-    """Return the key of a job's profiles on this device, and the files of the full and the lean one."""
+    """Return the key of a job's profiles on this device, and the files of the full and the lean profile."""
     key = profile_key(job, device_name()) if ranked is None else ranked.key(job, device_name())
     kind = "" if ranked is None else ranked.kind
     return key, (cache_path(job, runs, key, kind), cache_path(job, runs, key, kind + _LEAN))
@@ -189,19 +189,19 @@ def _read_cached(path: Path, key: str) -> Profile | None:
     try:
         found = read_profile(path)
     except ProfileError:
-        # It is damaged, or of an older version.
+        # It is damaged or has an older format.
         return None
     return found if found.fingerprint == key else None
 
 
 def cache_path(job: Job, runs: Path, key: str, kind: str = "") -> Path:
-    """Return the file in the cache that keeps a profile, or another measurement of a job.
+    """Return the path of a profile, or of another measurement of a job, in the cache.
 
     Args:
         job: the job.
         runs: the folder of runs.
-        key: what :func:`autotune.profiling.job_shape.profile_key` returned.
-        kind: suffix of the file name, for anything but a full profile.
+        key: what :func:`autotune.profiling.job_shape.profile_key` or :meth:`Ranked.key` returned.
+        kind: suffix of the file name; empty for a full profile.
     """
     return runs / "profiles" / f"{_file_name(job.name)}-{key[:12]}{kind}.json"
 
@@ -211,10 +211,10 @@ def read_profile(path: Path, job: Job | None = None) -> Profile:
 
     Args:
         path: the file.
-        job: the job that it must have been made for; ``None`` skips the check.
+        job: the job that the profile must be for; ``None`` skips the check.
 
     Raises:
-        ProfileError: if it is damaged, outdated, or was made for another job or device.
+        ProfileError: if the profile is damaged, outdated, or was made for another job or device.
     """
     try:
         document = read_json(path)
@@ -233,14 +233,17 @@ def read_profile(path: Path, job: Job | None = None) -> Profile:
 def validate(
     job: Job, found: Profile, plans: int, *, seed: int = 1, on_plan: Callable[[int], None] | None = None
 ) -> Validation:
-    """Compare predictions with measurements of random plans, with the batch of the profile.
+    """Compare predictions with measurements of random plans, on the batch of the profile.
 
     Args:
         job: the job.
         found: its profile.
-        plans: number of plans to measure, each in two interleaved visits.
-        seed: random seed for plans and weights; other than the profiler's.
+        plans: number of plans to draw; each is measured in two interleaved visits.
+        seed: random seed for plans and weights, different from the profiler's.
         on_plan: called with the number of visits that are done.
+
+    Raises:
+        ProfileError: if no plan could be measured twice.
     """
     space, generator = found.space, np.random.default_rng(seed)
     drawn = list(dict.fromkeys(calibration_plan(space, generator, number) for number in range(plans)))

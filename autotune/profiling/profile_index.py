@@ -1,8 +1,8 @@
-"""An index of cached profiles, by which one is found without loading its job.
+"""Index of cached profiles, to find one without loading its job.
 
 A profile is found if nothing that its job was made from has changed: the Python files that were imported when it was
-loaded, the versions of the libraries, and the machine. Data that a job reads is not checked; use ``--fresh`` if it
-changed.
+loaded, the version of torch, the machine, and some environment variables. Data that a job reads is not checked; use
+``--fresh`` if it changed.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 
 @document
 class _Entry:
-    """The profile of a reference, and what it was made from.
+    """The profile of a job reference, and what it was made from.
 
     Attributes:
         file: file name of the profile.
-        sources: SHA-256 of each file that the job was made from, by path.
+        sources: SHA-256 of each source file of the job, by path.
         environment: versions, machine and environment variables.
     """
 
@@ -68,7 +68,7 @@ def indexed_profile(reference: str, runs: Path) -> tuple[Profile, Path] | None:
 
 
 def remember(reference: str, profile: Path, runs: Path) -> None:
-    """Note which profile a reference has; the job must have been loaded in this process.
+    """Add a reference's profile to the index; the job must have been loaded in this process.
 
     Args:
         reference: the job, as it is named on the command line.
@@ -76,7 +76,7 @@ def remember(reference: str, profile: Path, runs: Path) -> None:
         runs: the folder of runs.
     """
     roots = _roots(reference)
-    # This process may have loaded files of other jobs from folders in which this job would not look for modules.
+    # Leave out files that other jobs in this process loaded from folders that are not on this job's import path.
     sources = {str(path): _digest(path) for path in _sources() if _is_source(path, roots)}
     try:
         known = _entries(runs / "profiles")
@@ -98,13 +98,13 @@ def _entries(profiles: Path) -> dict[str, _Entry]:
 
 
 def _roots(reference: str) -> list[Path]:
-    """Return the folders in which a job's modules are looked for, with that of its own file."""
+    """Return the folders on a job's import path, including that of its own file."""
     named = Path(reference.partition(":")[0]).absolute().parent
     return [named, Path.cwd(), Path(__file__).parents[2], *(Path(entry) for entry in sys.path if entry)]
 
 
 def _is_source(path: Path, roots: Sequence[Path]) -> bool:
-    """Tell whether a job may be made from a file. No other file is opened, even if a manipulated index names it."""
+    """Return whether a file may be a job's source. No other file is opened, even if a manipulated index names it."""
     # A path with ".." would lead out of the folder that it begins with.
     plain = str(path) == os.path.abspath(path)  # noqa: PTH100 - resolve() would follow links
     return plain and path.suffix == ".py" and any(root in path.parents for root in roots)

@@ -1,7 +1,7 @@
-"""Profile a job: trace and time real steps of homogeneous plans until the cost of every piece is known.
+"""Profile a job: trace and time real steps of homogeneous plans to find the cost of every piece.
 
-For each k, precision and storage one step is traced for memory, and a few are timed piece by piece, interleaved; a few
-whole plans then correct the sum of the pieces.
+For each k, precision and storage, one step is traced for memory and a few are timed piece by piece, interleaved. A few
+random whole plans then correct the sum of the pieces.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from autotune.profiling.profile_assembly import assemble
 from autotune.profiling.step_record import StepRecord, TracedStep, recomputed_units
 from autotune.profiling.tracing_engine import WatchedEngine
 
-# The largest number of k that are profiled: of more choices the smallest, the largest and some between.
+# Maximum number of values of k to profile. If there are more, the smallest, the largest and some between are used.
 _MAX_TABLES, _MAX_LEAN_TABLES = 4, 2
-# Rounds of timing that are made however long they take, and visits to each plan that calibrates.
+# Minimum number of timing rounds, however long they take, and number of visits to each calibration plan.
 _MIN_ROUNDS, _CALIBRATION_VISITS = 2, 2
-# Steps of one visit to a plan: the first warms up.
+# Steps of one visit to a plan; the first is a warm-up.
 _VISIT_STEPS = 3
-# A lean profile is timed once more where times that should agree differ by more than this factor. On a quiet machine
-# they differed by at most 1.16; while tests ran on the same machine, by 1.99.
+# A lean profile is timed again if times that should agree differ by more than this factor. On an idle machine they
+# differed by at most 1.16; while tests ran on the same machine, by 1.99.
 _AGREEMENT = 1.3
-_NO_ROOM = "a rank has no room for it"
+_NO_ROOM = "a rank ran out of memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +60,14 @@ class ProfilerOptions:
     """Limits on the cost of a profile.
 
     Attributes:
-        seconds: about how long profiling may take; two rounds of timing are made however long they take.
-        max_rounds: the largest number of rounds of timing.
-        call_checks: steps that are watched first, to find units that are not called in every step.
+        seconds: about how long profiling may take; at least two rounds of timing are made, unless ``max_rounds`` is
+            smaller.
+        max_rounds: maximum number of timing rounds.
+        call_checks: number of steps that are watched first, to find units whose calls vary between steps.
         calibration_plans: number of whole plans that correct the sum of the pieces.
         seed: random seed for weights, batches and calibration plans.
-        is_lean: whether each plan is timed in a single step, the one after its trace (once more where times that should
-            agree do not), and like units share their times; such a profile is kept apart from full ones.
+        is_lean: whether each plan is timed in a single step after its trace (and again if times that should agree do
+            not), and like units share their times. Lean profiles are cached separately from full ones.
     """
 
     seconds: float = 50.0
@@ -78,7 +79,7 @@ class ProfilerOptions:
 
     @classmethod
     def lean(cls, seed: int = 0) -> ProfilerOptions:
-        """Return the options of a profile in a tenth of the steps: each plan once, at the smallest and largest k."""
+        """Return options for about a tenth of the steps: each plan is timed once, at the smallest and largest k."""
         return cls(max_rounds=0, call_checks=0, calibration_plans=0, seed=seed, is_lean=True)
 
 
@@ -98,22 +99,22 @@ def profile(
         job: the job.
         device_name: name of the device, for the profile.
         fingerprint: what :func:`autotune.profiling.job_shape.profile_key` returned; computed if empty.
-        device: device to train on; ``None`` for where jobs train on this machine.
-        options: limits on its cost.
+        device: device to train on; ``None`` for this machine's default.
+        options: limits on the cost of profiling.
         on_progress: called with the share that is done.
-        make_engine: makes the engine that trains the job. Where several ranks train it, each of them calls this
-            function and gets a profile of its own share; its static bytes are raised by as much as its peaks lie below
-            those of the rank with the highest.
+        make_engine: makes the engine that trains the job. If several ranks train it, each rank calls this function and
+            gets a profile of its own share; its static bytes are raised by the difference between its peak and the
+            highest peak of any rank.
 
     Raises:
-        JobError: if the baseline cannot run.
+        JobError: if neither the baseline nor the leanest plan can run, or another step fails.
     """
     profiler = _Profiler(job, device_name, device, options or ProfilerOptions(), on_progress, make_engine)
     return profiler.profile(fingerprint or profile_key(job, device_name))
 
 
 class _UnsteadyCallsError(Exception):
-    """Some units are not called in the same way in every step: profiling begins again without them."""
+    """Some units are not called in the same way in every step; profiling restarts without them."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__(", ".join(names))
@@ -188,7 +189,7 @@ class _Profiler:
         )
 
     def _warn_of_ks(self, planned: Collection[int]) -> None:
-        """Warn of k that were not profiled: those between profiled ones, and those that are left out."""
+        """Warn of values of k that were not profiled: interpolated ones, and ones that are left out."""
         others = [k for k in self._engine.space.accumulation_choices if k not in self._ks]
         between = [k for k in others if k in planned]
         outside = [k for k in others if k not in planned]
@@ -201,7 +202,7 @@ class _Profiler:
     # Traces and times of homogeneous plans.
 
     def _warm_up(self) -> None:
-        """Run a step, which creates the optimizer's state: of the baseline, or of the leanest plan if it has no room.
+        """Run a first step to create the optimizer's state; if memory runs out, under the leanest plan.
 
         Raises:
             JobError: if neither can run.
@@ -220,7 +221,7 @@ class _Profiler:
         raise JobError(f"the first step ends with {failure}: {detail}", where="job")
 
     def _observe(self) -> dict[PlanName, PlanSteps]:
-        """Trace and time the homogeneous plans; leave out units that are called only sometimes, with a warning."""
+        """Trace and time the homogeneous plans; leave out units whose calls vary between steps, with a warning."""
         while True:
             try:
                 return self._observe_steady()
@@ -243,7 +244,7 @@ class _Profiler:
         return found
 
     def _trace_all(self) -> dict[PlanName, PlanSteps]:
-        """Trace the plans of all k; where a plan has no room at the smallest, of the next one as well."""
+        """Trace the plans of all k; if a plan runs out of memory at a k, trace those of the next larger k as well."""
         found: dict[PlanName, PlanSteps] = {}
         waiting, choices = list(self._ks), list(self._engine.space.accumulation_choices)
         while waiting:
@@ -255,11 +256,11 @@ class _Profiler:
         return found
 
     def _trace(self, k: int, found: dict[PlanName, PlanSteps]) -> bool:
-        """Trace one step of every homogeneous plan of one k, without those that fail.
+        """Trace one step of every homogeneous plan of one k, except those that run out of memory or are unsupported.
 
         Args:
             k: the k.
-            found: what was traced so far; the new steps are added.
+            found: the steps traced so far; the new ones are added.
 
         Returns:
             Whether a plan ran out of memory.
@@ -317,10 +318,10 @@ class _Profiler:
                 break
 
     def _time_again(self, found: Mapping[PlanName, PlanSteps]) -> dict[PlanName, PlanSteps]:
-        """Return one timed step of each plan of a lean profile; time once more if times that should agree do not.
+        """Return one timed step of each plan of a lean profile; time again if times that should agree do not.
 
-        Another process that ran during some of the steps only made them longer, so the faster step counts. One that
-        is still running makes all later steps longer, which then agree better among themselves.
+        If another process slowed only some steps, the fastest step of each plan counts. If it is still running, it
+        slows all later steps, so the latest steps may agree better with each other.
         """
         fastest = {name: steps.only(steps.fastest) for name, steps in found.items()}
         if self._disagreement(fastest) <= _AGREEMENT:
@@ -349,7 +350,7 @@ class _Profiler:
         steps.visits.append(Visit(first_s=first_s, steps=[self._time_step() for _ in range(_VISIT_STEPS - 1)]))
 
     def _time_step(self) -> WatchedStep:
-        """Time one more step of the plan that is applied."""
+        """Time one step of the current plan."""
         total_s, seconds = self._watched_step()
         return WatchedStep(total_s, {**seconds, UPDATE: rest_of(total_s, seconds)})
 
@@ -363,7 +364,7 @@ class _Profiler:
     def _require_steady_calls(self, calls: tuple[str, ...]) -> None:
         if calls and self._calls is None:
             self._calls = calls
-        # All ranks must leave out what one of them sees.
+        # All ranks must leave out a unit whose calls vary on any of them.
         differing = self._engine.united(_differing(calls, self._calls or ()) if calls else ())
         if differing:
             raise _UnsteadyCallsError(differing)
@@ -387,7 +388,7 @@ class _Profiler:
         return calibrated(result, measured)
 
     def _time_plan(self, plan: Plan) -> list[float]:
-        """Return the seconds of the steps of one visit to a plan, without the first."""
+        """Return the seconds of the steps of one visit to a plan, without the warm-up step."""
         if not self._engine.may_try(str(plan.to_json())):
             return []
         self._engine.apply(plan)
@@ -400,7 +401,7 @@ def _differing(calls: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...
     if calls == known:
         return ()
     counts = {name: (calls.count(name), known.count(name)) for name in (*calls, *known)}
-    # Where each is called as often but in another order, none of them has a fixed place.
+    # If only the order differs, none of the units has a fixed place.
     return tuple(name for name, (now, before) in counts.items() if now != before) or tuple(counts)
 
 
@@ -410,7 +411,7 @@ def calibration_plan(space: PlanSpace, generator: np.random.Generator, number: i
     Args:
         space: the plans that are allowed.
         generator: random generator.
-        number: number of the plan among those that are drawn.
+        number: index of the plan among those that are drawn.
     """
     plan = space.sample(generator)
     if number % 4 == 3:
@@ -419,7 +420,7 @@ def calibration_plan(space: PlanSpace, generator: np.random.Generator, number: i
 
 
 def _noise(found: Iterable[PlanSteps]) -> float:
-    """Return the median relative difference between two visits to the same plan."""
+    """Return the median relative difference between consecutive visits to the same plan."""
     differences = [
         abs(statistics.median(first) - statistics.median(second)) / statistics.median([*first, *second])
         for steps in found
@@ -429,7 +430,7 @@ def _noise(found: Iterable[PlanSteps]) -> float:
 
 
 def _switch_seconds(found: Iterable[PlanSteps]) -> float:
-    """Return by how many seconds the first step of a visit is longer than the median of the others."""
+    """Return how many seconds longer the first step of a visit takes than the median of the others."""
     longer = [
         visit.first_s - statistics.median(visit.totals)
         for steps in found

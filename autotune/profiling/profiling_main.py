@@ -1,4 +1,4 @@
-"""Entry point of the process that profiles a job for :func:`autotune.profiling.profile_cache.profile_elsewhere`."""
+"""Entry point of the process that :func:`autotune.profiling.profile_cache.profile_elsewhere` starts."""
 
 from __future__ import annotations
 

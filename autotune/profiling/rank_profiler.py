@@ -1,6 +1,6 @@
 """Profile a job on several ranks: all run the same steps in the same order, and each profiles its share.
 
-The first rank's profile is kept, raised to the memory of the rank that needs the most.
+The first rank's profile is kept, with its memory raised to that of the rank that needs the most.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autotune.mechanics.devices import device_kind
 from autotune.profiling.profiler import ProfilerOptions, profile
 from autotune.profiling.tracing_engine import WatchedRanks
 
-# A collective of gloo waits this long for the other ranks.
+# The time for which gloo's collectives wait for the other ranks.
 _PATIENCE_S = 1800.0
 
 
@@ -36,16 +36,15 @@ def profile_on_ranks(
 ) -> Profile:
     """Profile a job as several ranks train it together, through DeepSpeed.
 
-    A rank that runs out of memory ends all of them. They are started again, and leave out what was tried then.
+    If a rank runs out of memory, all ranks end. They are restarted, and skip the step that was tried then.
 
     Args:
-        job: the job's reference, with which each rank loads it.
+        job: reference with which each rank loads the job.
         ranks: number of ranks and ZeRO stage.
         device_name: name of the device, for the profile.
         fingerprint: fingerprint of the profile.
-        options: limits on its cost.
-        patience_s: seconds that a step, or the preparation before the first one, may take; then hanging ranks are
-            ended.
+        options: limits on the cost of profiling.
+        patience_s: seconds without any report or output after which the ranks are ended.
         on_progress: called with the share that is done.
 
     Raises:

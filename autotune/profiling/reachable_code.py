@@ -1,6 +1,6 @@
-"""Follow, by names, what a unit's forward pass may call: whether it can draw from what no recomputation puts back.
+"""Follow by name what a unit's forward pass may call, to find random generators that recomputation does not restore.
 
-A probe cannot see draws that begin after a warm-up, but code that draws must name its generator.
+A probe cannot see draws that begin only after a warm-up, but code that draws must name its generator.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 
 from autotune.mechanics.copies import own_dict
 
-# Libraries whose functions keep to what they are handed.
+# Libraries whose functions are assumed to use only their arguments, and are not looked into.
 TRUSTED = (
     "torch",
     "numpy",
@@ -36,34 +36,34 @@ TRUSTED = (
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_THE_PROCESS: tuple[Any, ...] = (random, np.random, random._inst, np.random.mtrand._rand)
 _OF_ITS_OWN = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-_HOST, _OWN = "python's or numpy's generator", "a generator of its own"
+_HOST, _OWN = "Python's or NumPy's generator", "a generator of its own"
 _CALLED_UNNAMED = ("__init__", "__call__", "__enter__", "__exit__", "__iter__", "__next__")
 _MOST_FUNCTIONS = 2000
 
 
 @functools.cache
 def is_trusted(module: str | None) -> bool:
-    """Tell whether a module, by its name, belongs to one of the libraries that are not looked into."""
+    """Return whether a module, given its name, belongs to a trusted library."""
     return (module or "").partition(".")[0] in TRUSTED
 
 
 @functools.cache
 def names_in(code: CodeType) -> frozenset[str]:
-    """Return the global names and attributes that a function's code uses, those of functions within it included."""
+    """Return the names of globals and attributes that a function's code uses, including its inner functions."""
     inner = (names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return frozenset(code.co_names).union(*inner)
 
 
 @functools.cache
 def bound_in(code: CodeType) -> frozenset[str]:
-    """Return the global names that a function's code binds, those of functions within it included."""
+    """Return the names of globals that a function's code assigns or deletes, including its inner functions."""
     inner = (bound_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     own = (step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"))
     return frozenset(own).union(*inner)
 
 
 def plain_functions(found: Any) -> list[FunctionType]:
-    """Return the functions behind a method, a property or a decorated function: the wrapper, and what it wraps."""
+    """Return the functions behind a method, a property or a decorated function: wrappers, and what they wrap."""
     if isinstance(found, property):
         found = found.fget
     elif isinstance(found, MethodType | staticmethod | classmethod):
@@ -72,13 +72,13 @@ def plain_functions(found: Any) -> list[FunctionType]:
     while found is not None and found not in functions:
         if isinstance(found, FunctionType):
             functions.append(found)
-        # An object's class may answer to any name.
+        # Not getattr(): an object's class may provide an attribute of any name.
         found = own_dict(found).get("__wrapped__")
     return functions
 
 
 def forward_of(part: nn.Module) -> Any:
-    """Return the forward that somebody has put on a module itself, behind what this package puts there; or ``None``."""
+    """Return the forward that others have set on a module instance, beneath this package's own; or ``None``."""
     found: Any = vars(part).get("forward")
     while is_trusted(type(found).__module__) and hasattr(found, "original"):
         found = found.original
@@ -86,7 +86,7 @@ def forward_of(part: nn.Module) -> Any:
 
 
 def source_of(module: nn.Module) -> str | None:
-    """Return what generator, but torch's, a unit's forward pass can come to draw from, by names; ``None`` for none."""
+    """Return which generator, except torch's default ones, a unit's forward pass may use, or ``None``."""
     parts = list(module.modules())
     waiting = [found for part in parts for found in (type(part).forward, forward_of(part))]
     waiting += [
@@ -105,12 +105,12 @@ def source_of(module: nn.Module) -> str | None:
 
 
 def _source_in(function: FunctionType, parts: list[nn.Module], waiting: list[Any]) -> str | None:
-    """Return what generator a function names; ``None`` for none.
+    """Return which generator a function names, or ``None``.
 
     Args:
         function: the function.
-        parts: of the unit.
-        waiting: takes in the functions that it may call.
+        parts: the unit's modules.
+        waiting: list to which the functions that it may call are added.
     """
     names = names_in(function.__code__)
     if _imports_one(function.__code__):
@@ -125,7 +125,7 @@ def _source_in(function: FunctionType, parts: list[nn.Module], waiting: list[Any
 
 
 def _named(function: FunctionType, names: frozenset[str], parts: list[nn.Module]) -> Iterator[Any]:
-    """Yield what names in a function's code may stand for."""
+    """Yield the objects that names in a function's code, or variables of its closure, may refer to."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
@@ -143,7 +143,7 @@ def _named(function: FunctionType, names: frozenset[str], parts: list[nn.Module]
 
 
 def functions_of(found: Any, names: frozenset[str]) -> list[Any]:
-    """Return the functions that code with such names may call of an object."""
+    """Return the functions that code with these names may call on an object."""
     if type(found) in weakref.ProxyTypes:
         return []
     if isinstance(found, FunctionType | MethodType | property | staticmethod | classmethod):
@@ -151,7 +151,7 @@ def functions_of(found: Any, names: frozenset[str]) -> list[Any]:
     if isinstance(found, ModuleType):
         return [] if is_trusted(found.__name__) else [vars(found)[name] for name in names if name in vars(found)]
     if isinstance(found, nn.Module):
-        # A part, which is followed by itself; or one that the unit does not own.
+        # Parts of the unit are followed separately; this may also be a module that the unit does not own.
         return [type(found).forward]
     kind = found if isinstance(found, type) else type(found)
     if is_trusted(kind.__module__):
@@ -173,7 +173,7 @@ def _is_generator(found: Any, names: frozenset[str]) -> bool:
 
 @functools.cache
 def _imports_one(code: CodeType) -> bool:
-    """Tell whether code imports python's or numpy's generator where it runs."""
+    """Return whether code, when it runs, imports Python's or NumPy's generator."""
     for step in dis.get_instructions(code):
         if step.opname == "IMPORT_NAME" and step.argval in ("random", "numpy.random"):
             return True

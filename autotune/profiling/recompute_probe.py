@@ -1,12 +1,12 @@
-"""Probe, on the run's own first batch, which units may be recomputed: and lock, with the reason, what may not.
+"""Probe on the run's own first batch which units may be recomputed, and give a reason to lock the others.
 
-A unit is probed where it is called: its forward and backward passes run on copies of the unit and of what it is handed,
-once saving and once recomputing. Every gradient and output, all that the copies hold afterwards and the generators must
-come out the same to the last bit, and nothing outside of the copies may change; nor may what it reads there be another
-one by the time of its backward pass. What cannot be copied is not probed, and locked.
+A unit is probed where it is called: its forward and backward passes run on copies of the unit and its arguments, once
+saving and once recomputing. Gradients, outputs, the copies' states afterwards and the random generators must be bitwise
+equal, and nothing outside the copies may change. What the unit reads outside must not change before its backward pass
+either. If something cannot be copied, the unit is locked.
 
-Where the device itself does not repeat to the last bit (flash attention's backward pass adds in any order, as do sums
-by atomics), two passes that both save say by how much; recomputing may then differ as they do, and not more.
+Some operations are not deterministic (flash attention's backward pass and atomic sums add in any order). Then repeated
+passes that save show by how much results differ, and recomputing may differ by a small multiple of that.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from autotune.profiling.reachable_code import source_of
 
 
 class UnitProbe(StandIn):
-    """Stands in for a unit's forward for one step, and finds out whether its activations may be recomputed.
+    """Replaces a unit's forward for one step, and determines whether its activations may be recomputed.
 
     Attributes:
-        reason: why they may not; ``None`` if they may, or while no call was seen.
-        calls: calls that were probed.
-        autocast: the dtype of the user's own autocast round the call; ``None`` for none.
-        hooks: how many hooks the unit's parts had in that call.
-        spent_s: seconds that the probe took of the forward pass.
+        reason: why they may not be recomputed; ``None`` if they may, or if no call was probed yet.
+        calls: number of probed calls, at most 1.
+        autocast: the dtype of the user's own autocast around the probed call; ``None`` for none.
+        hooks: number of hooks on the unit's parts in the probed call.
+        spent_s: seconds that the probe added to the forward pass.
 
     Args:
         module: the unit.
@@ -57,16 +57,16 @@ class UnitProbe(StandIn):
         self.hooks = 0
         self._controlled = self._own if isinstance(self._own, ControlledForward) else None
         self._kept: list[Kept] = []
-        # Why calls were not probed, and what the unit's code could reach after the one that was.
+        # Why calls could not be probed, and the objects that the unit's code could reach after its first call.
         self._intercepted: str | None = None
         self._around: Surroundings | None = None
         self._weights: dict[int, str] = {}
-        # What a pass over copies returned, until the call itself has.
+        # The outputs for copies, until they are compared with those of the call itself.
         self._copied: list[torch.Tensor] | None = None
         module.__dict__["forward"] = self
 
     def remove(self) -> None:
-        """Give the unit its forward back."""
+        """Restore the unit's own forward."""
         if self.calls == 0:
             self.reason = self.reason or self._intercepted
         if self._controlled is not None:
@@ -74,12 +74,12 @@ class UnitProbe(StandIn):
         self._restore()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Probe the first call that may be trained on, then run it as if nothing had been."""
+        """Probe the first call with gradients enabled; run every call on the original arguments."""
         if torch.compiler.is_compiling():
             return self._own(*args, **kwargs)
         trains = torch.is_grad_enabled()
         if not self._is_free(args, kwargs, trains=trains):
-            # The plan of the step was made before anybody knew.
+            # The step's plan was chosen before it was known that it may not recompute the unit.
             with self._uncontrolled():
                 return self.original(*args, **kwargs)
         found = self.original(*args, **kwargs)
@@ -88,12 +88,12 @@ class UnitProbe(StandIn):
                 self._compare(found, flattened(args, kwargs)[0])
             if trains and self._around is None:
                 self._look_round(flattened(args, kwargs)[0])
-        except any_error() as error:  # whatever it is, the unit is left alone
+        except any_error() as error:  # whatever the error, the unit is locked
             self.reason = _told(error)
         return found
 
     def _is_free(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool) -> bool:
-        """Tell whether a call may run under the plan of its step; the first one that is trained on is probed."""
+        """Return whether a call may run under the step's plan; probe the first call with gradients enabled."""
         intercepted = interception(self.module) if trains else None
         if intercepted is not None:
             self._intercepted = intercepted
@@ -103,54 +103,54 @@ class UnitProbe(StandIn):
                 self.calls = 1
                 self._probe(args, kwargs)
             if self.reason is None:
-                # What another call of the step finds otherwise would be put back to what the first one found.
+                # Recomputation restores the state that the first call read, so later calls must read the same.
                 self.reason = self._read_otherwise()
             if self.reason is None:
                 self._watch(args, kwargs)
-        except any_error() as error:  # whatever it is, the unit is left alone
+        except any_error() as error:  # whatever the error, the unit is locked
             self.reason = _told(error)
         return self.reason is None
 
     def _probe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Find out whether a call may be recomputed."""
+        """Determine whether a call may be recomputed; record its hooks and autocast."""
         self.hooks = hooks_within(self.module)
         device = _device_type(self.module, args, kwargs)
         self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if self.reason is None and saving_hook() is not None:
-            self.reason = "a checkpoint of the loop's own, or hooks on what is saved, decide already what it keeps"
+            self.reason = "the loop's own checkpointing or saved-tensor hooks already decide what it keeps"
         if self.reason is None:
             began = time.perf_counter()
             with self._uncontrolled():
-                # The probe is one of the unit's own attributes, which passes compare: it does not change meanwhile.
+                # A local list, because the passes compare the unit's attributes, of which this probe is one.
                 outputs: list[torch.Tensor] = []
                 self.reason = storage_lock(self.module, self.original, args, kwargs, outputs)
                 self._copied = outputs
             self.spent_s = time.perf_counter() - began
 
     def _compare(self, found: Any, handed: Sequence[Any]) -> None:
-        """Compare what a call returned with what it returned for copies, which code may tell from the originals."""
+        """Compare the outputs of a call with those for copies: code may treat copies differently from originals."""
         copies, self._copied = self._copied or [], None
         own = [leaf.detach().cpu() for leaf in tensors_in(found)]
         if len(own) == len(copies) and all(distance(*pair) <= 1 for pair in zip(own, copies, strict=True)):
             return
-        self.reason = self.reason or "it returns something else for copies of what it is handed"
+        self.reason = self.reason or "its outputs differ when its arguments are copied"
         if self._controlled is not None:
             self._controlled.recomputation.hand_originals(handed)
 
     def _watch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Look out for writes to what a call is handed."""
+        """Watch the arguments of a call for writes."""
         if self._controlled is not None:
             self._controlled.recomputation.keeps = True
         else:
             self._kept.append(Kept(flattened(args, kwargs)[0], copies=False))
 
     def _look_round(self, handed: Sequence[Any]) -> None:
-        """Note what the unit's code can reach, and what it reads there.
+        """Record the state of what the unit's code can reach, and of its weights.
 
         Args:
-            handed: what it is handed.
+            handed: the flattened arguments of the call.
         """
-        # Copies of the others, but for tensors, are made at each call.
+        # Of a carrier, only the tensors are watched: recomputation copies the rest of it at each call.
         own: list[tuple[str, Any]] = []
         for name, value in own_attributes(self.module):
             own += [(name, one) for one in tensors_in(value)] if is_carrier(value) else [(name, value)]
@@ -160,9 +160,9 @@ class UnitProbe(StandIn):
             self._controlled.recomputation.around = self._around
 
     def settle(self) -> None:
-        """Note that backward begins: an input that was written to since its unit was called speaks against recomputing.
+        """Check, when backward begins, that nothing which the unit reads has changed since it was called.
 
-        So does what its code can reach and somebody has set back since: a context manager round the forward pass, say.
+        Its arguments may have been written to, or a context manager around the forward pass may have reset a global.
         """
         if self._controlled is not None:
             recomputation = self._controlled.recomputation
@@ -174,17 +174,17 @@ class UnitProbe(StandIn):
         self._kept = []
         try:
             self.reason = self.reason or self._read_otherwise() or self._weighs_otherwise()
-        except any_error() as error:  # whatever it is, the unit is left alone
+        except any_error() as error:  # whatever the error, the unit is locked
             self.reason = _told(error)
         self._weights = {}
 
     def _read_otherwise(self) -> str | None:
-        """Return what speaks against recomputing: that its code reads something else now than in its first call."""
+        """Return a reason not to recompute if what its code reads has changed since the first call, or ``None``."""
         changed = None if self._around is None else self._around.changed(grown=True)
-        return None if changed is None else f"it reads {changed}, which is another one by the time of its backward pass"
+        return None if changed is None else f"it reads {changed}, which has changed by the time of its backward pass"
 
     def _weighs_otherwise(self) -> str | None:
-        """Return what speaks against recomputing: that its weights have other values than in its first call."""
+        """Return a reason not to recompute if the weights have changed since the first call, or ``None``."""
         then, now = self._weights, _norms(self.module) if self._weights else {}
         if any(then.get(weight, norm) != norm for weight, norm in now.items()):
             return "its weights have other values by the time of its backward pass"
@@ -192,7 +192,7 @@ class UnitProbe(StandIn):
 
     @contextmanager
     def _uncontrolled(self) -> Iterator[None]:
-        """Run the body with the unit's own forward, whatever plan it is under."""
+        """Run the body with the unit's own forward, whatever the plan."""
         if self._controlled is not None:
             self._controlled.suspended = True
         try:
@@ -203,7 +203,7 @@ class UnitProbe(StandIn):
 
 
 def _norms(module: nn.Module) -> dict[int, str]:
-    """Return the 2-norm of each trained weight that is here now, by identity; shards are gathered and let go again."""
+    """Return the 2-norm of each trained weight by id; skip sharded weights that are not gathered now."""
     weights = [one for one in module.parameters() if one.requires_grad and type(one) is nn.Parameter]
     here = [one for one in weights if one.untyped_storage().size() > 0]
     with torch.no_grad():
@@ -211,7 +211,7 @@ def _norms(module: nn.Module) -> dict[int, str]:
 
 
 def structural_lock(module: nn.Module) -> str | None:
-    """Return why a unit cannot be recomputed whatever a probe says; ``None`` if nothing is in the way."""
+    """Return why a unit cannot be recomputed, as known without a probe; ``None`` if there is no such reason."""
     if getattr(module, "_compiled_call_impl", None) is not None:
         return "it is compiled in place; compile it as `block = torch.compile(block)` instead"
     return None
@@ -228,10 +228,10 @@ def storage_lock(
 
     Args:
         module: the unit.
-        forward: its forward; one that is not its class's (compiled, or put there by somebody) has no copy.
-        args: what it was called with.
-        kwargs: the same, by keyword.
-        outputs: takes in what a pass that saves returned, on the host.
+        forward: its forward; if it is not the unit's own method (compiled, or replaced by others), no copy is made.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+        outputs: list to which the outputs of a pass that saves are added, on the host.
     """
     own = forward.original if isinstance(forward, ControlledForward) else forward
     itself = getattr(own, "__self__", None) is not module
@@ -241,7 +241,7 @@ def storage_lock(
         if around.refusal is not None:
             return around.refusal
         before = randomness.capture()
-    except any_error() as error:  # whatever it is, the unit is left alone
+    except any_error() as error:  # whatever the error, the unit is locked
         return _told(error)
     made = [] if outputs is None else outputs
     unit = Unit(module, forward if itself else None, args, kwargs, before, copy_context(), made)
@@ -250,11 +250,11 @@ def storage_lock(
         with _casts_left_alone(_device_type(module, args, kwargs)):
             reason = Context().run(compared, unit)
         reason = reason or _named_source(module)
-    except any_error() as error:  # whatever it is, the unit is left alone
+    except any_error() as error:  # whatever the error, the unit is locked
         return _told(error)
     else:
         if reason != DRAWS:
-            # What changed python's and numpy's generators is another thread.
+            # Only another thread can have changed Python's and NumPy's generators: leave them.
             restore = randomness.restore_torch
         return reason
     finally:
@@ -263,13 +263,13 @@ def storage_lock(
 
 
 def _named_source(module: nn.Module) -> str | None:
-    """Return what speaks against a unit that draws perhaps later, after its warm-up say; ``None`` for nothing."""
+    """Return a reason to lock a unit if its code may draw random numbers later, as after a warm-up; or ``None``."""
     source = source_of(module)
-    return None if source is None else f"its code can come to draw from {source}, which recomputation does not repeat"
+    return None if source is None else f"its code may draw from {source}, which recomputation does not repeat"
 
 
 def _told(error: Exception) -> str:
-    """Return what a probe's exception says of a unit."""
+    """Return a reason to lock a unit whose probe raised an exception."""
     if isinstance(error, CopyError):
         return f"it cannot be probed: a {error} cannot be copied"
     return "ran out of memory while probed" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
@@ -277,12 +277,12 @@ def _told(error: Exception) -> str:
 
 @contextmanager
 def _casts_left_alone(device_type: str) -> Iterator[None]:
-    """Run the body so that no weight which the caller's autocast has cast is cast anew: gradients would be summed anew.
+    """Run the body without clearing the caller's cache of cast weights: casting again changes how gradients are summed.
 
-    A thread of a device's own counts its autocasts by itself, and the last one that it leaves forgets all casts.
+    A device's autograd thread counts nested autocasts separately, and clears the cache when it leaves the last one.
     """
     enabled = torch.is_autocast_cache_enabled()
-    # Where nothing is cast, a compiled unit would only be compiled again.
+    # Without autocast, the cache setting stays, since a compiled unit would be compiled again if it changed.
     casts = any(map(torch.is_autocast_enabled, dict.fromkeys(["cpu", device_type])))
     torch.set_autocast_cache_enabled(enabled and not casts)
     try:
@@ -293,6 +293,6 @@ def _casts_left_alone(device_type: str) -> Iterator[None]:
 
 
 def _device_type(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Return where a unit computes."""
+    """Return the device type of a unit's first parameter or, without one, of its first tensor argument."""
     leaves = [*module.parameters(), *flattened(args, kwargs)[0]]
     return next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")

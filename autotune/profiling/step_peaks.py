@@ -1,8 +1,8 @@
 """Peak memory of each step of a live run on an accelerator, read without resetting the user's own statistics.
 
-The allocator reports the largest peak since the user last reset it. If a step raised that peak, it is the step's own.
-If not, the step is assumed to need as much as its plan did for a batch of at most this size: peaks between steps, for
-example in an evaluation, are not caused by a plan.
+The allocator reports the largest peak since the user last reset it. If a step raises that peak, the new value is the
+step's own peak. If not, the step is assigned the latest known peak of its plan, provided that its batch is at least as
+large as the batch with that peak. Peaks between steps, for example in an evaluation, are not attributed to a plan.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from autotune.plan import Plan
 
 
 class StepPeaks:
-    """Peaks of the steps of a window.
+    """Peak memory of the steps of a window.
 
     Attributes:
         news: whether a step has raised the peak since :meth:`correct`.
-        unforeseen: bytes that steps needed beyond the predictions for their plans, for example a library's workspace.
-        pressure: the largest peak over the budget of its step; ``None`` while none is known.
+        unforeseen: the most bytes that a step needed beyond the prediction for its plan, for example a library's
+            workspace.
+        pressure: the largest ratio of a step's peak to its budget; ``None`` while none is known.
         retries: number of allocations since the process began for which the cache had to be released first.
 
     Args:
@@ -36,7 +37,7 @@ class StepPeaks:
         self.unforeseen = 0
         self.retries = 0
         self._largest: int | None = None
-        # For each plan, the size of the largest batch with a known peak, and that peak.
+        # For each plan, its latest known peak, and the size of the batch that caused it.
         self._known: dict[Plan, tuple[int, int]] = {}
         self._running: tuple[Plan, int, int | None, int] | None = None
 
@@ -45,15 +46,15 @@ class StepPeaks:
 
         Args:
             plan: plan of the step.
-            size: bytes of its largest batch.
+            size: bytes of the step's largest batch.
             budget_bytes: the current budget; ``None`` for none.
-            counts: whether its peak is due to the plan: no passes run beside it, and the plan should fit.
+            counts: whether the step's peak is due to the plan: no trial passes run alongside, and the plan should fit.
         """
         seen = devices.allocated(self._device)
         self._running = None if seen is None or not counts else (plan, size, budget_bytes, seen.peak)
 
     def end(self) -> int | None:
-        """Return the peak of the step that began last; ``None`` if it is unknown or does not count."""
+        """Return the peak of the current step; ``None`` if it is unknown or does not count."""
         seen = devices.allocated(self._device)
         if seen is not None:
             self.retries = seen.retries
@@ -72,10 +73,10 @@ class StepPeaks:
         return peak
 
     def correct(self, predicted: Callable[[Plan, int], float | None]) -> None:
-        """Compare known peaks with predicted ones.
+        """Update :attr:`unforeseen` from known and predicted peaks.
 
         Args:
-            predicted: returns the predicted peak in bytes of a plan and a batch size; infinite or ``None`` for none.
+            predicted: returns the predicted peak in bytes of a plan and a batch size; infinite or ``None`` if unknown.
         """
         self.news, self.unforeseen = False, 0
         for plan, (size, peak) in self._known.items():
@@ -84,6 +85,6 @@ class StepPeaks:
                 self.unforeseen = max(self.unforeseen, math.ceil(peak - expected))
 
     def take(self) -> int | None:
-        """Return the window's largest known peak, and begin another window."""
+        """Return the window's largest known peak, and begin a new window."""
         largest, self._largest, self.pressure = self._largest, None, None
         return largest

@@ -1,7 +1,7 @@
-"""What the steps of a job have shown: the one input from which profiles are assembled.
+"""Records of a job's steps, from which all profiles are assembled.
 
-Offline profiling, live profiling and estimation each gather such a record in their own way;
-:mod:`autotune.profiling.profile_assembly` makes a profile of it.
+Offline profiling, live profiling and estimation each make such a record in their own way;
+:mod:`autotune.profiling.profile_assembly` turns it into a profile.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class TracedStep:
         plan: the plan that it ran under.
         calls: the units that it called, in order.
         attribution: the memory of each segment.
-        batch_bytes: bytes of the batch that the attribution is stated for.
-        traced_bytes: bytes of the batch that the step really had.
+        batch_bytes: bytes of the batch to which the attribution was scaled.
+        traced_bytes: bytes of the step's actual batch.
     """
 
     plan: Plan
@@ -40,9 +40,9 @@ class TimedStep:
 
     Attributes:
         plan: the plan that it ran under.
-        batch_bytes: bytes of the batch that it had.
+        batch_bytes: bytes of its batch.
         seconds: seconds by phase and segment, over all micro-batches.
-        traced: whether it was traced, which makes it longer: such times count only where no others are known.
+        traced: whether it was traced, which makes it slower; such times are used only where no others are known.
     """
 
     plan: Plan
@@ -70,16 +70,16 @@ class StepsAtK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """Everything that was seen of a job's steps.
+    """Everything that was observed in a job's steps.
 
     Attributes:
         job: name of the job.
         device: name of the device.
-        batch_size: samples of a batch that this process trains on.
+        batch_size: samples of each batch that this process trains on.
         static_bytes: bytes of model and optimizer state.
         steps: the steps, by k and borders.
         length_spread: standard deviation of the logarithm of a batch's bytes.
-        is_sparse: whether only few plans were run, as in a live run. Then choices that were not run are bounded from
+        is_sparse: whether only a few plans were run, as in a live run. Then choices that were not run are bounded from
             above by those that were. Otherwise they are extrapolated from other k, and missing k are interpolated.
     """
 
@@ -115,5 +115,5 @@ def recomputed_units(plan: Plan) -> list[str]:
 
 
 def common_precision(plan: Plan) -> Precision:
-    """Return the precision of all units of a plan in which it is the same."""
+    """Return the precision of a plan whose units all have the same."""
     return next(iter(plan.precision.values()), Precision.INHERIT)

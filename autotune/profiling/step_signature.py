@@ -1,8 +1,8 @@
-"""What the memory of a step depends on, known before it runs: shapes, trained parameters, and calls of units.
+"""What determines a step's memory and is known before it runs: shapes, trained parameters, and calls of units.
 
-Bytes do not suffice: 8 sequences of 256 tokens have as many as 64 of 32, but their attention weights take eight times
-the memory. The bytes of a batch predict its memory if another batch was measured that is larger, or smaller, in every
-dimension. A batch that is larger in one dimension and smaller in another has to be measured itself.
+The number of bytes does not suffice: 8 sequences of 256 tokens have as many as 64 of 32, but their attention weights
+take eight times the memory. A batch's bytes predict its memory if a measured batch is at least as large, or at most as
+large, in every dimension. A batch that is larger in one dimension and smaller in another must be measured itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from autotune.mechanics.memory_meter import content_bytes
 from autotune.mechanics.trees import tensors
 
-# Steps after which a model's parameters are listed anew.
+# Number of steps after which a model's parameters are listed again.
 _WALK_EVERY = 16
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
@@ -33,8 +33,8 @@ class Signature:
 
     Attributes:
         shapes: shapes of the batch's tensors.
-        trained: number of parameters that require a gradient, and of those with a state in the optimizer.
-        calls: calls of a unit in a forward pass, divided by those when it was profiled.
+        trained: number of parameters that require a gradient, and number of parameters with optimizer state.
+        calls: calls of a unit per forward pass, divided by the number when the run was profiled.
     """
 
     shapes: Shapes
@@ -42,17 +42,17 @@ class Signature:
     calls: int = 1
 
     def is_kin_to(self, other: Signature) -> bool:
-        """Tell whether steps with the two signatures differ only in their batches."""
+        """Return whether steps with the two signatures differ only in their batches."""
         return (self.trained, self.calls) == (other.trained, other.calls)
 
     def tells_of(self, other: Signature) -> bool:
-        """Tell whether a measured step with this signature predicts, by bytes, one with the other."""
+        """Return whether the memory of a step with this signature predicts that of the other, scaled by bytes."""
         if self == other:
             return True
         return self.covers(other) or other.covers(self)
 
     def covers(self, other: Signature) -> bool:
-        """Tell whether a step with this signature is at least as large as one with the other in every dimension."""
+        """Return whether this signature is at least as large as the other in every dimension."""
         if not self.is_kin_to(other) or [len(s) for s in self.shapes] != [len(s) for s in other.shapes]:
             return False
         own, its = ([size for shape in one.shapes for size in shape] for one in (self, other))
@@ -60,10 +60,10 @@ class Signature:
 
 
 class Trained:
-    """Counter of the parameters that require a gradient, which rarely walks over the model's modules.
+    """Counter of the parameters that require a gradient.
 
-    Parameters that were added, replaced or removed are noticed at once if the optimizer's number of parameters has
-    changed, and otherwise within ``_WALK_EVERY`` steps.
+    It lists the model's parameters only every ``_WALK_EVERY`` steps, or when the optimizer's number of parameters has
+    changed. Until then, parameters that were added, replaced or removed go unnoticed.
 
     Args:
         model: the model.
@@ -75,7 +75,7 @@ class Trained:
         self._owned = self._steps = 0
 
     def count(self, owned: int) -> int:
-        """Return the number; a parameter that several modules share counts for each.
+        """Return the number of parameters that require a gradient; one that modules share counts for each of them.
 
         Args:
             owned: number of the optimizer's parameters.
@@ -89,12 +89,12 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What a batch holds, found in one walk over it.
+    """The contents of a batch.
 
     Attributes:
-        shapes: shapes of its tensors; of a batch without tensors, of its arrays and texts.
-        num_bytes: bytes of the same, at least 1.
-        samples: number of samples; 1 where the batch holds no tensor that tells.
+        shapes: shapes of the batch's tensors; if it has none, of its arrays and strings.
+        num_bytes: bytes of the tensors, at least 1; if there are none, the number of elements of arrays and strings.
+        samples: first dimension of the first tensor that has one, else 1.
     """
 
     shapes: Shapes
@@ -103,7 +103,7 @@ class Contents:
 
 
 def contents_of(batch: Any) -> Contents:
-    """Return what a batch holds."""
+    """Return the contents of a batch."""
     found = tensors(batch)
     if not found:
         shapes = _shapes_of_others(batch)
@@ -118,7 +118,7 @@ def signature_of(shapes: Shapes, trained: Trained, optimizer: torch.optim.Optimi
 
     Args:
         shapes: shapes of the tensors of its batch, or of the first batch that the caller accumulates.
-        trained: counts the model's parameters.
+        trained: counter of the model's trained parameters.
         optimizer: the model's optimizer.
         calls: value of :attr:`Signature.calls`.
     """
@@ -127,7 +127,7 @@ def signature_of(shapes: Shapes, trained: Trained, optimizer: torch.optim.Optimi
 
 
 def _shapes_of_others(batch: Any) -> Shapes:
-    """Return the shapes of a batch's arrays and texts."""
+    """Return the shapes of a batch's arrays and strings."""
     leaves = [
         getattr(leaf, "shape", (len(leaf),) if isinstance(leaf, str | bytes) else ()) for leaf in tree_leaves(batch)
     ]

@@ -28,11 +28,11 @@ class WatchedEngine(TorchEngine):
     """A torch engine whose steps can be traced or timed piece by piece.
 
     Attributes:
-        watch: what watches the running step; ``None`` for an ordinary one.
-        tracer: what traces the running step; ``None`` if it is not traced.
-        static_bytes: bytes that stay between steps, the most that a traced step showed.
+        watch: observer of the running step; ``None`` for an ordinary step.
+        tracer: memory tracer of the running step; ``None`` if it is not traced.
+        static_bytes: bytes that stay between steps: the maximum over traced steps.
         batch_bytes: bytes of the batches of the latest traced step.
-        fragments_bytes: the most bytes that a traced step reserved beyond what it allocated, each at its peak.
+        fragments_bytes: peak of reserved bytes minus peak of allocated bytes: the maximum over traced steps.
     """
 
     watch: StepWatch | None = None
@@ -42,13 +42,13 @@ class WatchedEngine(TorchEngine):
     fragments_bytes: int = 0
 
     def phase(self, name: Phase) -> None:
-        """Pass the phase on to the watch, if there is one."""
+        """Report the phase to :attr:`watch`, if there is one."""
         if self.watch is not None:
             self.watch.begin(name)
 
     @contextlib.contextmanager
     def metering(self, batches: Sequence[Any]) -> Iterator[bool]:
-        """Trace or watch the body if that was asked for; yield whether its memory is traced."""
+        """Trace or watch the body if requested; yield whether its memory is measured."""
         if self.tracer is not None:
             self.batch_bytes = tensor_bytes(tensors(batches))
             static = self._static()
@@ -68,15 +68,15 @@ class WatchedEngine(TorchEngine):
         self.watch = None
 
     def _static(self) -> int:
-        """Return the bytes that stay between steps; on an accelerator all that are allocated.
+        """Return the bytes that stay between steps.
 
-        There, libraries allocate workspaces that belong to no tensor of the job.
+        On an accelerator this is all allocated memory except the batch: libraries also allocate workspaces.
         """
         seen = devices.allocated(self.device)
         return tensor_bytes(self.resident([])) if seen is None else seen.current - self.batch_bytes
 
     def _behind(self, static: int) -> int:
-        """Return by how many bytes the last trace's peak lies below that of the rank with the highest peak."""
+        """Return how many bytes the last trace's peak is below that of the rank with the highest peak."""
         assert self.tracer is not None
         assert self.tracer.trace is not None
         above = itertools.accumulate(size for _, size in self.tracer.trace.changes)
@@ -88,7 +88,7 @@ class WatchedEngine(TorchEngine):
         if self.settling_steps:
             self.run(self.settling_steps)
         if devices.is_accelerator(self.device):
-            # Memory that earlier steps left in reference cycles or in the cache must not count.
+            # Memory left by earlier steps in reference cycles or in the cache must not count.
             devices.release(self.device)
             devices.forget_peaks(self.device)
         tracer = self.tracer = StepTracer(self.model, self._unit_names(), self.device)
@@ -109,11 +109,11 @@ class WatchedEngine(TorchEngine):
         return window, seconds_by_place(watch, self.device), tuple(watch.calls[0])
 
     def apply_with(self, plan: Plan, *, fp32_borders: bool) -> None:
-        """Apply a plan with one kind of borders where it allows both.
+        """Apply a plan with fp32 or 16-bit borders.
 
         Args:
             plan: the plan.
-            fp32_borders: whether tensors pass between units in fp32.
+            fp32_borders: whether tensors pass between units in fp32; always so if the engine requires it.
         """
         self.apply(plan)
         controls.apply(self.model, plan, fp32_borders=fp32_borders or self.fp32_borders)
@@ -123,23 +123,23 @@ class WatchedEngine(TorchEngine):
         return value
 
     def united(self, names: Collection[str]) -> tuple[str, ...]:
-        """Return the names that any rank has, sorted."""
+        """Return the union of all ranks' names, sorted."""
         return tuple(sorted(names))
 
     def may_try(self, what: str) -> bool:
-        """Tell whether a step may be tried: not if it ran out of memory before, where that ends the process.
+        """Return whether a step may be tried: always, except in :class:`WatchedRanks`.
 
         Args:
-            what: the name of what is tried next.
+            what: name of the step.
         """
         return True
 
     def samples_here(self) -> int:
-        """Return the number of samples of a batch that this process trains on."""
+        """Return the number of samples of each batch that this process trains on."""
         return self.job.batch_size
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Take units out of all plans from now on: they stay as the job has them.
+        """Exclude units from all plans from now on, and apply the baseline plan; the units stay as the job has them.
 
         Args:
             names: names of the units.
@@ -157,8 +157,8 @@ class WatchedRanks(WatchedEngine, DeepSpeedEngine):
 
     Args:
         job: the job.
-        no_room: names of what may not be tried because a rank ran out of memory in it.
-        on_try: called with the name of what is tried next.
+        no_room: names of steps that must not be tried because a rank ran out of memory in them.
+        on_try: called with the name of each step before it is tried.
         options: keyword arguments of the engine.
     """
 
@@ -169,21 +169,21 @@ class WatchedRanks(WatchedEngine, DeepSpeedEngine):
         self._no_room, self._on_try = frozenset(no_room), on_try
 
     def may_try(self, what: str) -> bool:
-        """Tell whether a step may be tried, and report that it is.
+        """Return whether a step may be tried, and report it to ``on_try`` if so.
 
         Args:
-            what: the name of what is tried next.
+            what: name of the step.
         """
         if what in self._no_room:
             return False
-        # A rank that ends now did so in what it tried before.
+        # Wait for all ranks: one that has ended did so in the previous step, not in this one.
         self.united(())
         if self._on_try is not None:
             self._on_try(what)
         return True
 
     def samples_here(self) -> int:
-        """Return the number of samples of a batch on the rank with the most of them."""
+        """Return the number of samples of each batch on the rank with the most samples."""
         return -(-self.job.batch_size // self.world)
 
     def decided(self, value: Value) -> Value:
@@ -193,7 +193,7 @@ class WatchedRanks(WatchedEngine, DeepSpeedEngine):
         return told[0]
 
     def united(self, names: Collection[str]) -> tuple[str, ...]:
-        """Return the names that any rank has, sorted."""
+        """Return the union of all ranks' names, sorted."""
         told: list[Any] = [None] * self.world
         distributed.all_gather_object(told, tuple(names))
         return tuple(sorted({name for one in told for name in one}))

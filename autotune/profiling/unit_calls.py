@@ -1,4 +1,4 @@
-"""Calls of units per forward pass: more calls, for example in an auxiliary loss, need more memory."""
+"""Count the calls of units per forward pass: more calls, for example for an auxiliary loss, need more memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 
 from autotune.mechanics.controls import Switcher
 
-# Number of recent steps whose calls may recur.
+# Number of recent steps that are considered.
 _STEPS = 64
 
 

@@ -1,4 +1,4 @@
-"""Costs of what was not run: choices bounded from above or extrapolated, and steps at a k between two others."""
+"""Costs of what was not run: choices are bounded from above or extrapolated, and steps at other k interpolated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autotune.cost_model.profile import Boundary, Cost, StepTable
 from autotune.plan import PlanSpace, Storage
 from autotune.units import Unit
 
-# Added to bytes that are bounded instead of seen.
+# Factor on bytes that were seen in other units.
 _UNSEEN_MARGIN = 1.03
 
 # Units of one kind cost the same: a unit's class, and its number of parameters.
@@ -20,14 +20,14 @@ UnitKind = tuple[str, int]
 
 
 class SizedCost(NamedTuple):
-    """A cost, and the bytes of the batch in which it was seen."""
+    """A cost, and the bytes of the batch with which it was measured."""
 
     cost: Cost
     batch_bytes: int
 
 
 def kind_of(unit: Unit) -> UnitKind:
-    """Return what units that cost the same have in common."""
+    """Return the kind of a unit; units of one kind are assumed to cost the same."""
     return unit.kind, unit.num_parameters
 
 
@@ -63,12 +63,12 @@ def combined(
 
 
 def most(costs: Sequence[Cost]) -> Cost:
-    """Return the cost of a piece that was seen several times: median seconds, largest bytes."""
+    """Return the cost of a piece that was measured several times: median seconds, largest bytes."""
     return combined(costs, statistics.median, max)
 
 
 def no_free_recomputation(costs: Mapping[str, Cost]) -> dict[str, Cost]:
-    """Return the costs with recomputation at least as long as saving: a shorter time can only be noise."""
+    """Return the costs with recomputing taking at least as long as saving: a shorter time can only be noise."""
     raised = dict(costs)
     for name, cost in costs.items():
         precision, _, storage = name.partition("/")
@@ -84,9 +84,9 @@ def no_free_recomputation(costs: Mapping[str, Cost]) -> dict[str, Cost]:
 def lowered_by_like_units(
     seen: Sequence[Mapping[str, SizedCost]], units: Sequence[Unit | None]
 ) -> list[dict[str, Cost]]:
-    """Return each segment's costs, with fewer bytes where a unit of its kind was seen in a larger batch.
+    """Return each segment's costs, with fewer bytes where a unit of its kind was traced with a larger batch.
 
-    Costs from smaller batches were scaled up and are bounds; those of a larger batch are closer to the truth.
+    Costs from smaller batches were scaled up and are upper bounds; those from a larger batch are more accurate.
 
     Args:
         seen: costs of each segment by choice.
@@ -121,10 +121,10 @@ def lowered_by_like_units(
 
 
 def saving_ratios(costs: Sequence[Mapping[str, Cost]], units: Sequence[Unit | None]) -> dict[UnitKind, list[float]]:
-    """Return, by kind of unit, the bytes that units save over those that are alive while they are recomputed.
+    """Return, by kind of unit, the ratios of the bytes that units save to those alive while they are recomputed.
 
     Args:
-        costs: costs of each segment by choice; only units that were seen with both kinds of storage count.
+        costs: costs of each segment by choice; only units with costs of both saving and recomputing count.
         units: the unit of each segment; ``None`` for code between units.
     """
     ratios: dict[UnitKind, list[float]] = {}
@@ -139,11 +139,11 @@ def saving_ratios(costs: Sequence[Mapping[str, Cost]], units: Sequence[Unit | No
 
 
 def with_bounds(costs: Mapping[str, Cost], ratios: Sequence[float]) -> dict[str, Cost]:
-    """Return a unit's costs with an upper bound for each storage that was not seen.
+    """Return a unit's costs with an upper bound for each storage that was not run.
 
     Args:
         costs: costs by choice.
-        ratios: what :func:`saving_ratios` returned for its kind.
+        ratios: the result of :func:`saving_ratios` for its kind.
     """
     filled = dict(costs)
     for precision in dict.fromkeys(name.partition("/")[0] for name in costs):
@@ -156,7 +156,7 @@ def with_bounds(costs: Mapping[str, Cost], ratios: Sequence[float]) -> dict[str,
 
 
 def _save_bound(again: Cost, ratio: float) -> Cost:
-    """Return an upper bound of saving's cost, from recomputing's: all that would be saved was alive then too."""
+    """Return an upper bound on the cost of saving, from recomputing, when all that would be saved is alive too."""
     alive = again.backward_peak_bytes
     return Cost(
         forward_s=again.forward_s,
@@ -168,7 +168,7 @@ def _save_bound(again: Cost, ratio: float) -> Cost:
 
 
 def _recompute_bound(save: Cost) -> Cost:
-    """Return an upper bound of recomputing's cost, from saving's: one more forward pass, within backward."""
+    """Return an upper bound on the cost of recomputing, from saving: backward includes another forward pass."""
     return Cost(
         forward_s=save.forward_s,
         backward_s=save.backward_s + save.forward_s,
@@ -188,11 +188,11 @@ def _larger(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
 def with_missing_choices(tables: Sequence[StepTable]) -> tuple[StepTable, ...]:
     """Return the tables with costs for choices that ran out of memory, from two smaller micro-batches.
 
-    Bytes are extrapolated along a straight line in the size of the micro-batch, which they nearly follow; seconds are
-    those of the nearest. Where no two others are known, the choice stays without a cost.
+    Bytes are nearly linear in the size of the micro-batch, and are extrapolated; seconds are those of the nearest
+    table. If fewer than two of them have the choice, it stays without a cost.
 
     Args:
-        tables: tables of all k, ascending.
+        tables: tables of all profiled k, ascending.
     """
     together = zip(*(table.segments for table in tables), strict=True)
     names = [{name for segment in segments for name in segment.costs} for segments in together]
@@ -227,14 +227,14 @@ def _extrapolated(micro_batch: int, near: tuple[int, Cost], far: tuple[int, Cost
 
 
 def with_all_ks(tables: Sequence[StepTable], batch_size: int, space: PlanSpace) -> tuple[StepTable, ...]:
-    """Return the tables with those of every k that lies between two of them.
+    """Return the tables and interpolated ones for every k between two of them.
 
-    Bytes are interpolated in the size of the micro-batch, seconds in k: a step's seconds are those that its batch
-    needs, and those that each micro-batch adds. A peak is the largest of several such lines, so it lies below the
-    chord.
+    Bytes are interpolated in the size of the micro-batch, and seconds in k, since a step takes some time for its batch
+    and some for each micro-batch. A peak is the maximum of several linear functions, so interpolation never yields too
+    little.
 
     Args:
-        tables: tables of some k, ascending.
+        tables: tables of the profiled k, ascending.
         batch_size: samples in a batch.
         space: the plans that are allowed, with all k.
     """
@@ -251,7 +251,7 @@ def with_all_ks(tables: Sequence[StepTable], batch_size: int, space: PlanSpace) 
 
 
 def _between(low: StepTable, high: StepTable, k: int, micro_batch: int) -> StepTable | None:
-    """Return the table of a k between two others; ``None`` where these have different segments or boundaries."""
+    """Return the table of a k between two others; ``None`` if these have different segments or boundaries."""
     if _shape(low) != _shape(high):
         return None
     of_k = (k - low.accumulation_steps) / (high.accumulation_steps - low.accumulation_steps)
@@ -265,21 +265,21 @@ def _between(low: StepTable, high: StepTable, k: int, micro_batch: int) -> StepT
         return pair[0] + (pair[1] - pair[0]) * of_k
 
     def later(own: int, second: tuple[int, int]) -> tuple[int, int]:
-        """Return a peak, with later micro-batches differing from the first as they do in the second table."""
+        """Return a peak in the first and in later micro-batches, which differ as in the second table."""
         return own, max(0, second[1] + own - second[0])
 
     def between(first: Cost, second: Cost) -> Cost:
         cost = combined([first, second], seconds, line)
         if low.accumulation_steps > 1:
             return cost
-        # A step of one micro-batch has no later ones. How they differ does not depend on their size.
+        # At k = 1 there are no later micro-batches. Their difference does not depend on their size.
         return replace(
             cost,
             forward_peak_bytes=later(cost.forward_peak_bytes[0], second.forward_peak_bytes),
             backward_peak_bytes=later(cost.backward_peak_bytes[0], second.backward_peak_bytes),
         )
 
-    # The first may leave no gradients: ranks share them out at once in a step of one micro-batch.
+    # Gradient bytes come from the second table: at k = 1, ranks shard gradients at once, so none may remain.
     segments = [
         replace(other, costs={name: between(cost, other.costs[name]) for name, cost in one.costs.items()})
         for one, other in zip(low.segments, high.segments, strict=True)
@@ -310,7 +310,7 @@ def _shape(table: StepTable) -> tuple[object, object]:
 
 
 def _with_keepers_of(table: StepTable, others: Sequence[StepTable]) -> tuple[Boundary, ...]:
-    """Return a table's boundaries with keepers that only other tables' choices showed."""
+    """Return a table's boundaries, with the keepers in other tables added."""
     boundaries = list(table.boundaries)
     for other in others:
         if len(other.boundaries) != len(boundaries):

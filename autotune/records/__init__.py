@@ -1,1 +1,1 @@
-"""What a run leaves on disk and in MLflow: its folder, its documents, its journal, its verdicts."""
+"""Records of a run on disk and in MLflow: its folder, documents, journal and verdicts."""

@@ -1,6 +1,6 @@
 """The last two generations of a saved file: if one is damaged, the other one is used.
 
-Each generation contains a checksum. A damaged one is logged once and removed. This file does not know what is saved.
+Each generation contains a checksum. A damaged one is logged once and removed. The saved bytes may have any format.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Generations:
         """Return the newest undamaged generation, or ``None`` if there is none.
 
         Args:
-            check: function that reads the saved bytes.
-            begins_anew: what happens if there is none, as a clause of the warning.
+            check: function that reads the saved bytes, and raises ``InputError`` if they are damaged.
+            begins_anew: clause of the warning that says what happens if there is no undamaged generation.
 
         Raises:
             RunDirectoryError: if a damaged file cannot be removed.
@@ -56,21 +56,23 @@ class Generations:
                 remove(path)
                 continue
             if damaged:
-                logger.warning("%s: %s; going back to the save before it", self._newest, damaged.problem)
+                logger.warning("%s: %s; using the previous save", self._newest, damaged.problem)
             if path != self._newest:
-                # The damaged newest file is replaced until the next save.
+                # Replace the missing or damaged newest file until the next save.
                 write_atomic(self._newest, _sealed(payload))
             self._last = payload
             return found
         if damaged:
-            logger.warning("%s: %s, and no save before it is whole; %s", self._newest, damaged.problem, begins_anew)
+            logger.warning(
+                "%s: %s, and the previous save is not intact either; %s", self._newest, damaged.problem, begins_anew
+            )
         return None
 
     def write(self, payload: bytes) -> None:
-        """Save a new generation; the present one becomes the previous one.
+        """Save a new generation; the current one becomes the previous one.
 
         Raises:
-            OSError: if it cannot be written; the present generation is kept.
+            OSError: if it cannot be written; the current generation is kept.
         """
         if payload == self._last:
             return
@@ -95,7 +97,7 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
     except OSError as error:
         raise RunDirectoryError(
-            f"is damaged and cannot be taken away ({error.strerror})", where=str(path), allowed="a file, or nothing"
+            f"is damaged and cannot be removed ({error.strerror})", where=str(path), allowed="a file, or nothing"
         ) from error
 
 
@@ -114,5 +116,5 @@ def _sealed(payload: bytes) -> bytes:
 def _unsealed(content: bytes, path: Path) -> bytes:
     payload = content[_DIGEST + 1 :]
     if _sealed(payload) != content:
-        raise InputError("its SHA-256 is not the one it names", where=str(path), allowed="what was saved")
+        raise InputError("its SHA-256 differs from the recorded one", where=str(path), allowed="what was saved")
     return payload

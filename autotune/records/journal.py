@@ -40,7 +40,7 @@ class Journal:
 
     @classmethod
     def opened(cls, folder: Path) -> Journal:
-        """Return the journal of a run directory for replay, without an incomplete last line that a kill left.
+        """Return the journal of a run directory for replay, without an incomplete last line of a killed process.
 
         The journal is empty if the campaign was killed before its first operation.
 
@@ -51,7 +51,7 @@ class Journal:
         path = folder / JOURNAL
         if not path.is_file():
             if any(child.name not in BEGUN_WITH and child.name[0] != "." for child in folder.iterdir()):
-                raise RunDirectoryError("has no journal", where=str(folder), allowed="the run of a tune or a compare")
+                raise RunDirectoryError("has no journal", where=str(folder), allowed="a run of tune or compare")
             open_for_appending(path).close()
         with as_run_error():
             rows = read_bytes(path, limit_bytes=LARGEST_LOG_BYTES, follow=False).split(b"\n")[:-1]
@@ -72,11 +72,11 @@ class Journal:
 
     @property
     def place(self) -> str:
-        """Return the place of the last result, for errors."""
+        """Return the location of the last result, for error messages."""
         return f"{self._path}, line {self._next}, result"
 
     def keep_in(self, folder: Path) -> None:
-        """Write all records, earlier and later ones, to a run directory.
+        """Write all records, past and future, to a run directory.
 
         Raises:
             RunDirectoryError: if it cannot be written.
@@ -87,12 +87,12 @@ class Journal:
                 self._write(record)
 
     def once(self, what: dict[str, Any], do: Callable[[], Any], kind: Any = Any) -> Any:
-        """Return the result of an operation, which is performed unless the journal has its result.
+        """Return the recorded result of an operation; if there is none, perform the operation and record its result.
 
         Args:
             what: description of the operation, a JSON object.
             do: performs the operation and returns a JSON value.
-            kind: type of that value, against which a recorded result is checked; see :mod:`autotune.io.documents`.
+            kind: type of the value, to check a recorded result; see :mod:`autotune.io.documents`.
 
         Raises:
             RunDirectoryError: if the journal has another operation here or a result of another type, or cannot be
@@ -132,7 +132,7 @@ class Journal:
 
 
 class JournaledEngine(EngineProxy):
-    """An engine that replays the windows of a journal, and trains after that.
+    """Engine that replays the windows of a journal, and then trains.
 
     Args:
         engine: the engine that trains; it begins at the start of the job.
@@ -151,7 +151,7 @@ class JournaledEngine(EngineProxy):
             super().prepare(plan, steps)
 
     def run(self, steps: int) -> Measurement:
-        """Return a window, from the journal if it has it.
+        """Return the next window, from the journal if it is recorded there.
 
         Raises:
             EngineError: if the engine was closed.
@@ -164,7 +164,7 @@ class JournaledEngine(EngineProxy):
 
 
 def _finite(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a window without gradient statistics that are not finite, which JSON cannot express."""
+    """Return a window without its gradient statistics if they are not finite, which JSON cannot express."""
     gradient = document["gradient"]
     if gradient is not None:
         with contextlib.suppress(ValueError):

@@ -95,7 +95,7 @@ class Sender:
     over: bool = False
 
     def send(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Send the events of one read of the log."""
+        """Send the events of one read of the log; of its decisions, only the latest."""
         decisions = [number for number, event in enumerate(events) if event["event"] == "decision"]
         kept = set(decisions[-_DECISIONS_A_LOOK:])
         for number, event in enumerate(events):
@@ -180,7 +180,7 @@ def _ends_profiling(event: Mapping[str, Any]) -> bool:
 
 
 def main() -> None:
-    """Follow the run of the command line's run directory and process id."""
+    """Follow the run of the command-line arguments: its run directory and process id."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     with contextlib.suppress(OSError):
         os.nice(_NICE)

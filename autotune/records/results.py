@@ -1,4 +1,4 @@
-"""Read the document of a finished campaign, and reject anything that a campaign could not have written."""
+"""Reading of a finished campaign's documents; documents that no campaign could have written are rejected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def result_name(config: Config, where: str) -> str:
 
     Args:
         config: configuration of the run.
-        where: the run directory, for errors.
+        where: the run directory, for error messages.
 
     Raises:
         RunDirectoryError: if the run is not a campaign but a training run or an attached run.
@@ -60,7 +60,7 @@ def trials_of(run: RunDirectory) -> tuple[dict[str, Any], ...]:
     """Return the trials of a search, in order.
 
     Raises:
-        InputError: if a campaign could not have written a line; the message names the first such line.
+        InputError: if a line is damaged; the message names the first such line.
     """
     path, rows = run.path / "trials.jsonl", run.lines("trials.jsonl")
     for number, row in enumerate(rows, 1):

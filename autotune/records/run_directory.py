@@ -37,7 +37,7 @@ _PACKAGES = (
 BEGUN_WITH = ("environment.json", "config.json")
 # The job's profile at the start of the run.
 PROFILE = "profile.json"
-# Limit for files to which a record is added at every window, trial or step.
+# Size limit of files to which a record is appended at every window, trial or step.
 LARGEST_LOG_BYTES = 2**30
 # A plan of ten thousand units has less than one megabyte.
 _LARGEST_PLAN_BYTES = 4 * 2**20
@@ -46,8 +46,8 @@ _LARGEST_PLAN_BYTES = 4 * 2**20
 class RunDirectory:
     """One run's folder, ``<runs>/<utc time>-<verb>-<job>-<id>/``.
 
-    A folder may come from anybody. It is read as data: regular files and folders only, each document limited in size
-    and checked against its type. A writer holds the lock of the folder from :meth:`create` or :meth:`take_up` to
+    A folder may come from anyone. It is read only as data: all files must be regular, and each document is limited in
+    size and checked against its type. A writer holds the lock of the folder from :meth:`create` or :meth:`take_up` to
     :meth:`close`.
 
     Attributes:
@@ -64,7 +64,7 @@ class RunDirectory:
 
         Args:
             runs: the runs folder.
-            verb: the command.
+            verb: name of the command.
             job: the job, or another name for the run.
             config: keys of ``config.json`` that depend on the command.
 
@@ -83,7 +83,7 @@ class RunDirectory:
             ) from error
         run = cls(path)
         run._lock = WriterLock(path)
-        # ``config.json`` comes last: it makes the folder a run directory.
+        # Write ``config.json`` last, since it makes the folder a run directory.
         run.write("environment.json", describe_environment(None if isinstance(job, str) else job))
         run.write("config.json", {"version": 1, "verb": verb, "job": called, **config})
         return run
@@ -106,7 +106,7 @@ class RunDirectory:
         """Open an existing run for writing, and take its lock.
 
         Raises:
-            RunDirectoryError: as :meth:`open`, or if another process is writing in it.
+            RunDirectoryError: as for :meth:`open`, or if another process is writing to it.
         """
         run = cls.open(path)
         run._lock = WriterLock(path)
@@ -178,7 +178,7 @@ class RunDirectory:
             return read_json(self.path / name, follow=False)
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """Return the records of a JSON-lines file, without an incomplete last line that a kill left.
+        """Return the records of a JSON-lines file, without an incomplete last line of a killed process.
 
         Raises:
             RunDirectoryError: if the file or one of its lines is damaged.
@@ -216,7 +216,7 @@ def require_writable(folder: Path, *, where: str = "") -> None:
 
     Args:
         folder: the folder, which need not exist yet.
-        where: name of the folder in errors; empty for the runs folder.
+        where: name of the folder in error messages; empty for the runs folder.
 
     Raises:
         RunDirectoryError: if the folder is not writable.
@@ -240,7 +240,7 @@ def read_plan(path: Path) -> Plan:
     """Read a plan file, or the plan of a run directory, which must not be a link.
 
     Raises:
-        InputError: naming the file, the key and what is allowed.
+        InputError: if the plan is missing or damaged.
     """
     of_run = path.is_dir()
     file = path / "plan.json" if of_run else path

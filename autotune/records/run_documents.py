@@ -1,7 +1,7 @@
 """Types of the documents in a run directory, against which every document is checked when it is read.
 
-``config.json`` has one of several types, which its verb selects. A document never decides which code is loaded, which
-file outside the run is opened or which address is contacted: it records these for people to read, and
+``config.json`` has one of several types, which its keys select. A document never decides which code is loaded, which
+file outside the run is opened or which address is contacted: these are recorded for readers only, and
 ``autotune resume`` must be given them again.
 """
 
@@ -31,7 +31,7 @@ from autotune.records.requests import CompareOptions, CompareRequest, Name, Name
 
 # POSIX seconds of the years 1 to 9999, the range of dates.
 _Time = Annotated[float, Interval(ge=-62_135_596_800, le=253_402_300_799)]
-# An interval of a ratio of times, which is also shown inverted, as a ratio of speeds.
+# An interval of a time ratio; its inverse is shown as a ratio of speeds.
 _Ratios = Annotated[list[Ratio], Len(2, 2)]
 # How products of fp32 numbers were computed.
 _Fp32 = Annotated[dict[Literal["matrix products", "convolutions"], Literal["fp32", "tf32", "bf16"]], Len(2, 2)]
@@ -195,7 +195,7 @@ def config_of(found: Mapping[str, Any], *, where: str) -> Config:
     """Return the configuration of a run.
 
     Raises:
-        RunDirectoryError: naming the first key or value that is not allowed.
+        RunDirectoryError: if a key or a value is not allowed; the message names the first one.
     """
     verb = found.get("verb")
     if not isinstance(verb, str) or verb not in _VERBS:
@@ -285,7 +285,7 @@ class Run:
 
 @document
 class Arm:
-    """The runs of an arm, and what was spent to find it."""
+    """The runs of an arm, and the cost of its tuning."""
 
     name: Name
     tuning_s: Seconds
@@ -346,7 +346,7 @@ class Comparison:
 
     job: Name
     device: Text
-    # Arithmetic of the baseline, on an accelerator.
+    # The baseline's fp32 arithmetic, on an accelerator.
     fp32: _Fp32 | None = None
     seeds: Seeds
     memory_budget_bytes: Bytes | None
@@ -398,7 +398,7 @@ class Jobs:
 
 @document
 class Row:
-    """A number of the paper and our own; see :class:`autotune.paper.rows.TableRow`."""
+    """A number of the paper and our own number; see :class:`autotune.paper.rows.TableRow`."""
 
     metric: Text
     configuration: Text

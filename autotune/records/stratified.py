@@ -1,4 +1,4 @@
-"""Comparisons of several jobs put together: one time ratio for all of them, in which each job has the same weight."""
+"""Combined result of comparisons on several jobs: one time ratio, in which each job has the same weight."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _entry(
 
 
 def _logs(document: Mapping[str, Any], arm: str) -> list[float]:
-    """Return the log ratio of times of each pair of runs, all of which reached the target."""
+    """Return the log of the time ratio of each pair of runs; all runs reached the target."""
     times = {one["name"]: {run["seed"]: run["time_to_target_s"] for run in one["runs"]} for one in document["arms"]}
     own, baseline = times[arm], times[document["baseline"]]
     return log_ratios([own[seed] for seed in document["seeds"]], [baseline[seed] for seed in document["seeds"]])

@@ -1,8 +1,8 @@
-"""Log to MLflow without stopping or slowing down the command.
+"""Logging to MLflow that neither stops nor slows down the command.
 
 Every record is first appended to ``tracking.jsonl`` in the run directory; a background thread sends it to the server. A
-server that does not answer costs one short timeout: after that records are only kept, and the next command sends them.
-No other file imports mlflow.
+server that does not answer costs one short timeout: later records are only written to the file, and the next command
+sends them. No other file imports mlflow.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def tracking_uri(runs: Path) -> str:
 
 
 class Tracker:
-    """The record of one command as an MLflow run with nested runs.
+    """Log of one command, as an MLflow run with nested runs.
 
     Args:
-        runs: the runs folder, with the default database and the artifacts.
+        runs: the runs folder, which contains the default database and the artifacts.
         folder: the command's run directory.
         name: name of the parent run.
     """
@@ -62,17 +62,17 @@ class Tracker:
         self._thread = threading.Thread(target=self._work, name="autotune-tracking", daemon=True)
         rows = read_rows(folder)
         for row in rows[self._sender.sent :]:
-            # Unsent records of a command that is resumed come first.
+            # Send the unsent records of a resumed command first.
             self._queue.put({"kind": "damaged"} if row is None else dict(row))
         self._names, left = _begun(rows)
         for key in left:
-            # A command that is resumed was killed: the runs that it left open have ended.
+            # A resumed command was killed before: end the runs that it left open.
             self._put("end", key, {"status": "KILLED"})
         self.parent = self._begin(name, None)
         self._thread.start()
 
     def knows(self, name: str) -> bool:
-        """Tell whether a run of this name was begun, by this command or by the one that it resumes."""
+        """Return whether this command, or the one that it resumes, began a run of this name."""
         return name in self._names
 
     def begin(self, name: str) -> str:
@@ -80,7 +80,7 @@ class Tracker:
         return self._begin(name, self.parent)
 
     def params(self, values: Mapping[str, object], run: str | None = None) -> None:
-        """Record parameters of a run (the parent's by default)."""
+        """Record parameters of a run, by default of the parent."""
         self._put("params", run, {key: str(value)[:500] for key, value in values.items()})
 
     def metrics(self, values: Mapping[str, float | None], *, step: int = 0, run: str | None = None) -> None:
@@ -100,9 +100,9 @@ class Tracker:
         self._put("end", run, {"status": "FAILED" if failed else "FINISHED"})
 
     def settle(self, timeout_s: float = 1.0) -> None:
-        """Wait for the background thread, so that it does not run while something is timed.
+        """Wait until the background thread is idle, so that it does not disturb a measurement.
 
-        Returns at once if the server does not answer.
+        Return at once if the server does not answer.
         """
         done = threading.Event()
         self._queue.put({"kind": "event", "event": done})
@@ -151,17 +151,17 @@ class Tracker:
 
 
 def _make_database(path: Path) -> None:
-    """Create MLflow's database completely or not at all: an incomplete one is unusable."""
+    """Create MLflow's database atomically, since an incomplete one is unusable."""
     import fcntl
 
     from mlflow import MlflowClient
 
-    # Fixed names, so that the next command reuses what a killed one left; the lock ends with its holder.
+    # With fixed names, the next command removes the files of a killed one; a lock ends with its process.
     making, lock = path.with_name(f".{path.name}.making"), path.with_name(f".{path.name}.lock")
     with open_for_appending(lock) as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         _remove(making)
-        # Another process may have been faster.
+        # Another process may have created it.
         if not path.exists():
             MlflowClient(tracking_uri=sqlite_address(making)).search_experiments(max_results=1)
         if not path.exists():
@@ -177,7 +177,7 @@ def _remove(database: Path) -> None:
 
 
 def _begun(rows: Sequence[Row | None]) -> tuple[list[str], list[str]]:
-    """Return the names of runs that an earlier command began in a run directory, and the keys of open ones."""
+    """Return the names of all runs that an earlier command began, and the keys of those that it did not end."""
     whole = [row for row in rows if row is not None]
     names = [row["values"]["name"] for row in whole if row["kind"] == "begin"]
     begun = [row["run"] for row in whole if row["kind"] == "begin"]
@@ -193,8 +193,8 @@ def _key(name: str) -> str:
 def send_pending(runs: Path) -> int:
     """Send the records that earlier commands could not send, and return their number.
 
-    Runs that are being written are skipped; a damaged run is logged once and skipped. Stops at the first run that the
-    server does not accept.
+    Runs that are being written are skipped; a damaged run is logged once and skipped. Sending stops when the server
+    fails.
     """
     sent = 0
     for spool in sorted(runs.glob(f"*/{SPOOL}")):
@@ -206,7 +206,7 @@ def send_pending(runs: Path) -> int:
         except InputError as error:
             if folder not in _NAMED:
                 _NAMED.add(folder)
-                logger.warning("%s; what it recorded is not sent", error)
+                logger.warning("%s; its records are not sent", error)
             continue
         sent += count
         if broken:
@@ -240,7 +240,7 @@ class _LeftOutError(Exception):
 
 
 class _Sender:
-    """Sender of records in order to one server, until the first that it does not accept."""
+    """Sender of records to one server, in order, until the server fails."""
 
     def __init__(self, uri: str, runs: Path, folder: Path) -> None:
         self.uri = uri
@@ -252,7 +252,7 @@ class _Sender:
         try:
             state = read_cursor(folder)
         except RunDirectoryError as error:
-            # It is unknown which records were sent: none is sent twice.
+            # It is unknown which records were sent: send none rather than some twice.
             self.broken, state = str(error), Cursor(sent=0, ids={})
         self.sent = state.sent
         self._ids = dict(state.ids)
@@ -278,22 +278,22 @@ class _Sender:
             return
         self.sent += 1
         if record["kind"] == "begin":
-            # Sending a record twice changes nothing, except that a run begun twice would be two runs.
+            # Save the position, since a run that is begun twice would be two runs; other records may be sent twice.
             self.finish()
 
     def _refused(self, record: Mapping[str, Any], error: Exception) -> bool:
-        """Tell whether a server that answers refuses one record, such as a parameter with a second value.
+        """Return whether a working server refuses one record, such as a second value of a parameter.
 
-        Sending it again would block all later records, also those of other runs.
+        Sending such a record again would block all later records, including those of other runs.
         """
         known = self._experiment is not None if record["kind"] == "begin" else record["run"] in self._ids
         if not known or getattr(error, "error_code", None) not in _REFUSALS:
             return False
-        logger.warning("%s: %s of %s is not taken and left out", self._folder, record["kind"], record["run"])
+        logger.warning("%s: %s of %s was refused and is skipped", self._folder, record["kind"], record["run"])
         return True
 
     def finish(self) -> None:
-        """Save how many records the server has."""
+        """Save the number of records that the server has."""
         if self._client is None:
             return
         try:
@@ -305,7 +305,7 @@ class _Sender:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(_REQUEST_TIMEOUT_S))
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-        # Read when mlflow is imported: its migrations would log many lines.
+        # mlflow reads this level when it is imported; its migrations would otherwise log many lines.
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "CRITICAL")
         logging.getLogger("alembic").setLevel(logging.ERROR)
         # This sender reports failures itself, in one line.
@@ -323,7 +323,7 @@ class _Sender:
         if found is not None:
             self._experiment = found.experiment_id
         elif not self.uri.startswith(("http://", "https://")):
-            # A database stores no files: by default they would go to the working directory.
+            # A database stores no files; by default, MLflow would write them to the working directory.
             location = (self._runs / ARTIFACTS).absolute().as_uri()
             self._experiment = self._client.create_experiment(EXPERIMENT, artifact_location=location)
         else:
@@ -336,7 +336,7 @@ class _Sender:
             return
         run = self._ids.get(record["run"])
         if run is None:
-            raise _LeftOutError(f"{self._folder}: a record is of {record['run']!r}, which was never begun")
+            raise _LeftOutError(f"{self._folder}: a record belongs to run {record['run']!r}, which was never begun")
         if record["kind"] == "artifact":
             path = self._artifact(record)
             self._require_own_place(run)
@@ -354,7 +354,7 @@ class _Sender:
             raise _LeftOutError(one_line(error)) from error
 
     def _require_own_place(self, run: str) -> None:
-        """Refuse artifact locations of a database in the runs folder that lead out of it."""
+        """Refuse artifact locations outside the runs folder, if the database is the one in that folder."""
         if self.uri != sqlite_address(self._runs / DATABASE):
             return
         place = self._client.get_run(run).info.artifact_uri

@@ -1,4 +1,4 @@
-"""The files in a run directory with the records for a tracking server, and with how many of them were sent.
+"""Two files of a run directory: the records for a tracking server, and the number of records sent.
 
 A folder from other people may contain any record. Invalid records are skipped, and the path in a record must lead to a
 file of the same folder.
@@ -84,17 +84,17 @@ _KINDS: Mapping[str, type[_Record]] = {
 
 @document
 class Cursor:
-    """``tracking-sent.json``: the number of records that a server has, and its ids of the runs that they begin."""
+    """``tracking-sent.json``: the number of records that the server has, and the server's id of each run, by key."""
 
     sent: Count
     ids: dict[_Key, _Key]
 
 
 def read_cursor(folder: Path) -> Cursor:
-    """Return how many of a run directory's records a server has.
+    """Return how many of a run directory's records the server has.
 
     Raises:
-        RunDirectoryError: if the file is damaged, so that it is unknown which records were sent.
+        RunDirectoryError: if the file is damaged.
     """
     path = folder / CURSOR
     return read_document(Cursor, path, error=RunDirectoryError) if path.exists() else Cursor(sent=0, ids={})

@@ -17,11 +17,11 @@ class Trial:
     Attributes:
         number: number of the trial, from 0 in the order of measurement.
         plan: the plan.
-        measurement: its window.
-        cost: its cost relative to the baseline; lower is better.
+        measurement: the plan's window.
+        cost: the plan's cost relative to the baseline; lower is better.
         final: whether the window belongs to the finals.
         tuning_steps: real steps that the method had spent after this trial, including references and profile.
-        tuning_s: seconds that it had spent.
+        tuning_s: seconds that the method had spent after this trial.
     """
 
     number: int
@@ -46,11 +46,11 @@ class Trial:
 
 
 def track(tracker: Tracker, method: str, trial: Trial) -> None:
-    """Log a trial once.
+    """Log a trial, unless it is already logged.
 
     Args:
         tracker: the tracker.
-        method: the method that measured it, with the launch choices of the job.
+        method: the method that measured the trial, with the launch options of the job.
         trial: the trial.
     """
     window = trial.measurement

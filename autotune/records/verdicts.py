@@ -1,7 +1,4 @@
-"""Verdicts on arms against a baseline, from paired runs: speed and quality are judged separately.
-
-Nothing is run here.
-"""
+"""Verdicts on arms against a baseline, from paired runs: speed and quality are judged separately."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ from autotune.stats import (
     sign_flip_p_value,
 )
 
-# Share by which an arm may need fewer samples than the baseline: an arm that learns more per sample trains something
-# else. Source: MLPerf Training rules, reference convergence points: a run that converges faster is refused.
+# Share by which an arm may need fewer samples than the baseline: one that learns more per sample does not do the same
+# training. Source: MLPerf Training rules, reference convergence points: a run that converges faster is refused.
 _PLAUSIBLE_FRAC = 0.05
 
 
@@ -33,16 +30,15 @@ def judge(
 ) -> dict[str, Any]:
     """Return one entry of ``against_baseline``.
 
-    Time is judged by the t-interval of the mean log ratio of paired times. The entry also holds a sign-flip test and a
-    BCa bootstrap interval of the same ratios. Quality: the final metric is non-inferior if the one-sided bound of the
-    mean relative loss stays below the margin. A run that failed or did not reach the target counts as the worst
-    outcome.
+    Time is judged by the t-interval of the mean log ratio of paired times. The entry also contains a sign-flip test and
+    a BCa bootstrap interval of the same ratios. The final metric is non-inferior if the one-sided upper bound of its
+    mean relative loss is at most the margin. An arm with a run that failed or missed the target is "slower".
 
     Args:
         arm: the arm.
         runs: the runs of the arm, in the order of seeds.
         baseline: the runs of the baseline, in the same order.
-        protocol: what was agreed before the runs.
+        protocol: protocol that was declared before the runs.
         goal: ``min`` or ``max``, the direction in which the job's metric improves.
     """
     entry: dict[str, Any] = {
@@ -63,7 +59,7 @@ def judge(
     failures = [record.failure for record in runs if record.failure is not None]
     if failures:
         listed = ", ".join(dict.fromkeys(failures))
-        reason = f"{len(failures)} of {len(runs)} runs ended with {listed}, which counts as never arriving"
+        reason = f"{len(failures)} of {len(runs)} runs ended with {listed}, which counts as missing the target"
         return {**entry, "non_inferior": False, "verdict": "slower", "reason": reason}
     differences = [_relative_difference(run, other) for run, other in zip(runs, baseline, strict=True)]
     losses = differences if goal == "min" else [-difference for difference in differences]
@@ -76,7 +72,7 @@ def judge(
     entry |= _time_ratio(runs, baseline, protocol.confidence)
     entry["break_even_steps"] = _break_even(arm, runs, baseline)
     entry["samples_ratio"], suspicious = _samples_ratio(runs, baseline, protocol.confidence)
-    # An arm with a schedule of its own may learn more per sample.
+    # An arm with its own job, such as another schedule, may learn more per sample.
     if suspicious is not None and arm.job is None:
         return {**entry, "verdict": "not comparable", "reason": suspicious}
     return {**entry, **verdict_of(entry["time_ratio_ci95"], non_inferior=entry["non_inferior"])}
@@ -109,16 +105,19 @@ def verdict_of(time_ratio_ci: Sequence[float], *, non_inferior: bool) -> dict[st
 
 
 def gated(entries: Sequence[Mapping[str, Any]], gate: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the entries with their verdicts withdrawn where the baseline is called different from itself.
+    """Return the entries; if the repeated baseline is "faster" or "slower", all are "not comparable".
 
     Args:
         entries: entries of ``against_baseline``.
-        gate: the entry of the baseline, run a second time, against itself.
+        gate: entry of the repeated baseline.
     """
     if gate["verdict"] not in ("faster", "slower"):
         return [dict(entry) for entry in entries]
     ratio = "" if gate["time_ratio"] is None else f" ({gate['time_ratio']:.3f} of its own time)"
-    reason = f"the baseline is called {gate['verdict']} than itself{ratio}: the machine decides here, not the arm"
+    reason = (
+        f"the baseline is called {gate['verdict']} than itself{ratio}: differences between arms are within the "
+        "machine's noise"
+    )
     return [{**entry, "verdict": "not comparable", "reason": reason} for entry in entries]
 
 
@@ -138,9 +137,10 @@ def _incomparable(runs: Sequence[RunRecord], baseline: Sequence[RunRecord]) -> s
 def _samples_ratio(
     runs: Sequence[RunRecord], baseline: Sequence[RunRecord], confidence: float
 ) -> tuple[float | None, str | None]:
-    """Return the ratio of samples to the target, and what is wrong with it if it is implausibly small.
+    """Return the ratio of samples to the target, and a reason to doubt it if it is implausibly small.
 
-    It is implausible if it is clearly below 1, and by more samples than lie between two evaluations.
+    It is implausible if its upper bound is below 1 - ``_PLAUSIBLE_FRAC``, and the arm saves more samples than lie
+    between two evaluations.
     """
     own, other = ([samples_to_target(record.curve, _time(record)) for record in side] for side in (runs, baseline))
     if any(count <= 0 for count in (*own, *other)):
@@ -152,13 +152,13 @@ def _samples_ratio(
     if not clearly or saved <= max(_stride(record) for record in (*runs, *baseline)):
         return ratio, None
     return ratio, (
-        f"it arrives after {1 - ratio:.0%} fewer samples than the baseline: it learns something else per sample (a "
-        "learning rate that is scaled wrongly?), so that its time says nothing of its speed"
+        f"it reaches the target after {1 - ratio:.0%} fewer samples than the baseline: it learns something else per "
+        "sample (a learning rate that is scaled wrongly?), so that its time does not measure its speed"
     )
 
 
 def samples_to_target(curve: Iterable[Sequence[float]], time_s: float) -> int:
-    """Return the samples after which a run reached its target; 0 where the curve does not reach that time.
+    """Return the number of samples after which a run reached its target; 0 if the curve ends before that time.
 
     Args:
         curve: seconds, samples and metric of each evaluation.
@@ -168,7 +168,7 @@ def samples_to_target(curve: Iterable[Sequence[float]], time_s: float) -> int:
 
 
 def _stride(record: RunRecord) -> int:
-    """Return the most samples between two evaluations."""
+    """Return the largest number of samples between two evaluations."""
     samples = [count for _, count, _ in record.curve]
     return max((after - before for before, after in itertools.pairwise(samples)), default=0)
 
@@ -179,7 +179,7 @@ def _time(record: RunRecord) -> float:
 
 
 def _relative_difference(run: RunRecord, other: RunRecord) -> float:
-    """Return the difference of two final metrics over the second one; where that is 0, the sign of the difference."""
+    """Return the relative difference of a final metric from another; if the other is 0, the sign of the difference."""
     assert run.final_metric is not None
     assert other.final_metric is not None
     difference = run.final_metric - other.final_metric
@@ -192,7 +192,7 @@ def _memory_ratio(runs: Sequence[RunRecord], baseline: Sequence[RunRecord]) -> f
 
 
 def _break_even(arm: Arm, runs: Sequence[RunRecord], baseline: Sequence[RunRecord]) -> int | None:
-    """Return the number of baseline steps after which the tuning time is won back; ``None`` if it never is."""
+    """Return the number of baseline steps after which the tuning time is recovered; ``None`` if it never is."""
     own = statistics.fmean(_time(record) for record in runs)
     other = statistics.fmean(_time(record) for record in baseline)
     if own >= other:

@@ -1,1 +1,1 @@
-"""What people look at: figures and tables."""
+"""Reports: pages, figures, tables and exported plans."""

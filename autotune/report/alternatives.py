@@ -1,4 +1,4 @@
-"""Predicted effects of the choices that a plan did not make: the reason, in figures, for those that it made."""
+"""Predicted effects of the choices that a plan did not make, which explain its own choices in numbers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from autotune.plan import Plan
 from autotune.report.pareto import predicted
 from autotune.units import Unit
 
-# Units whose other choices are predicted: each takes a few predictions.
+# Largest number of units whose other choices are predicted; each unit takes several predictions.
 _MOST_UNITS = 120
 
 
 def other_units(profile: Profile, plan: Plan, budget_bytes: int | None) -> dict[str, str]:
-    """Return for each unit what every other choice for it alone would change in time per step and peak.
+    """Return by unit (the first ``_MOST_UNITS``) how each other choice for it would change time per step and peak.
 
     Args:
         profile: the profile.
         plan: a plan that the profile can predict.
-        budget_bytes: the budget; ``None`` for none.
+        budget_bytes: the budget; ``None`` without one.
 
     Raises:
         ProfileError: if the profile cannot predict the plan.
@@ -43,12 +43,12 @@ def other_units(profile: Profile, plan: Plan, budget_bytes: int | None) -> dict[
 
 
 def other_steps(profile: Profile, plan: Plan, budget_bytes: int | None) -> str:
-    """Return what every other k would change in time per sample and peak.
+    """Return how each other k would change time per sample and peak.
 
     Args:
         profile: the profile.
         plan: a plan that the profile can predict.
-        budget_bytes: the budget; ``None`` for none.
+        budget_bytes: the budget; ``None`` without one.
     """
     own = predicted(profile, plan)
     said = []
@@ -62,7 +62,7 @@ def other_steps(profile: Profile, plan: Plan, budget_bytes: int | None) -> str:
 
 
 def _others(profile: Profile, plan: Plan, unit: Unit) -> Iterator[tuple[str, Plan]]:
-    """Yield the plans that differ from a plan in one choice for one unit, each with the name of that choice."""
+    """Yield the plans that differ from a plan in one choice for a unit, each with the name of that choice."""
     if unit.recomputable:
         for storage in profile.space.storages:
             if storage is not plan.storage_of(unit.name):

@@ -1,4 +1,4 @@
-"""The page of an attached run: its result, its course, and how to repeat it."""
+"""The page of an attached run: its result, its progress, and how to repeat it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autotune.report.wording import count, milliseconds, progress, size
 
 # Share of the run's time above which the tuner counts as expensive.
 _EXPENSIVE = 0.01
-# Most rows of a table.
+# Largest number of rows in a table.
 _ROWS = 200
 _HEIGHT = 300
 _RULES = {
@@ -126,7 +126,7 @@ def _time(run: AttachedRun) -> Plot:
 
 
 def _course(run: AttachedRun) -> Figure:
-    end = "your own plan: none was ever put in its place" if run.plan is None else str(run.plan)
+    end = "your own plan: it was never replaced" if run.plan is None else str(run.plan)
     course = Course(
         units=run.units,
         fixed=frozenset(run.units) - frozenset(run.recomputable),
@@ -154,7 +154,7 @@ def _units(run: AttachedRun) -> Table:
 
 
 def _decisions(run: AttachedRun) -> Table:
-    """Return the decisions that changed or refused something, with a summary of all."""
+    """Return the decisions that switched or were refused (all, if there are none) with a summary of all decisions."""
     kept = [one for one in run.decisions if one.switched or one.refused is not None]
     told = f"{count(len(run.decisions), 'decision')}: {len(kept):,} switched or were refused, the others kept the plan."
     refusals = [f"{number:,} by {name} ({_RULES.get(name, 'a rule')})" for name, number in run.refusals.most_common()]

@@ -1,4 +1,4 @@
-"""The figures of an attached run, and a summary in words, from its decision log alone."""
+"""An attached run as its decision log alone describes it: numbers, and a summary in words."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Decision:
     """One decision.
 
     Attributes:
-        step: optimizer steps done when it was made.
-        switched: whether it switched to another plan.
-        refused: the rule that refused the proposal, and its reason; ``None`` if none did.
+        step: optimizer steps before the decision.
+        switched: whether the run switched to another plan.
+        refused: the rule that refused the proposal, and its reason; ``None`` if no rule did.
         repaired: rules that changed the proposal.
-        predicted_s: predicted seconds per step of the decided plan; ``None`` where nothing is predicted.
+        predicted_s: predicted seconds per step of the decided plan; ``None`` without a prediction.
         predicted_bytes: predicted peak of the decided plan.
         gain: share of the running plan's step time that the decided plan was predicted to save.
-        measured_s: seconds per step of the window before the decision; ``None`` without one.
-        measured_bytes: measured peak of that window; ``None`` where the log only repeats an earlier one.
-        budget_bytes: the budget at that time; ``None`` for none.
+        measured_s: seconds per step of the window before the decision; ``None`` without a window.
+        measured_bytes: measured peak of that window; ``None`` if the log only repeats an earlier peak.
+        budget_bytes: the budget at that time; ``None`` without one.
         plan: the proposal in a few words.
     """
 
@@ -50,7 +50,7 @@ class Decision:
 
     @property
     def pressure(self) -> float | None:
-        """Return the predicted peak over the budget; ``None`` without both."""
+        """Return the predicted peak divided by the budget; ``None`` unless both are known."""
         return self.predicted_bytes / self.budget_bytes if self.predicted_bytes and self.budget_bytes else None
 
 
@@ -60,22 +60,22 @@ class AttachedRun:
 
     Attributes:
         folder: the run directory.
-        name: what the run is called.
+        name: name of the run.
         options: mode, stage and policy.
         units: names of the units.
         recomputable: units whose storage can be chosen.
-        locks: the reason of each lock, by what is locked.
-        environment: device and versions; empty where the log has none.
+        locks: reason for each lock, by the name of what is locked.
+        environment: device and versions; empty if the log does not contain them.
         steps: optimizer steps that the log covers.
         total_steps: length of the run; ``None`` if it was not known.
-        ended: why it was detached; ``None`` where the log breaks off.
-        decisions: its decisions, in order.
-        schedule: decided plans by the step from which they hold.
-        trips: step and reason.
-        others: other events, such as late answers: step, kind and reason.
+        ended: why the run was detached; ``None`` if the log breaks off.
+        decisions: decisions in order.
+        schedule: decided plans, each with the step from which it applies.
+        trips: step and reason of each trip.
+        others: step, kind and reason of other events, such as late answers.
         profiles: the ``profiled`` events.
         windows: predicted against measured, per window.
-        summary: the tuner's last figures; empty where the log breaks off.
+        summary: the ``detached`` event with the tuner's final numbers; empty if the log breaks off.
         overhead_frac: share of the run's time that the tuner took; ``None`` if it is not known.
     """
 
@@ -100,7 +100,7 @@ class AttachedRun:
 
     @property
     def plan(self) -> Plan | None:
-        """Return the plan that was decided last; ``None`` if there was none, so that the user's own plan ran."""
+        """Return the last decided plan; ``None`` if there was none, and the user's own plan ran."""
         return self.schedule[-1][1] if self.schedule else None
 
     @property
@@ -110,12 +110,12 @@ class AttachedRun:
 
     @property
     def pressures(self) -> list[float]:
-        """Return the predicted peak over the budget at each decision that has both."""
+        """Return the predicted peak divided by the budget at each decision where both are known."""
         return [decision.pressure for decision in self.decisions if decision.pressure is not None]
 
     @property
     def time_ratios(self) -> list[float]:
-        """Return measured over predicted seconds per step of each window that can be compared."""
+        """Return measured divided by predicted seconds per step for each window that can be compared."""
         return [1 + row["time_error_frac"] for row in self.windows if row["time_error_frac"] is not None]
 
     @property
@@ -128,7 +128,7 @@ def read_attached(folder: Path) -> AttachedRun:
     """Read an attached run's directory.
 
     Raises:
-        RunDirectoryError: if it is no run directory, or one of another command.
+        RunDirectoryError: if it is not a run directory, or belongs to another command.
         InputError: if its log is missing or damaged.
     """
     require_attached(folder)
@@ -139,7 +139,7 @@ def _run_of(folder: Path, events: list[dict[str, Any]]) -> AttachedRun:
     first, last = events[0], events[-1]
     summary = last if last["event"] == "detached" else {}
     profiles = [event for event in events if event["event"] == "profiled"]
-    # On a CPU, peaks are measured on the few steps that are traced; the log repeats the last one until the next.
+    # On a CPU, peaks are measured only on the few traced steps; the log repeats each peak until the next one.
     environment, baseline = first.get("environment") or {}, first.get("baseline") or {}
     repeats = environment.get("device") == "cpu"
     decisions = _decisions(events)
@@ -185,7 +185,7 @@ def _following(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _ran(row: dict[str, Any], following: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a window with the times of all its ordinary steps, where the log has them."""
+    """Return a window with the times over all its ordinary steps, if the log contains them."""
     ran = following.get("ran")
     if ran is None:
         return row
@@ -199,7 +199,7 @@ def _ran(row: dict[str, Any], following: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _first_of_each(values: Sequence[float | None]) -> list[float | None]:
-    """Return the values with ``None`` in place of repetitions of the last known one."""
+    """Return the values, with ``None`` in place of repetitions of the last known value."""
     found, before = [], None
     for value in values:
         found.append(None if value == before else value)
@@ -262,7 +262,7 @@ def _pressure(run: AttachedRun) -> list[str]:
 
 
 def _baseline(run: AttachedRun) -> list[str]:
-    """Compare the user's own baseline with the smallest budget: fitting it is the purpose of the tuner."""
+    """Compare the user's own baseline with the smallest budget, because the tuner's purpose is to meet it."""
     peak = (run.profiles[-1].get("baseline") or {}).get("peak_bytes") if run.profiles else None
     budgets = [decision.budget_bytes for decision in run.decisions if decision.budget_bytes]
     if not peak or not budgets:
@@ -290,7 +290,7 @@ def _overhead(run: AttachedRun) -> list[str]:
 
 
 def to_json(run: AttachedRun) -> dict[str, Any]:
-    """Return the run's figures as a JSON object."""
+    """Return the run's summary and numbers as a JSON object."""
     ratios, pressures = run.time_ratios, run.pressures
     return {
         "version": 1,

@@ -1,4 +1,4 @@
-"""Plots of campaigns: costs, progress, speed against the baseline, and how a search went."""
+"""Plots of campaigns: costs, progress, speed against the baseline, and the progress of a search."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autotune.report.wording import count
 
 _SIZES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _ROW = 30
-# Ratios that are labelled, and the largest that is drawn.
+# Labelled ratios, and the largest ratio that is drawn.
 _RATIOS = (1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0)
 _WIDEST = 6.0
 _ADAPTIVE = (
@@ -29,18 +29,18 @@ _ADAPTIVE = (
 
 
 def size_unit(largest: float) -> tuple[str, int]:
-    """Return the unit to show sizes up to ``largest`` bytes in, and its bytes."""
+    """Return the unit in which to show sizes up to ``largest`` bytes, and its size in bytes."""
     return next(((name, size) for name, size in _SIZES if largest >= size), _SIZES[-1])
 
 
 def cost_plot(run: CampaignRun, named: Sequence[tuple[str, Cost]], trials: Sequence[Cost], front: Front | None) -> Plot:
-    """Return time against memory: measured costs, and what the profile predicts to be best.
+    """Return a plot of time against memory: measured costs, and the best plans that the profile predicts.
 
     Args:
         run: the run.
         named: names and costs of measured arms, the baseline first; at least one.
-        trials: what was measured to find plans.
-        front: what is predicted; ``None`` without a profile.
+        trials: costs that were measured to find plans.
+        front: the predicted best plans; ``None`` without a profile.
     """
     unit, size = size_unit(max(cost.peak_bytes for _, cost in named))
 
@@ -70,7 +70,7 @@ def cost_plot(run: CampaignRun, named: Sequence[tuple[str, Cost]], trials: Seque
     x = axis_around(f"peak memory, {unit}", [x for x, _ in (*points, *limit)], least=0.0)
     y = axis_around("training time per sample, ms", [*(y for _, y in points), *spreads], least=0.0)
     if fronts:
-        # Left of the first point no plan fits; right of the last one the best plan stays the same.
+        # Left of the first point, no plan fits; right of the last point, the best plan stays the same.
         fronts = [(fronts[0][0], y.high), *fronts, (x.high, fronts[-1][1])]
     others = [
         Layer(name="measured while tuning", look="trial", shape=Shape.DOTS, points=tried),
@@ -110,7 +110,7 @@ def _costs_described(run: CampaignRun, named: Sequence[tuple[str, Cost]], front:
 
 
 def arrival_plot(comparison: Mapping[str, Any]) -> Plot:
-    """Return time to the target against peak memory, the mean and the range over seeds of each arm.
+    """Return a plot of time to the target against peak memory: mean and range over seeds of each arm.
 
     Args:
         comparison: a ``comparison.json`` document.
@@ -146,7 +146,7 @@ def arrival_plot(comparison: Mapping[str, Any]) -> Plot:
 
 
 def progress_plot(comparison: Mapping[str, Any]) -> Plot | None:
-    """Return the metric against training time, the mean over seeds of each arm; ``None`` if nothing was evaluated.
+    """Return a plot of the metric (mean over seeds) against training time; ``None`` if nothing was evaluated.
 
     Args:
         comparison: a ``comparison.json`` document.
@@ -176,7 +176,7 @@ def progress_plot(comparison: Mapping[str, Any]) -> Plot | None:
 
 
 def _mean_course(runs: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """Return the mean over seeds of seconds and metric at each evaluation."""
+    """Return seconds and metric at each evaluation, as means over seeds."""
     evaluations = zip(*(run["curve"] for run in runs), strict=False)
     return [
         (statistics.fmean(point[0] for point in points), statistics.fmean(point[2] for point in points))
@@ -185,16 +185,16 @@ def _mean_course(runs: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]
 
 
 def _edge(baseline: Sequence[tuple[float, float]], target: float) -> float | None:
-    """Return the metric after the first sixth of the baseline's run, if it lies between its start and the target.
+    """Return the metric after the first sixth of the baseline's run, if it lies between the first value and the target.
 
-    The plot begins there: the steep part before it would flatten everything else.
+    The plot begins there, because the steep part before it would flatten the rest.
     """
     start, edge = baseline[0][1], baseline[len(baseline) // 6][1]
     return edge if start < edge < target or target < edge < start else None
 
 
 def search_plot(trials: Sequence[Mapping[str, Any]]) -> Plot | None:
-    """Return the cost of the best plan so far against real steps; ``None`` if nothing was searched for.
+    """Return a plot of the best cost so far against real steps; ``None`` if the search is too short or no plan fits.
 
     Args:
         trials: records of ``trials.jsonl``.
@@ -245,7 +245,7 @@ def _courses_plot(
 
 
 def speed_plot(comparison: Mapping[str, Any]) -> Plot:
-    """Return the speed of each arm against the baseline with its interval, a row per arm, on a logarithmic axis.
+    """Return a plot of each arm's speed against the baseline with its interval, one row per arm, on a log axis.
 
     Args:
         comparison: a ``comparison.json`` document.

@@ -1,6 +1,6 @@
 """The run directory of a comparison or a tuning, read and validated.
 
-Reports use these files alone: nothing is measured, and no job is loaded.
+Reports use only these files: nothing is measured, and no job is loaded.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class CampaignRun:
 
     Attributes:
         folder: the run directory.
-        config: what was asked for.
+        config: the recorded request.
         environment: machine, versions and data.
         document: ``comparison.json`` or ``tuned.json``.
-        trials: what was measured to find plans, in order.
-        plan: the plan to launch with; ``None`` where no arm that fits has one.
+        trials: records of the windows measured to find plans, in order.
+        plan: the plan to launch with; ``None`` if no arm that fits has one.
         profile: profile of the job; ``None`` if it was never profiled.
     """
 
@@ -48,28 +48,28 @@ class CampaignRun:
 
     @property
     def compared(self) -> bool:
-        """Tell whether it is a comparison."""
+        """Tell whether the campaign is a comparison."""
         return isinstance(self.config, CompareConfig)
 
     @property
     def budget_bytes(self) -> int | None:
-        """Return the memory budget; ``None`` for none."""
+        """Return the memory budget; ``None`` without one."""
         found = self.document if self.compared else self.document["measured"]
         budget: int | None = found["memory_budget_bytes"]
         return budget
 
 
 def read_campaign(folder: Path, profile: Path | None = None) -> CampaignRun:
-    """Read a comparison's or a tuning's run directory.
+    """Read the run directory of a comparison or a tuning.
 
     Args:
         folder: the run directory.
         profile: a profile of the job; ``None`` for the campaign's own, if it has one.
 
     Raises:
-        RunDirectoryError: if it is no campaign, is not finished, or has a damaged file.
+        RunDirectoryError: if it is not a campaign, is not finished, or has a damaged file.
         ProfileError: if the profile is damaged.
-        InputError: if the profile is of another job.
+        InputError: if the profile belongs to another job.
     """
     run = RunDirectory.open(folder)
     config = run.config
@@ -80,7 +80,7 @@ def read_campaign(folder: Path, profile: Path | None = None) -> CampaignRun:
     name = result_name(config, str(folder))
     if not run.has(name):
         raise RunDirectoryError(
-            f"is not finished: it holds no {name}", where=str(folder), allowed=f"autotune resume {folder} first"
+            f"is not finished: {name} is missing", where=str(folder), allowed=f"autotune resume {folder} first"
         )
     return CampaignRun(
         folder=folder,
@@ -115,6 +115,6 @@ def arm_named(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def launched(arm: Mapping[str, Any]) -> Plan:
-    """Return the plan that an arm's runs begin with."""
+    """Return the plan that an arm's runs start with."""
     plans: Sequence[Mapping[str, Any]] = arm["runs"][0].get("plans") or ()
     return Plan.from_json(arm["plan"] if arm.get("plan") is not None else plans[0]["plan"])

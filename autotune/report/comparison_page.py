@@ -30,8 +30,8 @@ def comparison_page(run: CampaignRun, front: Front | None, intensity: Intensity 
 
     Args:
         run: the comparison.
-        front: what the profile predicts to be best; ``None`` without a profile.
-        intensity: the grid's carbon intensity; ``None`` for the grams that the comparison wrote down, if it did.
+        front: the best plans that the profile predicts; ``None`` without a profile.
+        intensity: the grid's carbon intensity; ``None`` for the grams recorded in the comparison, if any.
     """
     document, verdict, arms = run.document, verdict_line(run.document), run.document["arms"]
     best, live, costs = best_entry(document), [arm for arm in arms if is_live(arm)], arm_costs(document, intensity)
@@ -89,7 +89,7 @@ def _cards(document: Mapping[str, Any], best: Mapping[str, Any] | None) -> list[
 
 
 def _launch(run: CampaignRun) -> tuple[list[str], dict[str, Any] | None]:
-    """Return remarks and the plan to launch with; where only a live arm fits, the plan that it begins with."""
+    """Return remarks, and the plan to launch with, a live arm's first plan, or the fastest plan that fits."""
     plan, best = run.plan, best_entry(run.document)
     fixed = [arm for arm in run.document["arms"] if plan is not None and not is_live(arm)]
     owner = next((arm["name"] for arm in fixed if launched(arm) == plan), None)
@@ -122,7 +122,7 @@ def _view(run: CampaignRun, arm: str, plan: Plan) -> dict[str, Any]:
 
 
 def _is_profiled(run: CampaignRun, plan: Plan) -> bool:
-    """Tell whether the profile is of such runs: it is of the first arm's optimizer and compiled units."""
+    """Tell whether the profile applies to the plan: it was taken with the first arm's launch choices."""
     return plan.launch == launched(run.document["arms"][0]).launch
 
 
@@ -171,7 +171,7 @@ def _bootstrap(document: Mapping[str, Any]) -> list[str]:
 
 
 def _span(entry: Mapping[str, Any] | None, key: str) -> str:
-    """Return an interval of the time ratio as one of the speed-up; nothing where there is none."""
+    """Return an interval of the time ratio as an interval of the speed-up; empty without one."""
     bounds = None if entry is None else entry.get(key)
     return "" if bounds is None else f"{1 / bounds[1]:.2f} to {1 / bounds[0]:.2f}"
 
@@ -219,7 +219,7 @@ def _energy_told(costs: Sequence[ArmCost], intensity: Intensity | None) -> str:
 
 
 def _other_plans(run: CampaignRun) -> list[tuple[str, dict[str, Any]]]:
-    """Return the plans of all other arms with their summaries."""
+    """Return summaries and views of the arms' plans other than the plan to launch with."""
     arms = [(arm, launched(arm)) for arm in run.document["arms"]]
     return [
         (f"{arm['name']}{' at first' if is_live(arm) else ''}: {plan}", _view(run, arm["name"], plan))

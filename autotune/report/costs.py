@@ -38,11 +38,11 @@ class ArmCost:
 
 
 def arm_costs(comparison: Mapping[str, Any], intensity: Intensity | None = None) -> list[ArmCost]:
-    """Return what each arm of ``comparison.json`` cost.
+    """Return the cost of each arm of ``comparison.json``.
 
     Args:
         comparison: the document.
-        intensity: the grid's carbon intensity; ``None`` takes the grams recorded in the comparison, if any.
+        intensity: the grid's carbon intensity; ``None`` for the grams recorded in the comparison, if any.
     """
     return [_arm_cost(arm, intensity) for arm in comparison["arms"]]
 
@@ -90,6 +90,6 @@ def _grams(run: Mapping[str, Any], intensity: Intensity | None) -> float | None:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean; ``None`` if any value is missing, since the mean of the others would be misleading."""
+    """Return the mean; ``None`` if a value is missing, because the mean of the others would be misleading."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known and len(known) == len(values) else None

@@ -22,12 +22,12 @@ _ROWS = 100
 
 
 def is_live(arm: Mapping[str, Any]) -> bool:
-    """Tell whether an arm of ``comparison.json`` decides while it trains."""
+    """Tell whether an arm of ``comparison.json`` makes decisions while it trains."""
     return arm.get("plan") is None
 
 
 def course_view(run: CampaignRun, arm: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a page shows of the course of an arm: its name, a note, figures, and the plans by seed and step."""
+    """Return what a page shows about an arm's course: its name, a note, figures, and the plans by seed and step."""
     changes = [len(one["plans"]) - 1 for one in arm["runs"]]
     low, high = min(changes), max(changes)
     times = count(low, "time") if low == high else f"{low:,} to {high:,} times"
@@ -49,7 +49,7 @@ def course_view(run: CampaignRun, arm: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def course_figures(run: CampaignRun, arm: Mapping[str, Any]) -> list[Figure]:
-    """Return the figures of the run of an arm that changed its plan most often; what was not recorded is left out."""
+    """Return the figures of an arm's run with the most changes of plan, without those that were not recorded."""
     record = _liveliest(arm)
     windows = record.get("windows") or ()
     course = _Course(arm=arm["name"], plans=_plans(record), windows=windows, end=max(record["steps"], 1))
@@ -64,7 +64,7 @@ def course_figures(run: CampaignRun, arm: Mapping[str, Any]) -> list[Figure]:
 
 
 def _liveliest(arm: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the run of an arm that changed its plan most often; of several the first."""
+    """Return the first of an arm's runs with the most changes of plan."""
     found: Mapping[str, Any] = max(arm["runs"], key=lambda run: len(run["plans"]))
     return found
 
@@ -74,7 +74,7 @@ def _plans(record: Mapping[str, Any]) -> list[tuple[int, Plan]]:
 
 
 def time_ratios(run: CampaignRun, record: Mapping[str, Any]) -> list[float]:
-    """Return measured over predicted seconds per step of each window of a run that can be compared."""
+    """Return measured divided by predicted seconds per step for each window of a run that can be compared."""
     plans = _plans(record)
     if run.profile is None or not plans:
         return []
@@ -85,7 +85,7 @@ def _ratios(profile: Profile, plans: Sequence[tuple[int, Plan]], windows: Sequen
     told = {plan: _seconds(profile, plan) for _, plan in plans}
     found = []
     for window in windows:
-        # A plan holds from its step on; a window's step is the one after it.
+        # A plan applies from its step on; a window's step is the number of steps done at its end.
         plan = next((plan for step, plan in reversed(plans) if step < window["step"]), plans[0][1])
         expected, measured = told[plan], window["seconds_per_step"]
         if expected and measured:
@@ -109,17 +109,17 @@ class _Course:
     end: int
 
     def of_plans(self, name: str, look: str, value: Callable[[Plan], float | None]) -> Layer:
-        """Return a value of each plan as a line of steps up to the end of the run."""
+        """Return a layer with a value of each plan, as a step line up to the end of the run."""
         points = [(step, value(plan)) for step, plan in self.plans]
         return Layer(name=name, look=look, shape=Shape.STEPS, points=[*points, (self.end, points[-1][1])])
 
     def of_windows(self, name: str, look: str, value: Callable[[Mapping[str, Any]], float | None]) -> Layer:
-        """Return a value of each window as dots."""
+        """Return a layer with a value of each window, as dots."""
         points = [(window["step"], value(window)) for window in self.windows]
         return Layer(name=name, look=look, shape=Shape.DOTS, points=points)
 
     def figure(self, title: str, described: str, unit: str, *layers: Layer) -> Figure:
-        """Return a figure over the run with its changes of plan marked."""
+        """Return a figure over the steps of the run, with marks at changes of plan."""
         marks = [Mark(x=step, kind="switch", text=f"step {step:,}: {plan}") for step, plan in self.plans[1:]]
         title = f"{self.arm}: {title}"
         return figure_of(run_plot(title, described, layers, marks, unit=unit, end=self.end, height=_HEIGHT))
@@ -181,7 +181,7 @@ def _time(course: _Course, profile: Profile) -> Figure:
     median = f"Steps took {statistics.median(ratios):.2f} of the predicted time, median of windows. " if ratios else ""
     return course.figure(
         "time per step",
-        f"{median}Predicted is the time that the profile gives for the plan of the moment.",
+        f"{median}The prediction is the profile's time for the current plan.",
         "ms",
         course.of_plans("predicted", "one", lambda plan: in_ms(_seconds(profile, plan))),
         course.of_windows("measured, median of a window", "two", lambda window: in_ms(window["seconds_per_step"])),

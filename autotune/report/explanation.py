@@ -1,4 +1,4 @@
-"""Explanations of plans: by the rule that made them, or by the windows of a search."""
+"""Explanations of plans by the rule or method that made them, or by the windows of a search."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autotune.cost_model.profile import Profile, choice_name
 from autotune.plan import Plan, PlanSpace, Precision, Storage
 from autotune.units import Unit
 
-# Ridge weight: choices are collinear when few plans were measured, and effects must not explode then.
+# Ridge weight: with few measured plans, choices are collinear, and effects would explode without it.
 _RIDGE = 1.0
 
 
@@ -27,8 +27,8 @@ class Row:
     Attributes:
         unit: name of the unit, or ``accumulation_steps``.
         kind: class of the unit.
-        choice: what the plan chose.
-        reason: why.
+        choice: the plan's choice.
+        reason: reason for the choice.
     """
 
     unit: str
@@ -66,7 +66,7 @@ def _rows(plan: Plan, space: PlanSpace, k_reason: str, unit_reason: Callable[[Un
 
 
 def explain_rule(plan: Plan, space: PlanSpace, rule: Rule) -> list[Row]:
-    """Return the explanation of the plan of a rule."""
+    """Return the explanation of a rule's plan."""
 
     def reason(unit: Unit) -> str:
         return rule.precision_reason + (f"; {rule.storage_reason}" if unit.recomputable else "")
@@ -74,13 +74,13 @@ def explain_rule(plan: Plan, space: PlanSpace, rule: Rule) -> list[Row]:
     return _rows(plan, space, rule.accumulation_reason, reason)
 
 
-def explain_file(plan: Plan, space: PlanSpace, reason: str = "stands in the plan file") -> list[Row]:
+def explain_file(plan: Plan, space: PlanSpace, reason: str = "as given in the plan file") -> list[Row]:
     """Return the choices of a plan with one reason for all of them."""
     return _rows(plan, space, reason, lambda _: reason)
 
 
 def explain_trials(plan: Plan, space: PlanSpace, trials: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return the explanation of a plan by the windows of the planner or the search that found it."""
+    """Return the explanation of a plan by the planning method that measured it, otherwise by the search's windows."""
     owners = {trial["method"] for trial in trials if Plan.from_json(trial["plan"]) == plan.bare}
     planned = [reason for name, reason in _planning_reasons().items() if name in owners]
     if planned:
@@ -94,8 +94,8 @@ def explain_arm(name: str, plan: Plan, space: PlanSpace, trials: Sequence[Mappin
     Args:
         name: name of the arm: a rule, a method, a plan file or a policy.
         plan: its plan.
-        space: the space that the plan lies in.
-        trials: records of ``trials.jsonl``, of every method.
+        space: a space that contains the plan.
+        trials: records of ``trials.jsonl``, of all methods.
     """
     if name in RULES.registered:
         return explain_rule(plan, space, RULES[name])
@@ -106,13 +106,13 @@ def explain_arm(name: str, plan: Plan, space: PlanSpace, trials: Sequence[Mappin
 
 
 def _planning_reasons() -> dict[str, str]:
-    """Return why a plan of each method that plans from a profile is what it is; no other package is loaded."""
+    """Return the explanation of each method that plans from a profile, by name; load no other package."""
     methods = METHODS.registered.items()
     return {name: method.explanation for name, method in methods if isinstance(method, PlanningMethod)}
 
 
 def space_of(plans: Sequence[Plan]) -> PlanSpace:
-    """Return the smallest space that some plans lie in, for jobs without a profile."""
+    """Return the smallest space that contains some plans, for jobs without a profile."""
     storage = dict.fromkeys(name for plan in plans for name in plan.storage)
     precision = dict.fromkeys([Precision.FP32, *(choice for plan in plans for choice in plan.precision.values())])
     units = dict.fromkeys([*(name for plan in plans for name in plan.precision), *storage])
@@ -127,7 +127,7 @@ def space_of(plans: Sequence[Plan]) -> PlanSpace:
 
 
 def explain_search(plan: Plan, space: PlanSpace, trials: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return the explanation of a searched plan: each choice with its average effect over the search's windows."""
+    """Return the explanation of a plan from a search: each choice with its average effect over the windows."""
     effects, baseline = estimate_effects(space, trials), space.baseline()
 
     def told(*keys: tuple[str, str]) -> str:
@@ -189,7 +189,7 @@ def _choices(space: PlanSpace, plan: Plan) -> set[tuple[str, str]]:
 
 
 def unit_costs(profile: Profile, plan: Plan) -> dict[str, str]:
-    """Return what the choice for each unit costs, and what recomputing it saves and costs, as the profile measured."""
+    """Return the profiled cost of the plan's choice for each unit, and what recomputing the unit saves and costs."""
     table, texts = profile.table_for(plan), {}
 
     def total(unit: Unit, precision: Precision, storage: Storage) -> tuple[float, int]:

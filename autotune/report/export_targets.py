@@ -43,11 +43,11 @@ class Launched:
     """A plan as launchers see it: whole numbers of samples, and one autocast for the whole model.
 
     Attributes:
-        plan: the plan, every unit of the job named in it.
-        samples: samples of one optimizer step, on all ranks.
-        micro_samples: samples of one micro-batch on one rank.
+        plan: the plan, with a precision for every unit of the job.
+        samples: samples per optimizer step, over all ranks.
+        micro_samples: samples per micro-batch on one rank.
         ranks: number of ranks.
-        clip_norm: largest 2-norm of the gradient; 0 never clips.
+        clip_norm: largest 2-norm of the gradient; 0 for no clipping.
         layers: names of the layers that transformers can recompute, in the order of the model.
     """
 
@@ -60,14 +60,14 @@ class Launched:
 
     @property
     def k(self) -> int:
-        """Return the micro-batches of an optimizer step on one rank."""
+        """Return the number of micro-batches per optimizer step on one rank."""
         return self.plan.accumulation_steps
 
     @property
     def autocast(self) -> Precision | None:
         """Return the precision of the launcher's own autocast; ``None`` leaves it off.
 
-        A single fp16 unit needs it too: the launcher scales losses only under its own fp16.
+        A single fp16 unit needs it too, because the launcher scales losses only under its own fp16.
         """
         return self.plan.uniform_reduced or (Precision.FP16 if self.plan.needs_loss_scaling else None)
 
@@ -75,8 +75,8 @@ class Launched:
     def by_unit(self) -> Plan | None:
         """Return what must be applied to the model unit by unit; ``None`` if the launcher's autocast is enough.
 
-        Where units are recomputed, each has a precision of its own, since the launcher's autocast keeps cast weights
-        from one graph to another (pytorch#141896) and a unit's own autocast does not.
+        If units are recomputed, each unit has its own precision: the launcher's autocast keeps cast weights from one
+        graph to another (pytorch#141896), while a unit's own autocast does not.
         """
         plan = self.plan
         differs = plan.uniform_reduced is None and any(choice.is_reduced for choice in plan.precision.values())
@@ -89,7 +89,7 @@ class Launched:
 
     @property
     def every_n_layers(self) -> int | None:
-        """Return n if the plan recomputes every n-th layer from the first on, which transformers can do by itself.
+        """Return n if the plan recomputes every n-th layer from the first on, which transformers supports.
 
         ``None`` if it recomputes other layers or none, or if a plan file is needed for precisions.
         """
@@ -103,23 +103,23 @@ class Launched:
 
 
 def model_of(job: Job) -> nn.Module:
-    """Return the model of a job without a change to the random generators.
+    """Return the model of a job, without changing the state of the random generators.
 
     Raises:
-        JobError: if it cannot be built.
+        JobError: if the model cannot be built.
     """
     with randomness.isolated():
         return build_model(job)
 
 
 def require_fit(plan: Plan, job: Job, model: nn.Module) -> Plan:
-    """Return the plan with every unit of the job added, in the order of the plan.
+    """Return the plan with the job's missing units appended, which inherit their precision.
 
     Raises:
         PlanError: if the plan has a unit or a k that the job lacks.
     """
     units = units_of(model, job.units)
-    # The target machine may have other precisions than this one.
+    # The target machine may support other precisions than this one.
     space = PlanSpace(
         units=units, accumulation_choices=accumulation_choices(job, model, {}), precisions=tuple(Precision)
     )
@@ -138,7 +138,7 @@ def launched(plan: Plan, job: Job, ranks: int, model: nn.Module) -> Launched:
         ranks: number of ranks.
 
     Raises:
-        PlanError: if the batch cannot be split evenly, as launchers demand.
+        PlanError: if the batch cannot be split evenly, as launchers require.
     """
     k = plan.accumulation_steps
     samples = job.batch_size * (k if job.batching == "adaptive" else 1)
@@ -153,7 +153,7 @@ def launched(plan: Plan, job: Job, ranks: int, model: nn.Module) -> Launched:
         samples=samples,
         micro_samples=samples // (k * ranks),
         ranks=ranks,
-        # Launchers clip at 1 unless they are told a norm.
+        # Without a norm, launchers clip at 1.
         clip_norm=clip_norm(job),
         layers=tuple(name for name, part in model.named_modules() if _is_layer(part)),
     )
@@ -165,6 +165,6 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def clip_norm(job: Job) -> float:
-    """Return the largest 2-norm of the job's gradient; 0, which never clips, also for an infinite one."""
+    """Return the largest 2-norm of the job's gradient; 0 (no clipping) if it is infinite or not set."""
     norm = float(job.clip_norm or 0.0)
     return norm if math.isfinite(norm) else 0.0

@@ -10,7 +10,7 @@ from autotune.plan import Plan, Precision
 from autotune.report.export_targets import Export, Launched
 
 PLAN_FILE = "plan.json"
-# The lines that apply the choices of a plan for single units to a model.
+# Lines of Python that apply a plan's choices for single units to a model.
 APPLY = (
     "from pathlib import Path",
     "from autotune.records.run_directory import read_plan",
@@ -38,7 +38,7 @@ def to_deepspeed(launched: Launched) -> Export:
         config["torch_autocast"] = {"enabled": True, "dtype": uniform.dtype}
     elif any(precision.is_reduced for precision in plan.precision.values()):
         notes.append(
-            "precision differs from unit to unit, which a configuration cannot hold: the units stay in fp32 unless "
+            "precision differs from unit to unit, which a configuration cannot express: the units stay in fp32 unless "
             "autotune's own DeepSpeed engine trains them"
         )
     recomputed = _recomputed(plan)
@@ -50,7 +50,7 @@ def to_deepspeed(launched: Launched) -> Export:
             f'tuner = autotune.attach(engine=engine, policy="{PLAN_FILE}", limits=autotune.Limits(gain_frac=-1.0))'
         )
     if held := own_launch(plan.changed(launch=replace(plan.launch, zero_stage=None))):
-        notes.append(f"it does not hold {held}")
+        notes.append(f"not included: {held}")
     files["ds_config.json"] = config
     command = f"torchrun --nproc-per-node {launched.ranks} train.py --deepspeed --deepspeed_config ds_config.json"
     return Export(files=files, command=command, notes=tuple(notes))
@@ -59,11 +59,11 @@ def to_deepspeed(launched: Launched) -> Export:
 def to_accelerate(launched: Launched) -> Export:
     """Return a configuration for ``accelerate launch`` with the plan's ranks and precision; k is in the command.
 
-    The file cannot contain k outside of its DeepSpeed section, but ``Accelerator()`` reads it from the environment.
+    The file can contain k only in its DeepSpeed section, but ``Accelerator()`` reads k from the environment.
     """
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        # Also without GPUs: no other value starts several processes.
+        # Also used without GPUs, because no other value starts several processes.
         "distributed_type": "MULTI_GPU" if launched.ranks > 1 else "NO",
         "num_machines": 1,
         "num_processes": launched.ranks,
@@ -72,7 +72,7 @@ def to_accelerate(launched: Launched) -> Export:
         "use_cpu": False,
     }
     clip = f"accelerator.clip_grad_norm_(model.parameters(), {launched.clip_norm:g})"
-    alone = "without GPUs, put ACCELERATE_USE_CPU=true before the command; otherwise each rank trains by itself"
+    alone = "without GPUs, put ACCELERATE_USE_CPU=true before the command; otherwise each rank trains alone"
     notes = [
         *([alone] if launched.ranks > 1 else []),
         f"micro-batches are the script's own: DataLoader(..., batch_size={launched.micro_samples}) on each of "
@@ -87,9 +87,9 @@ def to_accelerate(launched: Launched) -> Export:
 
 
 def to_transformers(launched: Launched) -> Export:
-    """Return the ``TrainingArguments`` with the plan's micro-batch, k, precision and clipping, as a JSON file.
+    """Return ``TrainingArguments`` with the plan's micro-batch, k, precision and clipping, as a JSON file.
 
-    They also contain the recomputation if the plan recomputes every n-th layer.
+    They also contain recomputation if the plan recomputes every n-th layer.
     """
     every = launched.every_n_layers
     arguments: dict[str, Any] = {
@@ -121,16 +121,16 @@ def _not_held(launched: Launched, when: str) -> list[str]:
 
     Args:
         launched: the plan.
-        when: the point of the script at which the choices for single units are applied.
+        when: the point in the script at which the choices for single units must be applied.
     """
     notes, own = [], launched.by_unit
     if own is not None:
         lists = [f"{precision}: {_listed(names)}" for precision, names in _by_precision(own).items()]
         if recomputed := _recomputed(own):
             lists.append(f"recomputed: {_listed(recomputed)}")
-        notes.append(f"it holds nothing of single layers ({'; '.join(lists)}): {when}, {'; '.join(APPLY)}")
+        notes.append(f"choices for single layers are not included ({'; '.join(lists)}): {when}, {'; '.join(APPLY)}")
     if launch := own_launch(launched.plan):
-        notes.append(f"it does not hold {launch}")
+        notes.append(f"not included: {launch}")
     return notes
 
 
@@ -154,5 +154,5 @@ def _recomputed(plan: Plan) -> list[str]:
 
 
 def _listed(names: list[str]) -> str:
-    """Return names of units in one printable line; modules may have any names."""
+    """Return names of units in one printable line, because modules may have any names."""
     return ", ".join(name if name.isprintable() else repr(name) for name in names)

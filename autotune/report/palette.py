@@ -1,8 +1,8 @@
-"""The colours of every page and picture, by role, for light and dark; and the looks of what is drawn with them."""
+"""The colours of all pages and pictures by role, in light and dark mode, and the looks that use them."""
 
 from __future__ import annotations
 
-# Role, colour on light ground, colour on dark ground. Arms of a comparison have a0 to a7.
+# Role, colour in light mode, colour in dark mode. Roles a0 to a7 are for the arms of a comparison.
 _COLOURS = (
     ("page", "#ffffff", "#0d1117"),
     ("card", "#f6f8fa", "#161b22"),
@@ -30,12 +30,12 @@ _COLOURS = (
 LIGHT = {role: light for role, light, _ in _COLOURS}
 DARK = {role: dark for role, _, dark in _COLOURS}
 _ARMS = [f"a{number}" for number in range(8)]
-# The role of each look of a layer; each arm has a look of its own.
+# The colour role of each look of a layer; the looks of arms are named like their roles.
 LOOKS = {"one": "one", "two": "two", "limit": "ink", "front": "ink", "trial": "faint", "spread": "faint"}
 LOOKS |= {"star": "again"} | dict(zip(_ARMS, _ARMS, strict=True))
 # Lengths of dashes and gaps in pixels, by look.
 DASHES = {"two": (2, 2), "limit": (7, 4)}
-# The role of each kind of cell in a strip.
+# The colour role of each kind of cell in a strip.
 CELLS = {"kept": "kept", "again": "again", "fixed": "fixed"}
 CELLS |= {"of-fp32": "a0", "of-bf16": "a3", "of-fp16": "a4", "of-inherit": "fixed"}
 

@@ -22,7 +22,7 @@ from autotune.plan import Plan
 from autotune.report.campaign_run import CampaignRun
 
 _POINTS = 14
-# Seconds after which no further point of the front is solved for; large models take seconds for each.
+# Seconds after which no further point of the front is solved; in large models, each point takes seconds.
 _LIMIT_S = 8.0
 
 
@@ -33,7 +33,7 @@ class Cost:
     Attributes:
         seconds_per_sample: training seconds per sample.
         peak_bytes: peak memory.
-        spread: lowest and highest seconds per sample over the seeds, or over the finals' steps.
+        spread: lowest and highest seconds per sample, over seeds or over measured steps; equal for predictions.
     """
 
     seconds_per_sample: float
@@ -43,10 +43,10 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Front:
-    """The best plans, as a profile predicts.
+    """The best plans that a profile predicts.
 
     Attributes:
-        points: the best plan of several budgets, the smallest first.
+        points: the best plan for each of several budgets, the smallest budget first.
         best: the best plan within the run's budget; ``None`` if none fits.
     """
 
@@ -74,8 +74,8 @@ def front_of(profile: Profile, budget_bytes: int | None, *, limit_s: float = _LI
 
     Args:
         profile: the profile.
-        budget_bytes: the run's budget; ``None`` for none.
-        limit_s: seconds after which no further point is begun; the ends of the front come first.
+        budget_bytes: the run's budget; ``None`` without one.
+        limit_s: seconds after which no further point is started; the ends of the front are solved first.
     """
     began = time.perf_counter()
     try:
@@ -96,7 +96,7 @@ def front_of(profile: Profile, budget_bytes: int | None, *, limit_s: float = _LI
 
 
 def _coarse_first(values: list[float]) -> list[float]:
-    """Return the values in an order whose every beginning is spread over all: every eighth, then every fourth, ..."""
+    """Return the values reordered so that any prefix covers the range: every eighth value, then every fourth, ..."""
     order = sorted(range(len(values)), key=lambda number: (-(_twos(number + 1)), number))
     return [values[number] for number in order]
 
@@ -119,7 +119,7 @@ def _costed(profile: Profile, solution: Solution) -> tuple[Plan, Cost]:
 
 
 def measured_arm(arm: Mapping[str, Any]) -> Cost | None:
-    """Return the cost of an arm of ``comparison.json``; ``None`` where nothing could be measured."""
+    """Return the cost of an arm of ``comparison.json``; ``None`` if time or memory was never measured."""
     each = [1 / run["throughput"] for run in arm["runs"] if run["throughput"]]
     peaks = [run["peak_bytes"] for run in arm["runs"] if run["peak_bytes"]]
     if not each or not peaks:
@@ -128,7 +128,7 @@ def measured_arm(arm: Mapping[str, Any]) -> Cost | None:
 
 
 def measured_trial(trial: Mapping[str, Any]) -> Cost | None:
-    """Return the cost of a window of ``trials.jsonl``; ``None`` for one that failed or was not timed."""
+    """Return the cost of a window of ``trials.jsonl``; ``None`` if it failed or lacks time or memory."""
     return _measured(Measurement.from_json(trial["measurement"]))
 
 

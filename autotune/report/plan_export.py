@@ -20,8 +20,8 @@ def export(plan: Plan, job: Job, target: str, *, ranks: int = 1, reference: str 
         plan: a plan of the job.
         job: the job.
         target: one of :data:`TARGETS`.
-        ranks: number of ranks that will train it.
-        reference: reference that the job is loaded by; a ``python`` script needs it.
+        ranks: number of ranks to train on.
+        reference: reference of the job; required for ``python``.
 
     Raises:
         InputError: if the target is unknown, or cannot launch the plan.
@@ -35,7 +35,7 @@ def export(plan: Plan, job: Job, target: str, *, ranks: int = 1, reference: str 
     if target in _LAUNCHERS:
         return _LAUNCHERS[target](launched(plan, job, ranks, model))
     if ranks > 1:
-        raise InputError(f"{target} says nothing of {ranks} ranks", where="--ranks", allowed=[*_LAUNCHERS, "1"])
+        raise InputError(f"{target} cannot express {ranks} ranks", where="--ranks", allowed=[*_LAUNCHERS, "1"])
     if target == "python":
         return to_python(plan, job, reference)
     return Export(files={PLAN_FILE: plan.to_json()}, command="autotune compare JOB --arms baseline,plan.json")

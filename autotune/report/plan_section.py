@@ -1,4 +1,4 @@
-"""A plan unit by unit: the choice for each, its reason, and what every other choice would change."""
+"""A plan unit by unit: the choice for each unit, its reason, and the effects of all other choices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autotune.report.svg import Figure
 
 
 def plan_view(run: CampaignRun, arm: str, plan: Plan) -> dict[str, Any]:
-    """Return what a page shows of a plan.
+    """Return what a page shows about a plan.
 
     Args:
         run: the run.
@@ -24,7 +24,7 @@ def plan_view(run: CampaignRun, arm: str, plan: Plan) -> dict[str, Any]:
 
     Returns:
         ``arm``, ``plan``, the ``reason`` that all units share (empty if reasons differ), a ``note`` on other choices,
-        the ``figure``, and ``units``: kind, name, choices in a word each, reason, and what other choices would change.
+        the ``figure``, and ``units``: kind, name, choices in one word each, own reason, and effects of other choices.
     """
     space = space_of([plan]) if run.profile is None else run.profile.space
     (steps, *rows), others = explain_arm(arm, plan, space, run.trials), _others(run, plan)

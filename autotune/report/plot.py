@@ -1,4 +1,4 @@
-"""Descriptions of plots: what they show, in data units. ``svg`` draws them in pages, ``figures`` in PNG files."""
+"""Descriptions of plots in data units. ``svg`` draws them in pages, ``png_figures`` in PNG files."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Axis:
     """An axis of a plot.
 
     Attributes:
-        name: what it shows, with the unit; empty for a vertical axis whose marks name the rows of the plot.
-        low: value at its beginning.
-        high: value at its end.
+        name: label with the unit; empty for a vertical axis whose marks name the rows of the plot.
+        low: value at the start.
+        high: value at the end.
         scale: ``linear`` or ``log``; in PNG files also ``asinh``, which is linear near 0 and logarithmic beyond.
         linear_width: width of the linear part of ``asinh``.
         marks: values with their labels; ``None`` for round values.
@@ -35,15 +35,15 @@ class Axis:
     whole: bool = False
 
     def share(self, value: float) -> float:
-        """Return where a value lies between the beginning (0) and the end (1)."""
+        """Return the position of a value between the start (0) and the end (1)."""
         low, high, there = (self._scaled(one) for one in (self.low, self.high, value))
         return (there - low) / (high - low)
 
     def labels(self, count: int) -> list[tuple[float, str]]:
-        """Return the values to label with their labels.
+        """Return the values to label, with their labels.
 
         Args:
-            count: about how many, where the axis has no marks of its own.
+            count: approximate number of labels; ignored if the axis has ``marks``.
         """
         if self.marks is not None:
             return list(self.marks)
@@ -67,19 +67,19 @@ class Shape(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """Points that are drawn in one look.
+    """Points that share one look.
 
     Attributes:
-        name: name in the key; empty to leave it out of the key.
+        name: name in the key; empty to leave the layer out of the key.
         look: one of ``palette.LOOKS``.
-        shape: ``LINE`` and ``STEPS`` join the points, ``DOTS`` and ``ARM`` mark them (an arm by the shape of its
-            number), ``ACROSS`` and ``UPRIGHT`` draw a line over the whole plot at the first point.
+        shape: ``LINE`` and ``STEPS`` join the points, ``DOTS`` and ``ARM`` mark them (the shape of an arm's
+            mark depends on ``number``), ``ACROSS`` and ``UPRIGHT`` draw a line over the whole plot at the first point.
         points: x and y; a y of ``None`` is a gap.
         number: number of the arm.
         spread: lowest and highest value around each point, along ``spread_axis``; empty for none.
         spread_axis: ``x`` or ``y``.
-        told: one text per point, shown where a pointer rests on it; empty for none.
-        label: text beside the first point, where there is room.
+        told: one tooltip per point; empty for none.
+        label: text next to the first point, shown if there is room.
     """
 
     name: str = ""
@@ -94,11 +94,11 @@ class Layer:
 
     @property
     def known(self) -> list[tuple[float, float]]:
-        """Return the points that are no gaps."""
+        """Return the points that are not gaps."""
         return [(x, y) for x, y in self.points if y is not None]
 
     def thinned(self) -> Iterator[Point]:
-        """Yield the points; of too many, the lowest and the highest of each few neighbours."""
+        """Yield the points; if there are too many, only the lowest and the highest of each group of neighbours."""
         each = -(-len(self.points) // _POINTS)
         if each <= 2:
             yield from self.points
@@ -129,11 +129,11 @@ class Plot:
     """A plot.
 
     Attributes:
-        title: what it shows.
-        described: the same in a sentence or two, for readers who cannot see it.
+        title: title of the plot.
+        described: description in one or two sentences, also for screen readers.
         x: the horizontal axis.
         y: the vertical axis.
-        layers: what is drawn, in the order of the key.
+        layers: layers to draw, in the order of the key.
         marks: events, drawn in a lane above the horizontal axis.
         height: height in a page, in pixels.
     """
@@ -153,10 +153,10 @@ def run_plot(
     """Return a plot of values over the steps of a run; both axes begin at 0.
 
     Args:
-        title: what it shows.
-        described: the same in a sentence or two.
-        layers: what is drawn.
-        marks: what happened.
+        title: title of the plot.
+        described: description in one or two sentences.
+        layers: layers to draw.
+        marks: events to mark.
         unit: unit of the values.
         end: last step of the run.
         height: height in a page, in pixels.
@@ -168,11 +168,11 @@ def run_plot(
 
 
 def axis_around(name: str, values: Sequence[float], room: float = 0.08, *, least: float = -math.inf) -> Axis:
-    """Return an axis with room around some values.
+    """Return an axis that includes some values, with room around them.
 
     Args:
-        name: what it shows.
-        values: what must lie on it; at least one.
+        name: label of the axis.
+        values: the values to include; at least one.
         room: share of the values' range to leave free on both sides.
         least: value that the axis does not go below.
     """

@@ -15,12 +15,12 @@ from autotune.report.plot import Axis, Layer, Plot, Shape, axis_around
 
 # The shapes of arms, as in pages.
 _ARMS = "osD^vPX"
-# What is labelled of how much slower plans are.
+# Labels for how much slower a plan is, in percent.
 _PERCENTS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
 def draw_comparison(comparison: Mapping[str, Any], path: Path) -> Path:
-    """Draw time to target against peak memory, and the metric against time, with one colour per arm.
+    """Draw time to target against peak memory and the metric against time, with one colour per arm.
 
     Args:
         comparison: a ``comparison.json`` document.
@@ -39,10 +39,10 @@ def draw_comparison(comparison: Mapping[str, Any], path: Path) -> Path:
 
 
 def draw_search(document: Mapping[str, Any], path: Path) -> Path:
-    """Draw how much slower than the best plan known each method's best plan so far is, against real steps.
+    """Draw how much slower each method's best plan so far is than the best known plan, against real steps.
 
     Args:
-        document: what ``autotune bench search`` found.
+        document: the document of ``autotune bench search``.
         path: the PNG file to write.
 
     Returns:
@@ -82,7 +82,7 @@ def draw_search(document: Mapping[str, Any], path: Path) -> Path:
 
 
 def draw_reproduction(document: Mapping[str, Any], path: Path) -> Path:
-    """Draw each change that the paper reports against its baseline beside ours, for the rows that have one.
+    """Draw the paper's changes against its baseline next to ours, for the rows in which ours is known.
 
     Args:
         document: a ``reproduction.json`` document.
@@ -116,13 +116,13 @@ def draw_reproduction(document: Mapping[str, Any], path: Path) -> Path:
 
 
 def draw(plots: Sequence[Plot], path: Path, *, size: tuple[float, float] = (8, 5), title: str = "") -> Path:
-    """Write plots side by side as one PNG file, over a regular file or a new one.
+    """Write plots side by side into one PNG file, which may replace a regular file.
 
     Args:
-        plots: what is drawn.
+        plots: plots to draw.
         path: the file.
         size: width and height in inches, at 150 pixels per inch.
-        title: title of the whole.
+        title: title above all plots.
 
     Returns:
         The path.

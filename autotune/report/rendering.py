@@ -1,6 +1,6 @@
-"""Markup from templates: pages that run no script and fetch nothing, light or dark as the reader has it.
+"""Markup from templates: pages without scripts or external resources, light or dark as the browser prefers.
 
-All text is escaped when it enters a template or an element.
+All text is escaped when it is inserted into a template or an element.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Table:
     """A table of a page.
 
     Attributes:
-        label: what it holds, for readers who cannot see it.
-        columns: names of its columns.
-        rows: its cells; the first of each row is its heading.
-        numbers: positions of the columns that are aligned to the right.
-        note: what is said above it, also if it has no rows.
+        label: description for screen readers.
+        columns: names of the columns.
+        rows: cells; the first cell of each row is the row's heading.
+        numbers: indices of the columns that are aligned to the right.
+        note: text above the table, which is shown even without rows.
     """
 
     label: str
@@ -42,15 +42,15 @@ def render(template: str, **values: Any) -> str:
     """Return a filled template.
 
     Args:
-        template: its file name in ``autotune/report/templates``.
-        **values: what it shows; everything but ``Markup`` is escaped.
+        template: file name in ``autotune/report/templates``.
+        **values: the template's variables; all but ``Markup`` are escaped.
     """
     return environment().get_template(template).render(values)
 
 
 @cache
 def environment() -> Environment:
-    """Return the templates with their settings."""
+    """Return the Jinja environment of the templates."""
     loader = PackageLoader("autotune.report")
     found = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, finalize=_shown, trim_blocks=True, lstrip_blocks=True
@@ -60,7 +60,7 @@ def environment() -> Environment:
 
 
 def _shown(value: object) -> str:
-    """Return a value without characters that terminals and readers act on; markup as it is."""
+    """Return a value as text with unprintable characters escaped; return markup unchanged."""
     return value if isinstance(value, Markup) else escaped(str(value))
 
 
@@ -68,9 +68,9 @@ def element(name: str, *content: object, **attributes: object) -> Markup:
     """Return an element of an SVG drawing.
 
     Args:
-        name: its tag.
-        *content: what is in it; text is escaped.
-        **attributes: its attributes; a trailing ``_`` is dropped, others become ``-``, and ``None`` leaves one out.
+        name: tag name.
+        *content: content; text is escaped.
+        **attributes: attributes, unless ``None``; in names, a trailing ``_`` is dropped and any other becomes ``-``.
     """
     given = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(_shown(value))}"'
@@ -81,5 +81,5 @@ def element(name: str, *content: object, **attributes: object) -> Markup:
 
 
 def join(parts: Iterable[object]) -> Markup:
-    """Return parts one after the other; text is escaped."""
+    """Return the concatenated parts; text is escaped."""
     return Markup("").join(_shown(part) for part in parts)

@@ -11,10 +11,10 @@ from rich.table import Table
 
 
 def reproduction_table(document: Mapping[str, Any]) -> Table:
-    """Return one row per number: the paper's and ours in the given unit, their ratio, and each over its own baseline.
+    """Return a table with a row per number: the paper's, ours, their ratio, and each relative to its own baseline.
 
     Args:
-        document: what ``reproduce --json`` prints.
+        document: the output of ``reproduce --json``.
     """
     jobs = ", ".join(document["jobs"])
     table = Table(
@@ -40,7 +40,7 @@ def reproduction_table(document: Mapping[str, Any]) -> Table:
 
 
 def missing_lines(document: Mapping[str, Any]) -> list[str]:
-    """Return why numbers of ours are missing, one line per reason."""
+    """Return one line for each reason why our numbers are missing."""
     reasons: dict[str, list[str]] = {}
     for row in document["rows"]:
         if row["ours"] is None and row["note"]:

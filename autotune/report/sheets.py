@@ -1,6 +1,6 @@
 """Tables of a campaign for papers and notebooks, as CSV or Parquet.
 
-One row per arm, run, evaluation, change of plan, window, trial and unit; the names of columns end in their unit.
+One row per arm, run, evaluation, plan, window, trial or unit; names of columns end in the unit of measurement.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autotune.report.costs import arm_costs
 from autotune.report.terminal_tables import judged_arms
 
 Row = Mapping[str, Any]
-# Characters with which a formula begins in a spreadsheet.
+# Characters that start a formula in a spreadsheet.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
@@ -30,12 +30,12 @@ def write_sheets(run: CampaignRun, folder: Path, kind: str, intensity: Intensity
 
     Args:
         run: the campaign.
-        folder: where they are written; made if it is missing.
+        folder: output folder; created if it does not exist.
         kind: ``csv`` or ``parquet``.
-        intensity: the grid's carbon intensity; ``None`` for the grams that were written down.
+        intensity: the grid's carbon intensity; ``None`` for the grams that the campaign recorded.
 
     Raises:
-        OSError: if they cannot be written.
+        OSError: if a file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -47,7 +47,7 @@ def write_sheets(run: CampaignRun, folder: Path, kind: str, intensity: Intensity
 
 
 def sheets_of(run: CampaignRun, intensity: Intensity | None = None) -> dict[str, list[Row]]:
-    """Return a campaign's tables by name; those without a row are left out."""
+    """Return a campaign's tables by name; tables without rows are left out."""
     sheets = {"trials": list(_trials(run)), "units": list(_units(run))}
     if run.compared:
         sheets |= {
@@ -62,7 +62,7 @@ def sheets_of(run: CampaignRun, intensity: Intensity | None = None) -> dict[str,
 
 def _as_csv(rows: Sequence[Row]) -> str:
     text = io.StringIO(newline="")
-    # Rows of one table may have different keys in a run that another version wrote.
+    # In a run that another version wrote, rows of one table may have different keys.
     names = list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
@@ -71,7 +71,7 @@ def _as_csv(rows: Sequence[Row]) -> str:
 
 
 def _as_text(value: Any) -> Any:
-    """Return a value that no spreadsheet takes for a formula: a run may contain any names."""
+    """Return a value that no spreadsheet interprets as a formula, because a run may contain any names."""
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
@@ -105,7 +105,7 @@ def _arms(run: CampaignRun, intensity: Intensity | None) -> Iterator[Row]:
 
 
 def _records(run: CampaignRun) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each run of each arm with the name of the arm."""
+    """Yield the name of the arm and the record of each run."""
     for arm in run.document["arms"]:
         yield from ((arm["name"], record) for record in arm["runs"])
 
@@ -149,7 +149,7 @@ def _plan_columns(plan: Plan) -> dict[str, Any]:
 
 
 def _units(run: CampaignRun) -> Iterator[Row]:
-    """Yield the choices of the plan that each arm is launched with."""
+    """Yield the choices for each unit in the plan that each arm starts with."""
     if isinstance(run.config, TuneConfig):
         plans = [(run.config.method, Plan.from_json(run.document["plan"]))]
     else:

@@ -1,6 +1,6 @@
-"""A plan as a training script that runs by itself, with a plain loop to start from.
+"""Export of a plan as a complete training script with a plain loop.
 
-Plans and references enter the script as ``repr`` of plain data, never as source code.
+Plans and references are inserted as ``repr`` of plain data, never as source code.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
     samples = 0
     while samples < job.total_samples:
 {taken}
-        # Weighed by what bears loss, micro-batches give the gradient of the whole step, whatever k is.
+        # Weighted by their share of the loss, the micro-batches give the gradient of the whole step for any k.
         for piece, weight in stepping.shares(pieces, job.count).here:
 {updated}
         optimizer.zero_grad()
@@ -71,14 +71,14 @@ def to_python(plan: Plan, job: Job, reference: str) -> Export:
     Args:
         plan: a plan of the job.
         job: the job.
-        reference: reference that the job is loaded by.
+        reference: reference of the job.
 
     Raises:
-        InputError: if there is no reference.
+        InputError: if the reference is empty.
     """
     if not reference:
         raise InputError("a job was given without its reference", where="export", allowed="what load_job takes")
-    # The repr of another library's number contains its type; JSON leaves a plain number.
+    # The repr of a number of another library names its type; JSON makes it a plain number.
     document = json.loads(json.dumps(plan.to_json()))
     script = _SCRIPT.format(
         reference=reference,
@@ -87,15 +87,15 @@ def to_python(plan: Plan, job: Job, reference: str) -> Export:
         taken=_block(2, _taken(plan, job)),
         updated=_block(2, _updated(plan, job)),
     )
-    # The arithmetic of fp32 is a setting of the process, not of the job.
+    # The arithmetic of fp32 is a setting of the process, so the script cannot get it from the job.
     alone = replace(job.launch, fp32=None)
     own = Launch(fp32=plan.launch.fp32) if replace(plan.launch, zero_stage=None, fp32=None) == alone else plan.launch
     held = own_launch(plan.changed(launch=own))
-    return Export(files={FILE: script}, command=f"python {FILE}", notes=(f"it does not hold {held}",) if held else ())
+    return Export(files={FILE: script}, command=f"python {FILE}", notes=(f"not included: {held}",) if held else ())
 
 
 def _prepared(plan: Plan, job: Job) -> list[str]:
-    """Return the lines that make the optimizer and what else a step needs."""
+    """Return the lines that create the optimizer and the other objects that a step needs."""
     lines = ["optimizer = job.optimizer(parameters)"]
     if plan.needs_loss_scaling:
         lines.append("scaler = torch.amp.GradScaler(parameters[0].device.type)")

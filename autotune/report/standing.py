@@ -1,6 +1,6 @@
 """The state of an attached run, finished or not, from its decision log.
 
-The log has a line for each decision, so that all figures are those of the last decision.
+The log has a line for each decision, so all numbers date from the last decision.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autotune.plan import Plan
 from autotune.records.run_directory import RunDirectory
 from autotune.records.run_documents import AttachConfig
 
-# The beginning of a decision's line. Decisions are skipped unread if more bytes than this follow them.
+# Start of a decision's line. Decisions are skipped without parsing if more than _RECENT_BYTES follow them.
 _DECISION = b'{"event": "decision"'
 _RECENT_BYTES = 2**20
 
@@ -31,28 +31,28 @@ class Snapshot:
     """The state of an attached run at one moment.
 
     Attributes:
-        name: what the run is called.
-        stage: how far the tuner goes.
+        name: name of the run.
+        stage: the tuner's :class:`Stage`.
         units: names of the units, in the order of the forward pass.
         recomputable: units whose storage can be chosen.
         total_steps: length of the run; ``None`` if it is not known.
-        plan: the applied plan, as far as the log tells.
+        plan: the applied plan, as far as the log shows.
         steps: optimizer steps at the log's last line.
         acting: whether the tuner may switch plans.
         switches: number of decided switches.
-        placed: number of changes of storage between switches, for a batch or a budget.
+        placed: number of changes of storage between switches, made for a batch or a budget.
         over_budget_steps: steps that ran although no plan was known to fit.
         trips: number of trips.
-        last_trip: step and reason of the last trip; ``None`` before one.
-        memory_budget_bytes: the budget; ``None`` for none.
+        last_trip: step and reason of the last trip; ``None`` before the first.
+        memory_budget_bytes: the budget; ``None`` without one.
         predicted_peak_bytes: predicted peak of the applied plan; ``None`` before there is a profile.
-        measured_peak_bytes: the last measured peak; ``None`` before one.
-        predicted_s: predicted seconds per step of the plans of the last window that had steps to compare, at the
-            profiled batch's size; ``None`` before one.
-        measured_s: what those steps took, as if at that size.
+        measured_peak_bytes: the last measured peak; ``None`` before the first.
+        predicted_s: predicted seconds per step, at the profiled batch size, for the plans of the last window with
+            comparable steps; ``None`` before the first.
+        measured_s: measured seconds per step of that window, scaled to the same batch size.
         noise_scale: simple noise scale in samples; ``None`` while unknown.
         overhead_frac: share of the run's time that the tuner took; ``None`` before the first decision.
-        ended: why the run was detached; ``None`` while it is attached, as far as the log tells.
+        ended: why the run was detached; ``None`` while it is attached, as far as the log shows.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, attached: Mapping[str, Any]) -> Snapshot:
-        """Return the snapshot at the first event of a log."""
+        """Return the snapshot after the first event of a log."""
         baseline, recomputable = attached.get("baseline"), attached.get("recomputable")
         plan = Plan() if baseline is None else Plan.from_json(baseline)
         return cls(
@@ -121,7 +121,7 @@ class Snapshot:
 
     @property
     def pressure(self) -> float | None:
-        """Return the predicted peak over the budget; ``None`` without both."""
+        """Return the predicted peak divided by the budget; ``None`` unless both are known."""
         if self.predicted_peak_bytes is None or not self.memory_budget_bytes:
             return None
         return self.predicted_peak_bytes / self.memory_budget_bytes
@@ -157,7 +157,7 @@ class Snapshot:
         ended = {"ended": event["reason"], "acting": False}
         plan = event.get("plan")
         if plan is None:
-            # A tuner that failed has no last figures.
+            # A tuner that failed records no final numbers.
             return ended
         same = (
             *("switches", "placed", "over_budget_steps", "memory_budget_bytes", "predicted_peak_bytes"),
@@ -170,7 +170,7 @@ def require_attached(folder: Path) -> None:
     """Require the run directory of an attached run.
 
     Raises:
-        RunDirectoryError: if the folder is no run directory, or one of another command.
+        RunDirectoryError: if the folder is not a run directory, or belongs to another command.
     """
     config = RunDirectory.open(folder).config
     if not isinstance(config, AttachConfig):
@@ -179,10 +179,10 @@ def require_attached(folder: Path) -> None:
 
 
 class Watched:
-    """An attached run that is watched through its log.
+    """An attached run, watched through its log.
 
     Attributes:
-        snapshot: state at the last line of the log; ``None`` before there is one.
+        snapshot: state at the last line of the log; ``None`` while the log has no line.
 
     Args:
         folder: the run directory.
@@ -202,10 +202,10 @@ class Watched:
         """Read the new lines of the log.
 
         Returns:
-            The snapshot after each new decision and trip; of very many decisions, only after the latest.
+            The snapshot after each new decision and trip; if there are very many, only after the latest decisions.
 
         Raises:
-            InputError: if a line is not one that a tuner writes.
+            InputError: if the log cannot be read or a line is not valid.
         """
         found = []
         for row, left in self._tail.read():
@@ -235,6 +235,6 @@ class Watched:
 
     @property
     def silent_s(self) -> float | None:
-        """Return the seconds since the log was last written; ``None`` before it exists."""
+        """Return the seconds since the last write to the log; ``None`` before the log exists."""
         grown = self._tail.grown
         return None if grown is None else max(time.time() - grown, 0.0)

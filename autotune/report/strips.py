@@ -1,4 +1,4 @@
-"""Figures of the choices for each unit: over the steps of a run, and of one plan."""
+"""Figures of the choices for each unit: over the steps of a run, or in one plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autotune.report.plot import ticks
 from autotune.report.rendering import element, join
 from autotune.report.svg import RIGHT, Figure, Key, labels_below, text
 
-# What the kinds of storage are called.
+# Names of the kinds of storage.
 STORAGES = {"kept": "kept for backward", "again": "recomputed", "fixed": "no choice of storage"}
 _COLUMNS = 240
 _ROWS = 60
@@ -37,8 +37,8 @@ class Course:
 
     Attributes:
         units: names of the units.
-        fixed: those whose storage cannot be chosen.
-        recomputed: names of the recomputed units, by the step from which that holds, ascending.
+        fixed: units whose storage cannot be chosen.
+        recomputed: steps, ascending, with the names of the units that are recomputed from that step on.
         end: last step of the run.
     """
 
@@ -48,7 +48,7 @@ class Course:
     end: int
 
     def kinds(self, names: Sequence[str], steps: Sequence[float]) -> list[str]:
-        """Return the kind of storage of most of some units at each of some steps."""
+        """Return for each step the kind of storage that most of the named units have."""
         chosen = [name for name in names if name not in self.fixed]
         if not chosen:
             return ["fixed"] * len(steps)
@@ -60,12 +60,12 @@ class Course:
 
 
 def course_strip(title: str, described: str, course: Course) -> Figure:
-    """Return a figure with a row per unit and the run from left to right; many units share rows.
+    """Return a figure with a row per unit and the run from left to right; in large models, units share rows.
 
     Args:
-        title: what it shows.
-        described: the same in a sentence or two.
-        course: what is drawn.
+        title: title of the figure.
+        described: description in one or two sentences.
+        course: the storage to draw.
     """
     each = max(-(-len(course.units) // _ROWS), 1)
     names = [course.units[start : start + each] for start in range(0, len(course.units), each)]
@@ -98,7 +98,7 @@ def plan_strip(title: str, plan: Plan) -> Figure:
     """Return a figure with the units of a plan from left to right: the storage of each, and its precision below.
 
     Args:
-        title: what it shows.
+        title: title of the figure.
         plan: the plan.
     """
     units = list(dict.fromkeys([*plan.precision, *plan.storage]))

@@ -1,4 +1,4 @@
-"""Figures as SVG: inline in pages, in two widths of which a page shows one, and as files of their own."""
+"""Figures as SVG: inline in pages, in two widths of which the browser shows one, and as separate files."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ RIGHT = 12
 _LEFT, _TOP, _BOTTOM = 52, 10, 44
 # Height of the lane of marks, above the horizontal axis.
 _LANE = 16
-# Mean width of a letter in pixels, to keep text off other text.
+# Mean width of a letter in pixels, used to keep texts from overlapping.
 _LETTER = 6.7
 _LINE = 14
 _SAMPLE = 26
-# Circle, square, diamond, two triangles, cross and hourglass, about 10 wide, drawn from their middle.
+# Circle, square, diamond, two triangles, cross and hourglass, about 10 pixels wide, drawn from their centres.
 _ARMS = (
     "m-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0z",
     "m-4.5-4.5h9v9h-9z",
@@ -32,13 +32,13 @@ _ARMS = (
 _STAR = "m0-8l2.1 5.3l5.7.4l-4.4 3.6l1.4 5.5l-4.8-3.1l-4.8 3.1l1.4-5.5l-4.4-3.6l5.7-.4z"
 _MARKS = {"switch": "m0-5l5 9h-10z", "refused": "m-3-3l6 6m0-6l-6 6", "trip": "m0-6v12"}
 _MARK_NAMES = {"switch": "switched", "refused": "a rule refused", "trip": "tripped"}
-# Left, upper edge, width and height.
+# Left edge, upper edge, width and height.
 Box = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """One entry of a figure's key: a sample, drawn in 26 x 12 pixels, and its name."""
+    """One entry of a figure's key: a sample of 26 x 12 pixels, and its name."""
 
     sample: Markup
     name: str
@@ -49,10 +49,10 @@ class Figure:
     """A figure of a page.
 
     Attributes:
-        title: what it shows.
-        described: the same in a sentence or two, for readers who cannot see it.
-        key: what its colours and shapes mean.
-        draw: draws it in a width of ``WIDTHS``; returns the drawing and its height.
+        title: title of the figure.
+        described: description in one or two sentences, also for screen readers.
+        key: meaning of the colours and shapes.
+        draw: function that takes one of ``WIDTHS`` and returns the drawing and its height.
     """
 
     title: str
@@ -62,18 +62,18 @@ class Figure:
 
     @property
     def name(self) -> str:
-        """Return the name of the figure's file, without an ending and short enough for every file system."""
+        """Return the name of the figure's file, without extension and short enough for every file system."""
         words = "".join(c if c.isalnum() else " " for c in self.title.lower()).split()
         return "-".join(words)[:60].rstrip("-")
 
     @property
     def drawings(self) -> list[tuple[str, int, Markup, int]]:
-        """Return name, width, drawing and height for each width of a page."""
+        """Return name, width, drawing and height for each of ``WIDTHS``."""
         return [(name, width, *self.draw(width)) for name, width in WIDTHS.items()]
 
     @property
     def file(self) -> str:
-        """Return the figure as an SVG file of its own in light colours, with its key above it."""
+        """Return the figure as a standalone SVG file in light colours, with its key above it."""
         width = WIDTHS["wide"]
         content, height = self.draw(width)
         key, below = _key_above(self.key, width)
@@ -81,7 +81,7 @@ class Figure:
 
 
 def _key_above(key: Sequence[Key], width: int) -> tuple[Markup, int]:
-    """Return the entries of a key side by side, and the height that they take."""
+    """Return the entries of a key side by side, and the height that they need."""
     parts, x, y = [], 8.0, 6
     for one in key:
         wide = _SAMPLE + 6 + text_width(one.name) + 18
@@ -116,7 +116,7 @@ def _sample(layer: Layer) -> Markup:
 
 
 class _Canvas:
-    """A plot in one width."""
+    """A plot drawn at one width."""
 
     def __init__(self, plot: Plot, width: int) -> None:
         self._plot = plot
@@ -137,7 +137,7 @@ class _Canvas:
         return bottom - self._plot.y.share(value) * (bottom - _TOP)
 
     def drawn(self) -> Iterator[Markup]:
-        """Yield all parts, those behind first."""
+        """Yield all parts from back to front."""
         yield from self._axes()
         layers = self._plot.layers
         for shapes in ((Shape.ACROSS, Shape.UPRIGHT), (Shape.LINE, Shape.STEPS), (Shape.DOTS,)):
@@ -184,7 +184,7 @@ class _Canvas:
             yield from (_titled(draw(layer, self._x(x), self._y(y)), t) for (x, y), t in zip(points, told, strict=True))
 
     def _joined(self, layer: Layer) -> Iterator[Markup]:
-        """Yield a line, its points that have no neighbour, and, of an arm's course, its end."""
+        """Yield a line, with ``STEPS`` also its isolated points, with ``LINE`` also a mark at its end."""
         path, alone, before = [], [], None
         points = list(layer.thinned())
         for number, (x, y) in enumerate(points):
@@ -213,14 +213,14 @@ class _Canvas:
                 yield _line(self._x(x), self._y(low), self._x(x), self._y(high), "spread")
                 continue
             yield _line(self._x(low), self._y(y), self._x(high), self._y(y), "spread")
-            # An interval that goes on beyond the axis ends in an arrow.
+            # An interval that extends beyond the axis ends in an arrow.
             if low < self._plot.x.low:
                 yield _path(self._x(low), self._y(y), "l7-4.5v9z", f"mark {layer.look}")
             if high > self._plot.x.high:
                 yield _path(self._x(high), self._y(y), "l-7-4.5v9z", f"mark {layer.look}")
 
     def _labels(self) -> Iterator[Markup]:
-        """Yield the labels of points where they lie on nothing else; the key has all of them."""
+        """Yield the labels of points that fit without an overlap; the key lists all of them."""
         taken = list(self._taken())
         for layer in self._plot.layers:
             if not layer.label:
@@ -237,7 +237,7 @@ class _Canvas:
                     break
 
     def _taken(self) -> Iterator[Box]:
-        """Yield the boxes in which no label may lie: arms with their spreads, stars and upright lines."""
+        """Yield the boxes that labels must not overlap: arms with their spreads, stars and upright lines."""
         for layer in self._plot.layers:
             if layer.shape is Shape.UPRIGHT:
                 yield self._x(layer.points[0][0]) - 2, 0.0, 4.0, float(self._plot.height)
@@ -247,7 +247,7 @@ class _Canvas:
                 yield self._x(x) - 2, self._y(high), 4.0, self._y(low) - self._y(high)
 
     def _marks(self) -> Iterator[Markup]:
-        # As many as can be told apart; the tables of the page hold them all.
+        # One mark of each kind per 3 pixels: closer marks could not be distinguished.
         seen: dict[tuple[str, int], Mark] = {}
         for mark in self._plot.marks:
             seen.setdefault((mark.kind, int(self._x(mark.x) / 3)), mark)
@@ -259,21 +259,21 @@ class _Canvas:
 
 
 def text_width(shown: str) -> float:
-    """Return about how wide a text is, in pixels."""
+    """Return the approximate width of a text in pixels."""
     return _LETTER * len(shown)
 
 
 def text(shown: str, x: float, y: float, **attributes: object) -> Markup:
-    """Return a text at a place."""
+    """Return a text at a position."""
     return element("text", shown, x=f"{x:.1f}", y=f"{y:.1f}", **attributes)
 
 
 def labels_below(labels: Iterable[tuple[float, str]], y: float, width: float) -> Iterator[Markup]:
-    """Yield those labels of a horizontal axis that have room beside each other.
+    """Yield the labels of a horizontal axis that fit next to each other.
 
     Args:
-        labels: middle and text of each, from left to right.
-        y: their baseline.
+        labels: x of the middle and text of each label, from left to right.
+        y: baseline of the labels.
         width: width of the figure.
     """
     free = -6.0
@@ -292,7 +292,7 @@ def _overlap(one: Box, other: Box) -> bool:
 
 
 def _titled(drawn: Markup, told: str) -> Markup:
-    """Return a drawing with a text that is shown where a pointer rests on it."""
+    """Return a drawing with a tooltip."""
     return element("g", element("title", told), drawn) if told else drawn
 
 

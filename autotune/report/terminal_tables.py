@@ -17,7 +17,7 @@ from autotune.report.costs import arm_costs, peak_of, reached_times
 
 
 def comparison_table(comparison: Mapping[str, Any]) -> Table:
-    """Return one row per arm of a ``comparison.json`` document, narrow enough for 80 columns."""
+    """Return a table with a row per arm of a ``comparison.json`` document, narrow enough for 80 columns."""
     table = Table(title=f"{comparison['job']}: {len(comparison['seeds'])} paired seeds", title_justify="left")
     table.add_column("arm", no_wrap=True)
     for name in (
@@ -46,7 +46,7 @@ def comparison_table(comparison: Mapping[str, Any]) -> Table:
 
 
 def baseline_shown(comparison: Mapping[str, Any]) -> str:
-    """Return the name of the baseline, with the arithmetic of its fp32 if the comparison recorded it."""
+    """Return the name of the baseline, with its fp32 arithmetic if the comparison recorded it."""
     name: str = comparison["baseline"]
     return f"{name} ({arithmetic_shown(comparison['fp32'])})" if comparison.get("fp32") else name
 
@@ -57,13 +57,13 @@ def _shown(comparison: Mapping[str, Any], arm: Mapping[str, Any]) -> str:
 
 
 def judged_arms(comparison: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the judgement of each arm but the baseline, including the gate, a second run of the baseline."""
+    """Return the judgement of each arm except the baseline; the gate, a second run of the baseline, is included."""
     gate = comparison.get("gate")
     return {entry["arm"]: entry for entry in (*comparison["against_baseline"], *([gate] if gate else []))}
 
 
 def jobs_table(document: Mapping[str, Any]) -> Table:
-    """Return one row per arm of the comparisons of several jobs: its speed-up on each job, and together."""
+    """Return a table with a row per arm of comparisons of several jobs: speed-up on each job and over all."""
     jobs = [entry["job"] for entry in document["jobs"]]
     table = Table(title=f"speed-up on {', '.join(jobs)}", title_justify="left")
     table.add_column("arm", no_wrap=True)
@@ -77,7 +77,7 @@ def jobs_table(document: Mapping[str, Any]) -> Table:
 
 
 def plan_lines(comparison: Mapping[str, Any]) -> list[str]:
-    """Return one line per arm: its plan and what it cost to find."""
+    """Return one line per arm: its plan and the cost of finding it."""
     width = max(len(_shown(comparison, arm)) for arm in comparison["arms"])
     lines = []
     for arm in comparison["arms"]:
@@ -108,7 +108,7 @@ def verdict_line(comparison: Mapping[str, Any]) -> str:
 
 
 def best_entry(comparison: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the judgement of the fastest arm that kept to the budget on every seed; ``None`` if there is none."""
+    """Return the judgement of the fastest arm that stayed within the budget on every seed; ``None`` without one."""
     fitting = [
         entry
         for entry in comparison["against_baseline"]
@@ -120,7 +120,7 @@ def best_entry(comparison: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def tuned_line(document: Mapping[str, Any]) -> str:
-    """Return one sentence on a tuning: the cost of its plan against the baseline, and what it took to find it."""
+    """Return one sentence on a tuning: its plan's cost relative to the baseline's, and the cost of finding it."""
     measured, budget = document["measured"], document["measured"]["memory_budget_bytes"]
     peak, baseline = measured["peak_bytes"], measured["baseline_peak_bytes"]
     memory = "" if peak is None else f" and {peak / baseline:.0%} of its memory"
@@ -134,7 +134,7 @@ def tuned_line(document: Mapping[str, Any]) -> str:
 
 
 def all_fit(comparison: Mapping[str, Any], name: str) -> bool:
-    """Tell whether every run of an arm kept to the budget."""
+    """Tell whether every run of an arm stayed within the budget."""
     arm = next(arm for arm in comparison["arms"] if arm["name"] == name)
     return all(run["within_budget"] for run in arm["runs"])
 
@@ -145,7 +145,7 @@ def _ran_out(arm: Mapping[str, Any]) -> str:
 
 
 def alone_lines(comparison: Mapping[str, Any]) -> list[str]:
-    """Return a line for each arm whose network left some windows to the planner."""
+    """Return a line for each arm whose planner decided some windows without its network."""
     lines = []
     for arm in comparison["arms"]:
         alone: Counter[str] = Counter()
@@ -162,7 +162,7 @@ def alone_lines(comparison: Mapping[str, Any]) -> list[str]:
 
 
 def energy_lines(comparison: Mapping[str, Any]) -> list[str]:
-    """Return a line for each arm whose energy is known on every seed: joules and grams of a run, and the source."""
+    """Return a line for each arm whose energy is known for every seed: joules and grams per run, and the source."""
     lines = []
     for cost in arm_costs(comparison):
         if cost.energy_j is not None:
@@ -197,7 +197,7 @@ def _metric(arm: Mapping[str, Any]) -> str:
 
 
 def search_table(document: Mapping[str, Any]) -> Table:
-    """Return one row per trial of a ``train --search`` document, the best first, narrow enough for 80 columns."""
+    """Return a table with a row per trial of ``train --search``, best first, narrow enough for 80 columns."""
     title = f"{len(document['trials'])} trials of {document['decisions']:,} decisions"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     table.add_column("trial", no_wrap=True)
@@ -212,10 +212,10 @@ def search_table(document: Mapping[str, Any]) -> Table:
 
 
 def search_verdict(document: Mapping[str, Any]) -> str:
-    """Summarise in one or two sentences what a search found.
+    """Summarise the result of a search in a few sentences.
 
     Args:
-        document: what ``train --search --json`` prints.
+        document: the output of ``train --search --json``.
     """
     count, path, ahead = len(document["trials"]), document["recipe"], document["ahead_of_own"]
     gain = f"{document['gain_percent']:+.2f} % of time against the planner alone"

@@ -1,4 +1,4 @@
-"""The page of a tuning: the plan that was found, why, and what it took to find it."""
+"""The page of a tuning: the plan that was found, the reasons for it, and the cost of finding it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tuning_page(run: CampaignRun, front: Front | None, intensity: Intensity | No
 
     Args:
         run: the tuning.
-        front: what the profile predicts to be best; ``None`` without a profile.
+        front: the best plans that the profile predicts; ``None`` without a profile.
         intensity: the grid's carbon intensity; ``None`` if it was not given.
     """
     assert isinstance(run.config, TuneConfig)
@@ -132,11 +132,11 @@ def _predictions(run: CampaignRun, named: Named) -> Table:
 
 
 def _stages(run: CampaignRun) -> Table:
-    """Return time and real steps of each stage of the tuning."""
+    """Return the time and the real steps of each stage of the tuning."""
     trials, document = run.trials, run.document
     search = [trial for trial in trials if not trial["final"]]
     begun = (trials[0]["tuning_s"], trials[0]["tuning_steps"]) if trials else (0.0, 0)
-    # The first window ends the references; where nothing was searched for, it belongs to the finals.
+    # The first stage includes the first window; without a search, that window is one of the finals.
     until = (search[-1]["tuning_s"], search[-1]["tuning_steps"]) if search else begun
     whole = (document["tuning_s"], document["tuning_steps"])
     names = ("references, profile, first window", "search", "finals")

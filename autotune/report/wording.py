@@ -1,4 +1,4 @@
-"""Numbers in words, as all reports show them."""
+"""Numbers as text, for all reports."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from autotune.budget import format_bytes
 
 
 def count(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural where it needs one."""
+    """Return a number with its noun in the singular or plural."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
 
 
 def progress(steps: int, total: int | None) -> str:
-    """Return how far a run is.
+    """Return the progress of a run as text.
 
     Args:
         steps: optimizer steps done.
@@ -22,10 +22,10 @@ def progress(steps: int, total: int | None) -> str:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Return a time in milliseconds; nothing for ``None``."""
+    """Return a time in milliseconds as text; empty for ``None``."""
     return "" if seconds is None else f"{seconds * 1e3:,.1f} ms"
 
 
 def size(size_bytes: float | None) -> str:
-    """Return a size with its unit; nothing for ``None``."""
+    """Return a size with its unit as text; empty for ``None``."""
     return "" if size_bytes is None else format_bytes(size_bytes)

@@ -1,4 +1,4 @@
-"""Files that show a campaign: its page and its figures."""
+"""Writing of a campaign's page and figures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def page_for(run: CampaignRun, intensity: Intensity | None = None) -> CampaignPa
 
 
 def to_json(page: CampaignPage) -> dict[str, Any]:
-    """Return what ``autotune report --json`` prints about a campaign."""
+    """Return the document of ``autotune report --json`` for a campaign."""
     run, optimum = page.run, None
     if page.front is not None and page.front.best is not None:
         plan, cost = page.front.best
@@ -56,13 +56,13 @@ def to_json(page: CampaignPage) -> dict[str, Any]:
 
 
 def publish(folder: Path, tracker: Tracker) -> None:
-    """Write the page and the figures of a finished campaign into its run directory, and hand them to the tracker.
+    """Write the page and the figures of a finished campaign into its run directory, and send them to the tracker.
 
-    The campaign is complete without them: an error here is logged, and ``autotune report`` raises it again.
+    The campaign is complete without them, so an error is only logged; ``autotune report`` would raise it.
     """
     try:
         write_campaign(folder)
-    except Exception as error:  # noqa: BLE001 - whatever it is, what the campaign measured stands
+    except Exception as error:  # noqa: BLE001 - the results of the campaign are complete without a report
         logger.warning("no report was written: %s: %s", type(error).__name__, error)
         return
     tracker.artifact(folder / PAGE_NAME)
@@ -73,8 +73,8 @@ def write_campaign(folder: Path) -> None:
     """Write the page and the figures of a campaign into its run directory.
 
     Raises:
-        RunDirectoryError: if the folder holds no finished campaign.
-        OSError: if they cannot be written.
+        RunDirectoryError: if the folder does not contain a finished campaign.
+        OSError: if a file cannot be written.
     """
     page = page_for(read_campaign(folder))
     write_atomic(folder / PAGE_NAME, page.text)
@@ -85,7 +85,7 @@ def draw_figures(page: CampaignPage, folder: Path) -> list[Path]:
     """Write the pictures of a campaign as PNG files and return their paths.
 
     Raises:
-        OSError: if they cannot be written.
+        OSError: if a file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     costs = page.costs
@@ -99,7 +99,7 @@ def write_figures(drawn: Sequence[Figure], folder: Path) -> list[Path]:
     """Write figures as SVG files and return their paths; figures with the same name are numbered.
 
     Raises:
-        OSError: if they cannot be written.
+        OSError: if a file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []

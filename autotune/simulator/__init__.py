@@ -1,1 +1,1 @@
-"""Simulated training jobs under moving conditions: what the shipped policy is trained on."""
+"""Simulated training jobs under moving conditions, on which the shipped policy is trained."""

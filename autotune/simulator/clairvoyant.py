@@ -1,4 +1,4 @@
-"""Bounds for planning under moving conditions: the best plans for a course that is known in advance."""
+"""Lower bounds on time under moving conditions: the best plans for a course that is known in advance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run_planner(runs: MovingRuns, course: Course, settings: PlannerSettings) -> 
 def clairvoyant(runs: MovingRuns, course: Course) -> Floats:
     """Return the seconds of the best sequence of plans for a course, shape (n,).
 
-    Dynamic programming over the plans of the pools; the cost of switching is included.
+    Uses dynamic programming over the plans of the pools, including the cost of switching.
     """
     runs.begin(course)
     best = runs.every_plan(0)

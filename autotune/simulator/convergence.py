@@ -4,7 +4,7 @@ Progress is measured as *effort*: the number of steps that a batch without gradi
 :func:`autotune.cost_model.goodput.step_efficiency` to the effort. Loss and metric are functions of the effort, and the
 noise scale phi is a function of the loss.
 
-Sources: McCandlish et al. 2018 (arXiv:1812.06162), eqs. 2.7 and 2.11, for the worth of a step; Kaplan et al. 2020
+Sources: McCandlish et al. 2018 (arXiv:1812.06162), eqs. 2.7 and 2.11, for the progress per step; Kaplan et al. 2020
 (arXiv:2001.08361), section 5.1, for a noise scale that is a power of the loss.
 """
 
@@ -26,9 +26,9 @@ from autotune.io.documents import STRICT, NotNegative, Positive, Quantity, valid
 from autotune.plan import Plan
 
 CONVERGENCE_VERSION = 1
-# Factors on the measured noise scale that a fit may choose from, if the runs had different batches.
+# Candidate factors on the measured noise scale for a fit to runs with different batches.
 _NOISE_FACTORS = tuple(float(2.0**power) for power in np.arange(-3, 3.5, 0.5))
-# Points of the integral over the effort.
+# Number of points in the integral over the effort.
 _GRID = 256
 
 
@@ -110,9 +110,9 @@ class Convergence:
         noise: the noise scale as a function of the loss.
         noise_factor: factor on the measured noise scale that explains runs with different batches; 1 if all runs had
             the same batch.
-        squared_errors: per unit and 16-bit precision, the squared error of the whole gradient relative to the square of
-            the gradient, if only this unit uses that precision, late in a run; additive over units.
-        early_squared_errors: the same after a few steps.
+        squared_errors: by unit and 16-bit precision, the squared relative error of the whole gradient late in a run if
+            only this unit uses that precision; additive over units.
+        early_squared_errors: like ``squared_errors``, but after a few steps.
         runs: number of real runs that the model was fitted to.
         steps: optimizer steps of these runs.
         loss_error_frac: median relative error of the fitted loss.
@@ -143,7 +143,7 @@ class Convergence:
         )
 
     def steps_to(self, metric: float, batch: float, squared_error: float = 0.0) -> float:
-        """Return the steps after which the metric reaches a value with a constant batch; infinity if never.
+        """Return the number of steps to reach a value of the metric with a constant batch; infinity if never.
 
         Args:
             metric: value of the metric.
@@ -212,7 +212,7 @@ def fit(
     Args:
         runs: at least one run of three windows; runs with different batches show how much the noise scale matters.
         squared_errors: squared relative gradient errors of low precision late in a run; see :class:`Convergence`.
-        early_squared_errors: the same after a few steps.
+        early_squared_errors: like ``squared_errors``, but after a few steps.
 
     Raises:
         ValueError: if no run has three windows.
@@ -239,7 +239,7 @@ def fit(
 
 
 def fit_noise(runs: Sequence[RunRecord]) -> NoiseLaw:
-    """Return the power law through all known noise scales: a constant if there are few, 0 if there are none."""
+    """Return the power law fitted to the known noise scales; a constant if no power can be fitted, 0 without data."""
     seen = [
         (loss, noise)
         for run in runs
@@ -268,11 +268,11 @@ def _fit_curves(runs: Sequence[RunRecord], noise: NoiseLaw, factor: float) -> tu
 
 
 def fit_curve(efforts: NDArray[np.float64], values: NDArray[np.float64]) -> tuple[Curve, float]:
-    """Return the curve through values, and its median relative error.
+    """Return the curve fitted to values, and its median relative error.
 
     Args:
-        efforts: shape (n,), steps.
-        values: shape (n,); values that are not finite are left out.
+        efforts: shape (n,), in steps.
+        values: shape (n,); values that are not finite are ignored.
     """
     good = np.isfinite(values)
     efforts, values = efforts[good], values[good]

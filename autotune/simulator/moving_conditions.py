@@ -22,11 +22,11 @@ from autotune.simulator.simulated_job import Flags, JobArrays, SimulatedJob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strengths:
-    """How strongly each quantity moves; 0 switches a movement off.
+    """How strongly each condition varies; 0 turns a variation off.
 
     Attributes:
-        noise_error: relative error of one estimate of tr(Sigma) and of |G|^2, which are then averaged; with 0, planners
-            know the noise scale exactly.
+        noise_error: relative error of a single estimate of tr(Sigma) or |G|^2, before averaging; with 0, planners know
+            the noise scale exactly.
         cost_error: standard deviation of the logarithm of a unit's real cost in a precision, relative to its profile.
         common_share: share of that variance that is common to all units in a precision.
         time_noise: standard deviation of the logarithm of a window's measured seconds per step.
@@ -38,13 +38,13 @@ class Strengths:
         curriculum: growth of the logarithm of the length from the first window to the last.
         jitter: standard deviation of the logarithm of a window's longest batch, relative to its mean.
         event_every: windows from one event (such as an evaluation that shares the device) to the next; 0 for none.
-        event_share: share of the budget that an event leaves; ``spread`` applies to what it takes.
-        event_windows: windows that the longest events last. Each lane's events last 1 to this many windows, and only
-            the first window of an event that is not announced is a surprise.
-        event_told: share of lanes in which events are announced; in the others a planner meets them unprepared.
+        event_share: share of the budget that an event leaves; ``spread`` applies to its logarithm.
+        event_windows: largest duration of an event, in windows; each lane draws its own, from 1 to this. Only the first
+            window of an unannounced event is a surprise.
+        event_told: share of lanes in which events are announced to the planner.
         switch_windows: cost of a switch of plans, in windows of the baseline.
         retry_windows: share of a window's time that is lost when it runs out of memory.
-        spread: largest factor by which the strengths of a lane differ from these, drawn for each movement separately.
+        spread: largest factor by which the strengths of a lane differ from these, drawn for each variation separately.
     """
 
     __pydantic_config__ = STRICT
@@ -69,7 +69,7 @@ class Strengths:
     spread: float = 1.0
 
     def only(self, *names: str) -> Strengths:
-        """Return strengths with only the named movements on; what shapes a movement stays."""
+        """Return strengths with only the named variations on; values that shape a variation are kept."""
         shapes = (
             "common_share",
             "drift_windows",
@@ -85,8 +85,8 @@ class Strengths:
         return Strengths(**kept)
 
 
-# The largest values fitted to recorded runs, rounded up, where the runs show a movement; lengths are those of text.
-# Curricula and events are assumed, not measured. The shipped policy is trained under these.
+# The largest values fitted to recorded runs, rounded up, where the runs show a variation; lengths are those of text.
+# Curricula and events are assumed, not measured. The shipped policy is trained under these strengths.
 RECORDED = Strengths(
     noise_error=0.75,
     cost_error=0.2,
@@ -111,22 +111,22 @@ RECORDED = Strengths(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """Everything that happens to n lanes in w windows.
+    """The conditions of n lanes in w windows.
 
     Attributes:
         job: shape (n,), number of each lane's job.
         budget: shape (n, w), memory budget of each window, in bytes.
-        told: shape (n, w), budget that is announced right before each window, in bytes.
-        announced: shape (n,), whether budgets of later windows are announced too.
+        told: shape (n, w), budget that is announced just before each window, in bytes.
+        announced: shape (n,), whether budgets of later windows are also announced.
         still: shape (n,), whether all sequences have one length.
         length: shape (n, w), mean sequence length relative to the profiled one.
-        longest: shape (n, w), the same for the window's longest batch.
+        longest: shape (n, w), sequence length of the window's longest batch, relative to the profiled one.
         drift: shape (n, w, precisions), factor on the seconds of each precision.
         cost: shape (n, max_units, precisions), factor on the seconds of each unit and precision.
         time_noise: shape (n, w), factor on the measured seconds per step.
         switch_windows: shape (n,), cost of a switch of plans, in windows of the baseline.
         trace_error: shape (n, w), factor on the estimate of tr(Sigma).
-        square_error: shape (n, w), standard normal, for the estimate of |G|^2.
+        square_error: shape (n, w), normal error of the estimate of |G|^2, before scaling for the batch size.
     """
 
     job: Indices
@@ -160,7 +160,7 @@ def draw_course(
 
     Args:
         generator: source of random numbers.
-        strengths: how strongly conditions move.
+        strengths: how strongly the conditions vary.
         arrays: costs of the jobs.
         job: shape (n,), number of each lane's job.
         budget_bytes: shape (n,), each lane's budget outside of events.
@@ -169,7 +169,7 @@ def draw_course(
     n, units, precisions = len(job), arrays.max_units, arrays.max_precisions
 
     def own(strength: float) -> Floats:
-        """Return the strength of a movement in each lane, shape (n, 1)."""
+        """Return the strength of a variation in each lane, shape (n, 1)."""
         return np.asarray(strength * np.exp(np.log(strengths.spread) * generator.uniform(-1, 1, (n, 1))))
 
     still = generator.random((n, 1)) >= strengths.length_lanes
@@ -212,9 +212,9 @@ def _events(generator: np.random.Generator, every: Indices, lasts: Indices, wind
     """Return which windows belong to an event and which of them begin one, both of shape (n, windows).
 
     Args:
-        generator: source of random numbers for the place of the first event.
+        generator: source of random numbers for the position of the first event.
         every: shape (n, 1), windows from one event to the next; 0 for none.
-        lasts: shape (n, 1), windows that an event lasts; at least one window lies between two events.
+        lasts: shape (n, 1), windows that an event lasts; limited to ``every`` - 1, but at least 1.
         windows: number of windows.
     """
     period = np.maximum(every, 1)
@@ -233,13 +233,13 @@ def _wandering(generator: np.random.Generator, shape: tuple[int, ...], memory: f
 
 
 class MovingRuns:
-    """Simulated runs of many lanes along a course.
+    """Simulated runs of many lanes under the conditions of a course.
 
     Args:
         jobs: the jobs.
         strengths: only ``noise_error`` and ``retry_windows`` are used; everything else is in the course.
-        windows: windows of a run.
-        pool: how plans are generated.
+        windows: windows per run.
+        pool: settings for generating plans.
 
     Attributes:
         arrays: the profiled costs, which planners know.
@@ -309,7 +309,7 @@ class MovingRuns:
         return course.cost * course.drift[:, window][:, None, :]
 
     def every_plan(self, window: int) -> Floats:
-        """Return the seconds of a window under every plan, shape (n, plans), without the cost of switching to it."""
+        """Return the seconds of a window under every plan, shape (n, plans), without the cost of switching."""
         course, pool = self._course(), self.lanes.pool
         every = np.broadcast_to(np.arange(pool.k.shape[1]), pool.k.shape)
         working = self.steps(window, every) * pool.seconds_per_step(self.factor(window), course.length[:, window])
@@ -340,12 +340,12 @@ class MovingRuns:
         course, window, pool = self._course(), self.window, self.lanes.pool
         length, factor = course.length[:, window], self.factor(window)
         ran_out = pool.peak_of(plan, course.longest[:, window]) > course.budget[:, window]
-        # The plan of the first window is launched with and costs no switch.
+        # The plan of the first window is the initial plan and costs no switch.
         switched = (plan != self.plan) & (window > 0)
         step_s = pool.seconds_of(plan, factor, length)
         working = self.steps(window, plan[:, None])[:, 0] * step_s
         again = self.steps(window, pool.leanest[:, None])[:, 0] * pool.seconds_of(pool.leanest, factor, length)
-        # A part of the window is lost; then the leanest plan repeats the window, and the plan is switched back.
+        # Part of the window is lost; then the leanest plan repeats the window, and the run switches back.
         retried = self.strengths.retry_windows * working + again + 2 * self.switch_s
         seconds = np.where(ran_out, retried, working) + switched * self.switch_s
         self._learn(plan)
@@ -371,7 +371,7 @@ class MovingRuns:
         return np.where(known, self._trace / np.where(known, self._square, 1.0), np.nan)
 
     def _learn(self, plan: Indices) -> None:
-        """Update the estimate of the noise scale in lanes whose steps had, or could be cut into, micro-batches."""
+        """Update the estimate of the noise scale in lanes whose steps have, or can be split into, micro-batches."""
         course, window, facts, lanes = self._course(), self.window, self.facts, self.lanes
         job = course.job
         noise = self.noise_scale(window)

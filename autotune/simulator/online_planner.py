@@ -1,7 +1,7 @@
-"""A planner that chooses a plan window by window: it solves with its cost estimates and switches only if that pays.
+"""A planner that chooses a plan for each window by estimated costs, and switches only if that pays off.
 
 It knows profiles, budgets, the sequence lengths so far and an estimate of the noise scale, and it corrects its cost
-estimates by measured step times. The same planner serves simulated and real runs.
+estimates with measured step times. The same planner serves simulated and real runs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Seen:
     Attributes:
         plan: number of the plan.
         length: mean sequence length relative to the profiled one.
-        longest: the same for the window's longest batch.
+        longest: sequence length of the window's longest batch, relative to the profiled one.
         dip: logarithm of announced over actual budget; 0 if the budget was as announced.
         step_s: measured seconds per step.
         window_s: seconds of its steps, without switching and lost work.
@@ -78,13 +78,13 @@ class PlannerSettings:
     Attributes:
         reserve: safety margin on memory: sequences are assumed to be longer than the last ones by this share.
         rise: prior standard deviation of the logarithm of a window's longest batch over the length of the window before
-            (an unannounced dip of the memory counts too). Plans are then weighed by the expected cost of running out of
-            memory. With 0, the last length and the reserve are taken as certain.
-        retry: windows that are lost when one runs out of memory, besides the repetition under the leanest plan.
+            (an unannounced dip of the memory counts too). Above 0, each plan's time includes the expected cost of
+            running out of memory. With 0, the last length and the reserve are taken as certain.
+        retry: share of a window that is lost when it runs out of memory, besides the repetition under the leanest plan.
         horizon: windows over which a switch must pay for itself; 0 switches whenever another plan is better.
         cost_error: standard deviation of the logarithm of real over profiled costs; 0 trusts the profile.
         common_share: share of that variance that is common to all units in a precision.
-        drift: standard deviation of the change of that logarithm per window.
+        drift: standard deviation of the change of log costs per window, common to all units in a precision.
         time_noise: standard deviation of the logarithm of a window's measured seconds per step.
     """
 
@@ -105,7 +105,7 @@ class Levers:
     """Adjustments of a planner beyond its settings, per lane.
 
     Attributes:
-        brace: shape (n,), share of the last memory dip that is expected to come again.
+        brace: shape (n,), share of the last memory dip that is expected to recur.
         caution: shape (n,), standard deviations that are added to the expected longest batch of the next window.
         k_bias: shape (n,), logarithm of a factor on the worth of each doubling of k.
         price_16_bit: shape (n,), logarithm of a factor on the seconds of 16-bit choices.
@@ -208,7 +208,7 @@ class Rises:
         self._windows += 1
 
     def exceed(self, rise: Floats, caution: Floats) -> Floats:
-        """Return the probability that the next rise exceeds thresholds of shape (lanes, plans), which is logistic."""
+        """Return the probability that the next rise, assumed logistic, exceeds thresholds of shape (lanes, plans)."""
         scale = np.maximum(_LOGISTIC * self.deviation, 1e-9)[:, None]
         middle = (self.mean + caution * self.deviation)[:, None]
         return np.asarray(1 / (1 + np.exp(np.clip((rise - middle) / scale, -50, 50))))
@@ -277,7 +277,7 @@ class Planner:
         belief: estimates of costs.
         rises: estimates of the next window's longest batch.
         length: shape (n,), the last sequence length.
-        dip: shape (n,), logarithm of the last dip of the memory that was not announced; 0 before any.
+        dip: shape (n,), logarithm of the last unannounced dip of the memory budget; 0 before any.
         seen: the last window; ``None`` before the first.
     """
 
@@ -350,7 +350,7 @@ class Planner:
         if window_s is not None:
             running = np.take_along_axis(time, self.plan[:, None], axis=1)
             lost = lost + 2 * switch_s[:, None] / np.maximum(window_s, 1e-12)[:, None] * running
-        # No plan is leaner than the leanest one, so its own risk cannot be avoided.
+        # No plan has a lower peak than the leanest one, so the risk of the leanest plan cannot be avoided.
         least = np.take_along_axis(chance, pool.leanest[:, None], axis=1)
         return np.asarray(np.maximum(chance - least, 0.0) * lost)
 
@@ -370,7 +370,7 @@ class Planner:
         adaptive, k = lanes.adaptive[:, None], lanes.steps
         known = ~np.isnan(noise_scale)[:, None]
         worth = step_efficiency(lanes.batch[:, None] * np.where(adaptive, k, 1.0), np.nan_to_num(noise_scale)[:, None])
-        # Under adaptive batching, k = 1 gives no estimate of the noise scale: while it is unknown, k = 2 is chosen.
+        # Under adaptive batching, k = 1 gives no estimate of the noise scale; while it is unknown, prefer the second k.
         first = np.where(lanes.pool.k == 1, 1.0, 1e-3)
         worth = np.where(known | ~adaptive | (lanes.num_k < 2)[:, None], worth, first)
         return np.asarray(worth * k ** levers.k_bias[:, None])

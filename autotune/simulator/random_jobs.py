@@ -1,7 +1,7 @@
 """Random profiles and jobs, for training policies, for benchmarks and for property-based tests.
 
-They are structured like measured profiles: similar blocks between an embedding and a head. Sizes, speed ratios and kept
-tensors are drawn from wide ranges, so that some 16-bit formats are slower than fp32.
+Random profiles are structured like measured ones: similar blocks between an embedding and a head. Sizes, speed ratios
+and kept tensors are drawn from wide ranges, so that some 16-bit formats are slower than fp32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autotune.units import Unit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What kind of profile to draw.
+    """The kind of profile to draw.
 
     Attributes:
         units: number of recomputable units, not counting the embedding and the head, which are never recomputed.
@@ -227,7 +227,7 @@ def _table(
 def _boundary(
     index: int, units: tuple[Unit, ...], blocks: list[_Block], precisions: tuple[Precision, ...], share: float
 ) -> Boundary:
-    """Return the output of a unit, which this unit or the next one may keep."""
+    """Return the boundary after a unit: its output, which this unit or the next one may keep."""
     own, following = blocks[index], blocks[index + 1]
     producer, consumer = 2 * index + 1, 2 * index + 3
     kept_after = [choice_name(p, Storage.SAVE) for p in precisions if following.keeps_input[p]]

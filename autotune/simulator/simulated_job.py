@@ -25,8 +25,8 @@ class SimulatedJob:
         profile: profiled costs, which planners know.
         convergence: how the job converges.
         target: value of the metric at which a run has reached its target.
-        goal: ``min`` if the metric shall be small, ``max`` if it shall be large.
-        total_samples: samples after which a run ends that has not reached its target.
+        goal: ``min`` if a lower metric is better, ``max`` if a higher one is.
+        total_samples: samples after which a run ends even if it has not reached its target.
         schedule: the learning-rate schedule.
         splits_to_learn: whether a batch may be cut in two to estimate the noise scale at k = 1.
     """
@@ -66,7 +66,7 @@ class Curves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobArrays:
-    """Everything but costs that differs between jobs, as arrays over jobs; see :class:`SimulatedJob`."""
+    """The properties of jobs other than costs, as arrays over jobs; see :class:`SimulatedJob`."""
 
     loss: Curves
     noise_reference: Floats

@@ -5,7 +5,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zoo import Block, Run, Stack, next_token_loss, texts
 
-LOCKED = {f"blocks.{number}": "a checkpoint of the loop's own" for number in (1, 3, 5)}
+LOCKED = {f"blocks.{number}": "the loop's own checkpointing" for number in (1, 3, 5)}
 
 
 class Checkpointed(Stack):

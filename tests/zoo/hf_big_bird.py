@@ -5,7 +5,7 @@ from transformers import BigBirdConfig, BigBirdForMaskedLM
 
 from zoo import VOCABULARY, Run, texts
 
-WHY = "numpy's generator"
+WHY = "NumPy's generator"
 LOCKED = {f"bert.encoder.layer.{number}": WHY for number in range(3)}
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from zoo import WIDTH, Run, Stack, next_token_loss, texts
 
-LOCKED = {f"blocks.{number}": "python's or numpy's generator" for number in range(4)}
+LOCKED = {f"blocks.{number}": "Python's or NumPy's generator" for number in range(4)}
 
 
 class Damped(nn.Module):

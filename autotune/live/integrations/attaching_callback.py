@@ -1,4 +1,4 @@
-"""The common base of the frameworks' callbacks: it attaches a tuner to a training."""
+"""The base class of the callbacks for frameworks, which attaches a tuner to a training run."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ WHERE = "AutotuneCallback"
 
 
 class Attaches:
-    """Attach to the run of a framework's trainer, which fixes k when training begins, or the precision as well.
+    """Base of callbacks that attach a tuner to the run of a framework's trainer.
 
     Attributes:
-        tuner: the tuner of the present or last training; ``None`` before the first.
+        tuner: the tuner of the current or last training run; ``None`` before the first.
 
     Args:
-        policy: as :func:`autotune.attach` takes it.
-        mode: as :func:`autotune.attach` takes it, of those that the framework leaves.
-        stage: ``observe`` changes nothing and scores its own advice; ``act`` switches.
-        memory_budget_bytes: as :func:`autotune.attach` takes it.
-        limits: how far the tuner may go; ``statistics_every`` is not used.
-        runs_dir: where a run directory with the decision log is made; ``None`` writes nothing.
-        settings: as :func:`autotune.attach` takes them; batching is fixed, and so is k where the framework fixes it.
+        policy: as for :func:`autotune.attach`.
+        mode: as for :func:`autotune.attach`, if the framework supports it.
+        stage: ``observe`` only measures and logs decisions; ``act`` switches plans.
+        memory_budget_bytes: as for :func:`autotune.attach`.
+        limits: limits on what the tuner may do; ``statistics_every`` is not used.
+        runs_dir: folder for the run directory with the decision log; ``None`` writes nothing.
+        settings: as for :func:`autotune.attach`, but without adaptive batching, and without choices of k if the
+            framework fixes k.
 
     Raises:
-        AttachError: for another mode or such a setting; and, when training begins, naming what cannot be attached to
-            and the remedy.
+        AttachError: if a mode or setting is not supported, or when training begins, if the run cannot be attached to.
     """
 
     framework: ClassVar[str]
     modes: ClassVar[tuple[Mode, ...]] = (Mode.EXACT,)
-    # What the framework does not leave to a callback, and whether k is left to it.
+    # What the framework fixes when training begins, and whether the callback may tune k.
     fixed: ClassVar[str] = "k and the precision"
     tunes_k: ClassVar[bool] = False
 
@@ -73,7 +73,7 @@ class Attaches:
         self.tuner: LiveTuner | None = None
 
     def _settings_of(self, settings: object) -> Settings:
-        """Return the settings that were given, as far as they are left to a callback."""
+        """Return the given settings; refuse those that the framework does not support."""
         found = settings_of(settings)
         if found.batching != "fixed":
             problem = f"batching is adaptive, but {self.framework} fixes what a step consumes"
@@ -94,10 +94,10 @@ class Attaches:
         accumulation_steps: int,
         is_first: bool,
     ) -> LiveTuner:
-        """Return a tuner of the run that begins; the first process of several writes its log."""
+        """Attach a tuner to the run that begins; of several processes, only the first writes a log."""
         limits = self._limits
         if limits is None or isinstance(limits, Limits):
-            # A framework shows its gradients clipped, if at all.
+            # A framework shows gradients only after clipping, if at all.
             limits = replace(limits or Limits(), statistics_every=None)
         return attach(
             model,

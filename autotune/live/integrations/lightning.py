@@ -1,4 +1,4 @@
-"""Attach to a run of Lightning's Trainer, as one of its callbacks."""
+"""A callback that attaches a tuner to a run of Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from autotune.live.integrations.attaching_callback import WHERE, Attaches
 
 
 class AutotuneCallback(Attaches, Callback):
-    """Switch what is kept for backward and what is recomputed while a Trainer trains; not one bit of training changes.
+    """Callback that switches which activations are recomputed during training, which stays bit-identical.
 
     Plans change between optimizer steps. With ``accumulate_grad_batches`` a step is planned for the largest batch so
-    far, since Lightning shows each batch as it comes. ``Limits.statistics_every`` is not used.
+    far, since Lightning does not show later batches in advance. ``Limits.statistics_every`` is not used.
 
     ::
 
@@ -47,7 +47,7 @@ class AutotuneCallback(Attaches, Callback):
         )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin a step, or go on with one that accumulates."""
+        """Begin a step, or continue one that accumulates batches."""
         if self.tuner is None:
             return
         if self._within and batch_idx % trainer.accumulate_grad_batches:
@@ -59,13 +59,13 @@ class AutotuneCallback(Attaches, Callback):
         self.tuner.tell_phase("forward")
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        """Tell that backward begins."""
+        """Report that the backward pass begins."""
         self._learns = True
         if self._within and self.tuner is not None:
             self.tuner.tell_phase("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tell that backward has ended."""
+        """Report that the backward pass has ended."""
         if self._within and self.tuner is not None:
             self.tuner.tell_phase("update")
 
@@ -73,13 +73,13 @@ class AutotuneCallback(Attaches, Callback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Note that this batch ends its step."""
-        # Where ``training_step`` returned no loss, the optimizer is called as well.
+        # Lightning calls the optimizer even if ``training_step`` returned no loss.
         self._updates = self._learns
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Let the tuner decide about the next steps, if one has ended."""
+        """If a step has ended, let the tuner decide about the next ones."""
         if self.tuner is not None and self._within and self._updates:
             self._within = False
             self.tuner.end_step()
@@ -95,7 +95,7 @@ class AutotuneCallback(Attaches, Callback):
 
 
 def _check(trainer: Trainer, module: LightningModule) -> None:
-    """Refuse what a switch would harm."""
+    """Refuse trainers and modules that the tuner does not support."""
     if not module.automatic_optimization or len(trainer.optimizers) != 1:
         manual = "" if module.automatic_optimization else ", and optimizes manually"
         raise AttachError(

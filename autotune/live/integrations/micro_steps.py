@@ -1,6 +1,6 @@
-"""Tell a live tuner of the micro-batches of a loop that shows neither its batches nor where backward begins.
+"""Hooks that report micro-batches to a live tuner, for loops that show neither batches nor backward passes.
 
-What the loop does not say, the model's root sees: its inputs are the batch, and backward begins once its forward ends.
+The hooks are on the model's root module: its inputs are the batch, and backward begins when its forward pass ends.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from autotune.mechanics.watching_hooks import WatchingHook
 
 
 class MicroSteps:
-    """Watch a model's forward pass from its root, between the calls that bound a step.
+    """Hooks on a model's root module that watch its forward passes within a step.
 
     Args:
         model: the model.
-        tuner: is told.
+        tuner: the tuner to report to.
     """
 
     def __init__(self, model: nn.Module, tuner: LiveTuner) -> None:
@@ -45,18 +45,18 @@ class MicroSteps:
         self._forwards = 0
 
     def update(self) -> None:
-        """Note that the last micro-batch's backward pass has ended, and the update follows."""
+        """Note that the last micro-batch's backward pass has ended, and that the update follows."""
         self._watching = False
         if self._micro_batches:
             self._tuner.tell_phase("update")
 
     def end(self, *, stepped: bool) -> None:
-        """Note that the step has ended, its gradients cleared."""
+        """Note that the step has ended and its gradients are cleared."""
         self._watching = False
         self._tuner.end_step(stepped=stepped)
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -77,12 +77,12 @@ class MicroSteps:
         self._tuner.tell_phase("forward")
 
     def _run_beside(self, module: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        """Run the passes that the tuner wants beside the step, on the loss that the model itself returns."""
+        """Run the tuner's trial passes for the step, with the loss that the model itself returns."""
         self._watching = False
         for args, kwargs in self._tuner.passes_beside(batch):
             try:
                 self._tuner.backward(_loss_of(module(*args, **kwargs)))
-            except Exception as error:  # noqa: BLE001 - the step's own pass raises it again, if it is the caller's
+            except Exception as error:  # noqa: BLE001 - if it is the caller's, the step's own pass raises it again
                 self._tuner.failed_beside(error)
         self._watching = True
 
@@ -92,7 +92,7 @@ class MicroSteps:
 
 
 def _loss_of(output: Any) -> torch.Tensor:
-    """Return the loss among a model's outputs, which the Trainer reads from the same places."""
+    """Return the loss among a model's outputs, found in the same places as the Trainer finds it."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and isinstance(output, tuple) and output:
         loss = output[0]

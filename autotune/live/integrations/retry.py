@@ -1,8 +1,9 @@
-"""Run a step of somebody else's Trainer again, cut in more micro-batches, where memory ran out in it.
+"""Retries of a Trainer's step that ran out of memory, with its batch cut into more micro-batches.
 
-The step then comes out as if its batch had been cut so from the beginning. Over several ranks none enters a collective
-that another does not: a step that is unlike those before is *rehearsed*, each rank by itself, and its gradients are
-averaged once memory has sufficed on all. In another step of several ranks, the error ends the run as it would anyway.
+The result is as if the batch had been cut that way from the beginning. With several ranks, all must enter the same
+collectives. So a step that is unlike earlier ones is *rehearsed*: each rank runs it alone, and the gradients are
+averaged once memory has sufficed on all ranks. In other steps of several ranks, the error ends the run as it would
+without the tuner.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ Pass = Callable[[Any], torch.Tensor]
 
 
 class Retry:
-    """Runs the micro-batches of steps, and those of a step in which memory ran out again.
+    """Runs the micro-batches of each step, and runs a step again if memory ran out in it.
 
-    Generators, buffers and gradients are put back. What a loss or a model writes to attributes is written once more.
+    Generators, buffers and gradients are restored before a retry. Attributes that a loss or a model writes are not.
 
     Args:
-        tuner: cuts the batches.
+        tuner: the tuner, which cuts the batches.
         model: the model as the Trainer calls it.
-        optimizer: its optimizer.
-        rehearses: whether several ranks rehearse steps: not where none may raise its k.
+        optimizer: the model's optimizer.
+        rehearses: whether several ranks rehearse steps, which only helps if k may be raised.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Retry:
         self._model = model
         spread = isinstance(model, DistributedDataParallel) and dist.get_world_size(model.process_group) > 1
         self._ranks = _Ranks(tuner, model, optimizer) if spread and rehearses else None
-        # What was said where memory ran out last.
+        # Message of the last out-of-memory error.
         self._ran_out: str | None = None
 
     def run(self, batch: Any, run_one: Pass) -> torch.Tensor:
@@ -58,7 +59,7 @@ class Retry:
             run_one: runs one micro-batch and returns its share of the step's loss.
 
         Raises:
-            Exception: whatever a micro-batch raises; that memory ran out only where the batch can be cut no further.
+            Exception: any exception of a micro-batch; an out-of-memory error only if the step cannot be retried.
         """
         again = False
         while True:
@@ -68,31 +69,31 @@ class Retry:
             if k is None:
                 assert attempt.loss is not None
                 return attempt.loss
-            # Outside of any except block, whose traceback would keep what the attempt has computed.
+            # Outside of any except block, because its traceback would keep the attempt's tensors alive.
             self._tuner.raise_k(k, reason)
             devices.release(devices.device_of(self._model))
             attempt.start.restore()
             self._ran_out, again = reason, True
 
     def _refuse_wrong_cuts(self) -> None:
-        """End a run whose batches do not fit, and turn out to give another gradient when they are cut."""
+        """Raise if a batch did not fit and trial passes show that it must not be cut."""
         why = self._tuner.locks.get("accumulation_steps")
         if self._ran_out is not None and why is not None:
             raise torch.OutOfMemoryError(f"{self._ran_out} The batch may not be cut: {why}")
 
 
 class _Attempt:
-    """Runs a step's micro-batches once.
+    """One run of a step's micro-batches.
 
     Attributes:
-        start: where the step begins.
-        loss: of the step, once it has run.
+        start: the state at the beginning of the step.
+        loss: the step's loss, once it has run.
 
     Args:
-        tuner: cuts the batch.
+        tuner: the tuner, which cuts the batch.
         model: the model as the Trainer calls it.
         batch: the step's batch.
-        ranks: this one of several; ``None`` for one alone.
+        ranks: this rank among several; ``None`` for a single rank.
         again: whether memory ran out for the same batch before.
     """
 
@@ -105,16 +106,16 @@ class _Attempt:
         self.loss: torch.Tensor | None = None
 
     def run(self, run_one: Pass, check: Callable[[], None]) -> None:
-        """Run them; keep the error where memory runs out and the step can be run again, or other ranks must know.
+        """Run the micro-batches; keep an out-of-memory error if the step can be retried or other ranks must know.
 
         Args:
-            run_one: runs one of its micro-batches.
-            check: is called before the first one.
+            run_one: runs one micro-batch.
+            check: called before the first micro-batch.
         """
         pieces: Any = self._tuner.micro_batches(self._batch)
         losses: list[torch.Tensor] = []
         try:
-            # Closed at once: an exception's traceback would keep it open until some later step.
+            # Closed explicitly: an exception's traceback would keep the generator open until a later step.
             with closing(pieces):
                 for piece in pieces:
                     if self._ranks is None and self._larger_k() is not None:
@@ -135,10 +136,10 @@ class _Attempt:
             self._error = error
 
     def settle(self) -> tuple[int | None, str]:
-        """Return the k to run the step again with, and why; ``None`` once all of it has run.
+        """Return the k to retry the step with, and the reason; ``None`` if no retry is needed.
 
         Raises:
-            Exception: what the attempt raised, where the batch can be cut no further.
+            Exception: the attempt's error, if the batch cannot be cut further.
         """
         error, self._error = self._error, None
         reason = "another rank ran out of memory." if error is None else first_line(error)
@@ -156,7 +157,7 @@ class _Attempt:
         return self._tuner.larger_k if self.start.is_clean else None
 
     def _begin(self) -> None:
-        """Agree with the other ranks, if there are any, on a rehearsal, and note where it begins."""
+        """Agree with the other ranks, if any, on a rehearsal, and copy the state at its beginning."""
         ranks = self._ranks
         if ranks is not None and (self._again or ranks.rehearses(self._batch)):
             ranks.share_buffers()
@@ -169,12 +170,12 @@ class _Attempt:
         except Exception as error:
             if self._ranks is None and devices.is_out_of_memory(error) and self._larger_k() is not None:
                 raise
-            # The step's own pass raises it again, if it is the caller's.
+            # If it is the caller's, the step's own pass raises it again.
             self._tuner.failed_beside(error)
 
 
 class _Start:
-    """Where a step begins: its generators and buffers, and the batch as it is.
+    """The state at the beginning of a step: generators, buffers, and the versions of the batch's tensors.
 
     Args:
         model: the model.
@@ -187,26 +188,26 @@ class _Start:
         self._buffers: dict[str, torch.Tensor] = {}
         self._leaves = [leaf for leaf in tensors(batch) if not leaf.is_inference()]
         self._versions = [leaf._version for leaf in self._leaves]
-        # Gradients of somebody else's making cannot be put back.
+        # Gradients that other code has made cannot be restored.
         self._is_bare = all(parameter.grad is None for parameter in model.parameters())
 
     def copy(self) -> None:
-        """Copy generators and buffers: for that alone there may be no room."""
+        """Copy generators and buffers; this may itself run out of memory."""
         if self._random is None:
             self._buffers = copy_buffers(self._model)
             self._random = randomness.capture()
 
     @property
     def is_clean(self) -> bool:
-        """Tell whether the step can be run again: nobody has written to its batch, and no gradient was there."""
+        """Whether the step can be run again: its batch is unmodified, and it began without gradients."""
         return self._is_bare and self._versions == [leaf._version for leaf in self._leaves]
 
     def keep(self) -> None:
-        """Take in that the step has run."""
+        """Note that the step has run, so that buffers found to be constant are not copied again."""
         drop_constants(self._model, self._buffers)
 
     def restore(self) -> None:
-        """Put generators and buffers back."""
+        """Restore generators and buffers."""
         if self._random is not None:
             write_buffers(self._model, self._buffers)
             randomness.restore(self._random)
@@ -215,13 +216,13 @@ class _Start:
 class _Ranks:
     """One rank of several that train a model in ``DistributedDataParallel``.
 
-    Whether a step is rehearsed the ranks agree on in the tuner's own process group, where a rank may have left. From
-    then on they meet in the run's own, in the same collectives whatever becomes of the step.
+    The ranks agree on a rehearsal in the tuner's own process group, which a rank may have left. The rehearsal itself
+    uses the run's process group, with the same collectives whether or not the step succeeds.
 
     Args:
-        tuner: cuts the batches.
+        tuner: the tuner, which cuts the batches.
         model: the model.
-        optimizer: its optimizer.
+        optimizer: the model's optimizer.
     """
 
     def __init__(self, tuner: LiveTuner, model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -231,34 +232,34 @@ class _Ranks:
         named = model.module.named_parameters()
         ignored = set(model.parameters_to_ignore)
         self._parameters = [one for name, one in named if one.requires_grad and name not in ignored]
-        # Made beforehand: where memory has run out, there is no room for it.
+        # Allocated in advance, because there is no room for it once memory has run out.
         self._largest = torch.zeros(1, device=devices.device_of(model))
-        # Of each plan, the steps that were rehearsed under it.
+        # For each plan, the steps that were rehearsed under it.
         self._known: dict[Plan, list[Signature]] = {}
 
     def rehearses(self, batch: Any) -> bool:
-        """Tell whether the step that is about to run is rehearsed: to one of the ranks it is unlike those before.
+        """Tell whether to rehearse the next step: on some rank it is unlike earlier steps.
 
         Args:
-            batch: its batch.
+            batch: the step's batch.
         """
         if self._model.static_graph:
-            # It is learnt from the first step's hooks, which a rehearsal would run as well.
+            # DDP learns the graph from the hooks of the first step, which a rehearsal would also run.
             return False
         plan = self._tuner.plan
-        # The first update makes the optimizer's states, which take room as well.
+        # The signature includes the optimizer's state, which the first update allocates.
         signature = signature_of(contents_of(batch).shapes, self._trained, self._optimizer, 1)
         known = self._known.setdefault(plan, [])
         is_new = not any(former.covers(signature) for former in known)
         found = self._tuner.largest([float(is_new)])
-        # A rank that could not agree has left, and does not confirm.
+        # A rank that could not agree has left, so the second agreement fails.
         if not found or not found[0] or self._tuner.largest([1.0]) is None:
             return False
         self._known[plan] = [*(former for former in known if not signature.covers(former)), signature]
         return True
 
     def share_buffers(self) -> None:
-        """Take over the first rank's buffers, as the model does before the first forward pass of a step."""
+        """Copy the first rank's buffers, as DDP does before the first forward pass of a step."""
         if self._model.will_sync_module_buffers():
             self._model._sync_buffers()
             self._model.require_forward_param_sync = False
@@ -267,10 +268,10 @@ class _Ranks:
         """Average the gradients over the ranks, if memory sufficed on all of them.
 
         Args:
-            k: 0 if it sufficed on this one, else the k to try next; infinite for none.
+            k: 0 if memory sufficed on this rank, else the k to try next; infinite if there is none.
 
         Returns:
-            0 once the gradients are averaged, else the largest k that a rank has to try next.
+            0 if the gradients were averaged, else the largest ``k`` over the ranks.
         """
         self._largest.fill_(k)
         dist.all_reduce(self._largest, op=dist.ReduceOp.MAX, group=self._model.process_group)
@@ -282,8 +283,8 @@ class _Ranks:
 
     def _average(self) -> None:
         if self._model.find_unused_parameters:
-            # The model's reducer has noted who got gradients. It averages them all, and forgets, as for parameters that
-            # a loss does not use: here it uses one, times 0.
+            # DDP's reducer has recorded which parameters got gradients. A backward pass through one parameter, times 0,
+            # makes it average all gradients and clear its record, as for parameters that a loss does not use.
             used = [parameter for parameter in self._parameters if parameter.grad is not None]
             nothing = min(used, key=torch.numel).sum() * 0.0
             self._model.reducer.prepare_for_backward([nothing])
@@ -298,7 +299,7 @@ class _Ranks:
 
 @contextmanager
 def alone(model: nn.Module) -> Iterator[None]:
-    """Run the body, in which a model's passes enter no collective though it is in ``DistributedDataParallel``."""
+    """Run the body with no collectives in the passes of a model in ``DistributedDataParallel``."""
     if not isinstance(model, DistributedDataParallel):
         yield
         return

@@ -1,4 +1,4 @@
-"""Attach to a run of the ``transformers`` library's Trainer, as one of its callbacks or as a Trainer of its own."""
+"""A callback and a Trainer that attach a tuner to training with the ``transformers`` library."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from autotune.mechanics.watching_hooks import WatchingHook
 
 logger = logging.getLogger(__name__)
 
-# Samples of a batch that still has two halves to be told apart.
+# The smallest batch that is halved if memory runs out: its half can still be cut in two.
 _LEAST_HALVED = 4
 
 
 class _Callback(Attaches, TrainerCallback):
-    """Attach when a training begins, and leave the model as it was found when it ends."""
+    """Base of callbacks that attach when training begins, and restore the model when it ends."""
 
     framework = "the Trainer"
-    # By name, the blocks that the library recomputes, what recomputes each of them, while the tuner does so instead.
+    # By name, the blocks that the library would recompute, with their recompute functions, which the tuner replaces.
     _taken_over: Mapping[str, tuple[Any, Any]] = MappingProxyType({})
 
     def detach(self, reason: str = "detach() was called") -> None:
@@ -42,7 +42,7 @@ class _Callback(Attaches, TrainerCallback):
         self._give_back()
 
     def _give_back(self, names: Collection[str] | None = None) -> None:
-        """Let the library recompute blocks again, where nobody has switched that on or off meanwhile."""
+        """Let the library recompute blocks again, unless other code has changed that meanwhile."""
         given = self._taken_over if names is None else {name: self._taken_over[name] for name in names}
         for part, recompute in given.values():
             if part._gradient_checkpointing_func is operator.call:
@@ -52,7 +52,7 @@ class _Callback(Attaches, TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Give back what the tuner may not recompute, and all that was taken over once it has left by itself."""
+        """Give back the blocks that the tuner may not recompute, or all of them if it has detached."""
         if self.tuner is not None and self._taken_over:
             locks = self.tuner.locks
             self._give_back([name for name in self._taken_over if name in locks] if self.tuner.attached else None)
@@ -67,7 +67,7 @@ class _Callback(Attaches, TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Attach."""
-        # A training that was ended by an exception (out of memory, say, and then tried again) leaves its tuner behind.
+        # A run that ended with an exception, such as out of memory before a retry, leaves its tuner attached.
         self.detach("another training begins")
         if model is None or optimizer is None:
             raise AttachError("the Trainer hands over no model and optimizer", where=WHERE, allowed="a Trainer's run")
@@ -84,9 +84,9 @@ class _Callback(Attaches, TrainerCallback):
         self._watch(model, self.tuner)
 
     def _take_over(self, model: nn.Module) -> None:
-        """Let blocks that the library recomputes just run: from now on the tuner says which are recomputed.
+        """Stop the library from recomputing blocks: from now on the tuner decides which are recomputed.
 
-        All else that the library does where its switch is on (it drops caches, say) stays, and so every bit.
+        Everything else that the library does for checkpointing, such as dropping caches, stays the same.
         """
         found = {
             name: (part, part.__dict__["_gradient_checkpointing_func"])
@@ -94,7 +94,7 @@ class _Callback(Attaches, TrainerCallback):
             if getattr(part, "gradient_checkpointing", False) and "_gradient_checkpointing_func" in part.__dict__
         }
         for part, _ in found.values():
-            # Of the standard library: a model that is copied or pickled needs nothing of this package.
+            # From the standard library, so that a copied or pickled model does not need this package.
             part._gradient_checkpointing_func = operator.call
         self._taken_over = found
         if found:
@@ -115,20 +115,20 @@ class _Callback(Attaches, TrainerCallback):
         return model
 
     def _watch(self, model: nn.Module, tuner: LiveTuner) -> None:
-        """Look at what the Trainer does not say."""
+        """Watch what the Trainer does not report."""
 
 
 class AutotuneCallback(_Callback):
-    """Switch what is kept for backward and what is recomputed while a Trainer trains, and the precision if it may.
+    """Callback that switches which activations are recomputed during training, and in one mode also the precision.
 
-    In mode ``exact`` not one bit of training changes. In mode ``tolerant`` units may compute in 16 bits, if a gradient
-    in 16 bits was seen to differ little on the second step's batch: the model must return its loss, as it does where
-    the batch has labels. k is the Trainer's; :class:`TunedTrainer` tunes it.
+    In mode ``exact`` training stays bit-identical. In mode ``tolerant`` units may compute in 16 bits if a trial on the
+    second step's batch shows that the gradient differs little; for the trial, the model must return its loss, as models
+    do if the batch has labels. The Trainer fixes k; :class:`TunedTrainer` tunes it.
 
     Plans change between optimizer steps. With gradient accumulation a step is planned for the largest micro-batch so
-    far, since the Trainer shows each micro-batch as it comes. ``Limits.statistics_every`` is not used: the Trainer
-    shows its gradients clipped. A training that ends with an exception is not reported to callbacks; call
-    :meth:`detach` to take off what was attached.
+    far, since the Trainer does not show later ones in advance. ``Limits.statistics_every`` is not used: the Trainer
+    shows gradients only after clipping. The Trainer does not notify callbacks of an exception that ends training; call
+    :meth:`detach` in that case.
 
     ::
 
@@ -196,45 +196,45 @@ class AutotuneCallback(_Callback):
 
 
 class TunedTrainer(Trainer):
-    """A Trainer that cuts each batch in as many micro-batches as its memory demands, and may lower precision.
+    """A Trainer that cuts each batch into as many micro-batches as memory requires, and may lower precision.
 
-    Steps, logs, the learning rate's schedule, ``max_steps`` and resuming are the Trainer's: it sees whole batches.
-    Losses and gradients are weighed as it weighs them, and k stays 1 where a batch that was cut in two on the first
-    steps did not keep its gradient (BatchNorm, contrastive losses); ``trainer.tuner.locks`` has the reason.
+    Steps, logs, the learning-rate schedule, ``max_steps`` and resuming work as in the Trainer, which sees whole
+    batches. Losses and gradients are weighted as the Trainer weights them. k stays 1 if cutting a batch in two changed
+    its gradient in the first steps (BatchNorm, contrastive losses); ``trainer.tuner.locks`` has the reason.
 
-    Where memory runs out in a step's forward and backward passes, the step is run again with the next larger k, and
-    smaller ones are locked: see :mod:`autotune.live.integrations.retry`. The error passes in mode ``exact``, in an
-    update, where a loss has written to its batch, and where the batch can be cut no further; with
-    ``auto_find_batch_size`` the Trainer then begins again with a smaller one. What ``compute_loss`` notes by itself, it
-    notes for the failed attempt as well.
+    If memory runs out in a step's forward and backward passes, the step is run again with the next larger k, and
+    smaller values are locked: see :mod:`autotune.live.integrations.retry`. The error is raised in mode ``exact``, in an
+    update, if a loss has modified its batch, and if the batch cannot be cut further; with ``auto_find_batch_size`` the
+    Trainer then begins again with a smaller batch. State that ``compute_loss`` changed in a failed attempt is not
+    restored.
 
     ::
 
         trainer = TunedTrainer(model, args, ..., tuning={"mode": "rounding", "memory_budget_bytes": "20GiB"})
 
     Args:
-        *args: as ``Trainer`` takes them; ``gradient_accumulation_steps`` must be 1.
+        *args: as for ``Trainer``; ``gradient_accumulation_steps`` must be 1.
         tuning: arguments of :class:`autotune.live.integrations.attaching_callback.Attaches`.
-        **kwargs: as ``Trainer`` takes them.
+        **kwargs: as for ``Trainer``.
 
     Raises:
-        AttachError: when training begins, naming what cannot be attached to and the remedy.
+        AttachError: when training begins, if the run cannot be attached to, with the remedy.
     """
 
     def __init__(self, *args: Any, tuning: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Whether losses sum to the step's; ``None`` before the first step.
+        # Whether micro-batches' losses sum to the step's loss; ``None`` before the first step.
         self._shares: bool | None = None
         self._tuning = _Tuning(self, **(tuning or {}))
         self.add_callback(self._tuning)
 
     @property
     def tuner(self) -> LiveTuner | None:
-        """Return the tuner of the training that runs, or of the last one; ``None`` before the first."""
+        """Return the tuner of the current or last training run; ``None`` before the first."""
         return self._tuning.tuner
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer does; an exception that ends the training detaches the tuner, in whatever step it is."""
+        """Train as the Trainer does; if an exception ends training, detach the tuner."""
         try:
             return super().train(*args, **kwargs)
         except BaseException as error:
@@ -244,7 +244,7 @@ class TunedTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Run forward and backward for each micro-batch of a batch; return the batch's loss."""
         tuner, retry = self.tuner, self._tuning.retry
-        # A batch that does not fit is cut also where the tuner has left.
+        # A batch that does not fit is still cut after the tuner has detached.
         if tuner is None or retry is None or not (tuner.attached or tuner.plan.accumulation_steps > 1):
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
             return loss
@@ -261,7 +261,7 @@ class TunedTrainer(Trainer):
 
     @contextmanager
     def _dividing_by(self, divisor: float) -> Iterator[None]:
-        """Let the Trainer divide losses by something else than the batches that it accumulates, where it is not 1."""
+        """Let the Trainer divide losses by another number than its accumulated batches; 1 changes nothing."""
         former = self.current_gradient_accumulation_steps, getattr(self, "loss_is_scaled_for_ga", None)
         try:
             if divisor != 1.0:
@@ -273,7 +273,7 @@ class TunedTrainer(Trainer):
 
     @torch.no_grad()
     def _losses_are_shares(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> bool:
-        """Tell whether the losses of a batch's halves sum to its own: some models heed ``num_items_in_batch``."""
+        """Tell whether the losses of a batch's halves sum to its own, as in models that use ``num_items_in_batch``."""
         while True:
             try:
                 return self._halves_sum(model, inputs, num_items_in_batch)
@@ -303,7 +303,7 @@ class TunedTrainer(Trainer):
 
 
 class _Tuning(_Callback):
-    """Attach when a ``TunedTrainer`` begins, and tell the tuner where its steps end."""
+    """Callback of a ``TunedTrainer`` that attaches a tuner and reports the end of each step."""
 
     modes = tuple(Mode)
     tunes_k = True
@@ -359,7 +359,7 @@ class _Tuning(_Callback):
 
 
 def _check(args: TrainingArguments, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what a switch would harm, or what leaves nothing to switch."""
+    """Refuse models and arguments that the tuner does not support."""
     parallel = str(getattr(getattr(optimizer, "accelerator_state", None), "distributed_type", ""))
     if args.torch_compile:
         raise AttachError(
