@@ -242,7 +242,7 @@ def test_seeds_that_train_on_a_cluster_become_what_they_become_here(
     there = commands.train(request, runs_dir=tmp_path / "there")
     losing.join()
     assert found["under_way"] == 2
-    assert "goes on elsewhere" in caplog.text
+    assert "continues on another machine" in caplog.text
     assert there["won_percent_mean"] == here["won_percent_mean"]
     for seed in (4, 9):
         (own,), (other,) = (list((tmp_path / name).glob(f"*/seed-{seed}.safetensors")) for name in ("here", "there"))

@@ -20,7 +20,7 @@ from autotune.live.kill_switches import KILL_VARIABLE
 from autotune.mechanics.devices import quiet_profiler
 
 # What a tuner still is once it is detached: it runs the loop, and has the step that an exception ended.
-HELD = {"LiveTuner", "Attached", "Limits", "Size", "BudgetFunction", "Trained", "Update", "WholeTensors", "_Running"}
+HELD = {"LiveTuner", "Attached", "Limits", "Size", "BudgetFunction", "Trained", "Update", "WholeTensors", "RunningStep"}
 LEAKS: dict[str, str] = {}
 # Loops whose modules hold graphs where an exception ends them: what can still be run backward through holds what would
 # recompute it.
