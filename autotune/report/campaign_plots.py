@@ -139,8 +139,8 @@ def arrival_plot(comparison: Mapping[str, Any]) -> Plot:
     return Plot(
         title="Time against memory (mean, range)",
         described="Training time to the target against peak memory of each arm.",
-        x=Axis(name="peak memory, MiB", low=0.0, high=1.06 * max(xs, default=1.0)),
-        y=Axis(name="training time to target, s", low=0.0, high=1.06 * max(ys, default=1.0)),
+        x=Axis(name="peak memory, MiB", low=0.0, high=1.06 * (max(xs, default=0.0) or 1.0)),
+        y=Axis(name="training time to target, s", low=0.0, high=1.06 * (max(ys, default=0.0) or 1.0)),
         layers=layers,
     )
 
@@ -238,7 +238,7 @@ def _courses_plot(
     return Plot(
         title=title,
         described=described,
-        x=Axis(name=x_name, low=0.0, high=end * 1.03),
+        x=Axis(name=x_name, low=0.0, high=(end or 1.0) * 1.03),
         y=axis_around(y_name, values, 0.06),
         layers=[*layers, *limit],
     )
