@@ -37,7 +37,14 @@ from autotune.mechanics.buffers import (
     replaced_buffers,
     version_of,
 )
-from autotune.mechanics.copies import CopyError, TensorCopy, copied, has_scalar_attributes, is_unchanged
+from autotune.mechanics.copies import (
+    CopyError,
+    TensorCopy,
+    copied,
+    given_attributes,
+    has_scalar_attributes,
+    is_unchanged,
+)
 from autotune.mechanics.kept import Kept, Objects, Reads, flattened, is_carrier, objects_of, without_graph
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.repeats import Repeats, is_due
@@ -432,8 +439,8 @@ class Recomputation:
             return None
         self._look_for_carriers(parts)
         objects = self._copied(leaves, parts, reads)
-        computed = [one for one in leaves if type(one) is torch.Tensor and one.grad_fn is not None and vars(one)]
-        if not all(map(has_scalar_attributes, computed)):
+        computed = (one for one in leaves if type(one) is torch.Tensor and one.grad_fn is not None)
+        if not all(has_scalar_attributes(one) for one in computed if given_attributes(one)):
             self.barred = "it is handed a tensor with attributes that a recomputation may change"
         if objects is None or self.barred is not None:
             return None
@@ -454,7 +461,7 @@ class Recomputation:
         first = _First(args, kwargs, leaves, [*inputs, *_elsewhere(inputs, leaves, parts)], reads)
         tensors = {place: leaf for place, leaf in given.items() if leaf.grad_fn is None}
         others = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-        attributes = {place: vars(leaf).copy() for place, leaf in others.items() if has_scalar_attributes(leaf)}
+        attributes = {place: given_attributes(leaf) for place, leaf in others.items() if has_scalar_attributes(leaf)}
         call = _Call(forward, shape, tensors, attributes, kept, held, again, first)
         self._last = call if self.keeps else None
         return call

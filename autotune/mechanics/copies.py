@@ -55,6 +55,8 @@ _SHARED = (
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _PLAIN_CONTAINERS = (list, tuple, dict, set, frozenset, deque, OrderedDict, defaultdict)
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
+# Beginnings of the names of attributes that torch.compile sets on tensors to say which sizes may vary.
+_COMPILER_MARKS = ("_dynamo", "_has_dynamo", "_specialize_on")
 # Packages whose objects belong to the process: process groups, streams, context variables and loggers.
 _OF_THE_PROCESS = ("torch._C", "torch.distributed", "contextvars", "_contextvars", "logging")
 # Most objects in one copy; an object that leads to more probably leads to the whole program.
@@ -198,9 +200,14 @@ def has_scalars_only(value: Any) -> bool:
     return _SCALARS.issuperset(map(type, value.values() if isinstance(value, dict) else value))
 
 
+def given_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes that a tensor has been given, without the marks that ``torch.compile`` leaves."""
+    return {name: value for name, value in vars(tensor).items() if not name.startswith(_COMPILER_MARKS)}
+
+
 def has_scalar_attributes(tensor: torch.Tensor) -> bool:
     """Return whether a plain tensor has been given attributes, all of them numbers, strings, bytes or ``None``."""
-    return type(tensor) is torch.Tensor and bool(vars(tensor)) and has_scalars_only(vars(tensor))
+    return type(tensor) is torch.Tensor and bool(given := given_attributes(tensor)) and has_scalars_only(given)
 
 
 def copied(value: Any, tensor: TensorCopy = lambda tensor: tensor) -> Any:
