@@ -36,6 +36,9 @@ broken-rule = toy_tuning:broken_rule
 restless = toy_tuning:Restless
 planned = toy_tuning:Planned
 broken-policy = toy_tuning:NoPolicy
+broken-decide = toy_tuning:BrokenDecide
+no-plan = toy_tuning:NoPlan
+broken-reset = toy_tuning:BrokenReset
 """
 
 CODE = """
@@ -105,6 +108,21 @@ class Planned(Restless):
 
 class NoPolicy:
     pass
+
+
+class BrokenDecide(Restless):
+    def decide(self, observation, plan):
+        raise ZeroDivisionError("no decision today")
+
+
+class NoPlan(Restless):
+    def decide(self, observation, plan):
+        return None
+
+
+class BrokenReset(Restless):
+    def reset(self):
+        raise RuntimeError("no reset today")
 """
 
 
@@ -188,6 +206,17 @@ def test_a_broken_arm_is_one_sentence(arm: str, says: str, tmp_path: Path, capsy
     assert compare(f"baseline,sqrt,{arm}", tmp_path) == 2
     assert re.search(says, capsys.readouterr().err.strip().splitlines()[-1])
     assert not list((tmp_path / "runs").glob("*-compare-*"))
+
+
+@pytest.mark.parametrize(
+    ("arm", "says"),
+    [("broken-decide", "no decision today"), ("no-plan", "got NoneType"), ("broken-reset", "no reset today")],
+)
+def test_a_policy_that_fails_while_it_decides_is_one_sentence(
+    arm: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare(f"baseline,{arm}", tmp_path, "--seeds", "2") == 2
+    assert re.search(f"policy {arm!r} {PACKAGE} .*{says}", capsys.readouterr().err.strip().splitlines()[-1])
 
 
 @pytest.mark.parametrize("verb", ["tune", "compare"])

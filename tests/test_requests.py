@@ -12,6 +12,7 @@ import pytest
 
 import autotune
 from autotune import ClusterOptions, InputError, RankOptions, RunDirectoryError, commands
+from autotune.campaign.arms import arm_names
 from autotune.campaign.setup import prepare
 from autotune.campaign.trusted_inputs import TrustedInputs
 from autotune.cli.main import run
@@ -140,3 +141,12 @@ def test_a_training_refuses_options_that_contradict_each_other(tmp_path: Path) -
 @pytest.mark.parametrize(("tuning", "expected"), [(0, [1000, 1001, 1002]), (1001, [1000, 1002, 1003])])
 def test_runs_are_compared_on_seeds_that_no_plan_was_searched_with(tuning: int, expected: list[int]) -> None:
     assert CompareOptions(seeds=3, seed=tuning).request("digits", ["baseline"]).seeds == expected
+
+
+def test_arms_are_recognized_in_the_notation_of_the_original_command(tmp_path: Path) -> None:
+    given = "p.json+tf32+adamw=3e-4"
+    (recorded,) = set(arm_names([given])) - {"baseline"}
+    assert recorded != given
+    TrustedInputs(run=tmp_path, arms=[given]).require_arms(["baseline", recorded])
+    with pytest.raises(RunDirectoryError, match="is a file or a folder"):
+        TrustedInputs(run=tmp_path).require_arms([recorded])

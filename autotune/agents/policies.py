@@ -12,6 +12,8 @@ from typing import Any
 from autotune.agents.entry_points import POLICY_GROUP, Registry
 from autotune.agents.policy import PlanningPolicy, Policy
 from autotune.errors import InputError
+from autotune.gym.observation import Observation
+from autotune.plan import Plan
 
 
 def _as_factory(given: Any) -> Callable[[], Policy]:
@@ -37,6 +39,57 @@ def make_policy(name: str) -> Policy:
         if not isinstance(policy, Policy):
             raise TypeError(f"expected a Policy with name, decide() and reset(), got {type(policy).__name__}")
         return policy
+
+
+class _NamedPolicy:
+    """A policy whose exceptions become one sentence that names its package.
+
+    Other attributes are those of the policy.
+
+    Args:
+        registry: the registry of the entry that made the policy.
+        name: the entry's name.
+        policy: the policy.
+    """
+
+    def __init__(self, registry: Registry[Any], name: str, policy: Policy) -> None:
+        self._registry, self._entry, self._policy = registry, name, policy
+        self.name = policy.name
+
+    def decide(self, observation: Observation, plan: Plan) -> Plan:
+        """Return the policy's next plan.
+
+        Raises:
+            InputError: if another package's policy fails or returns something that is not a plan.
+        """
+        with self._registry.errors_named(self._entry):
+            answer = self._policy.decide(observation, plan)
+            if not isinstance(answer, Plan):
+                raise TypeError(f"expected a Plan from decide(), got {type(answer).__name__}")
+            return answer
+
+    def reset(self) -> None:
+        """Reset the policy.
+
+        Raises:
+            InputError: if another package's policy fails.
+        """
+        with self._registry.errors_named(self._entry):
+            self._policy.reset()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+
+def with_named_errors(registry: Registry[Any], name: str, policy: Policy) -> Policy:
+    """Return a policy whose exceptions name its package; a policy of this package is returned as it is.
+
+    Args:
+        registry: the registry of the entry that made the policy.
+        name: the entry's name.
+        policy: the policy.
+    """
+    return policy if name in registry.registered or name not in registry else _NamedPolicy(registry, name, policy)
 
 
 def planning_policy(name: str) -> PlanningPolicy:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.agents.entry_points import RULE_GROUP, Registry
+from autotune.agents.policies import with_named_errors
 from autotune.agents.policy import Policy, StaticPolicy
 from autotune.cost_model.noise_scale import adaptive_accumulation
 from autotune.cost_model.paper_equations import kept_layers
@@ -73,7 +74,8 @@ def rule_policy(name: str, space: PlanSpace, job: Job) -> Policy:
     """
     plan, adaptive = rule_plan(name, space), RULES[name].adaptive
     if adaptive is not None and job.batching == "adaptive" and len(space.accumulation_choices) > 1:
-        return adaptive(space, plan)
+        with RULES.errors_named(name):
+            return with_named_errors(RULES, name, adaptive(space, plan))
     return StaticPolicy(name, plan)
 
 

@@ -33,9 +33,6 @@ from autotune.stats import median_interval, total_ratio_interval
 _AMPLE = 2**45
 # Number of steps over which one-off costs are spread, as in the tuner.
 _SPREAD_OVER = 1000
-# Arms stop early once the 95 % intervals of the median ratios extend no further than ``_NARROW`` from the medians: a
-# third of the 1 % that the tuner may cost. Checked every ``_LOOK_EVERY`` batches, after at least ``_LEAST``.
-_NARROW, _LOOK_EVERY, _LEAST = 0.0033, 50, 200
 # Number of batches of the run with timers: shares of a mean need fewer than an interval.
 _TIMED_BATCHES = 120
 
@@ -102,11 +99,10 @@ def bench_followed(course: Course, *, steps: int, seed: int, reporter: Reporter 
     """Return the seconds per sample of a live run divided by those of an unattached copy under the same plans.
 
     The ratio is measured without timers in the tuner. A second, shorter run with timers shows where the seconds go.
-    The first run ends before ``steps`` batches once its intervals are narrow.
 
     Args:
         course: the run.
-        steps: limit on the batches of each arm.
+        steps: number of batches of each arm.
         seed: random seed for both arms.
         reporter: shows progress.
     """
@@ -116,8 +112,6 @@ def bench_followed(course: Course, *, steps: int, seed: int, reporter: Reporter 
     with _Pair(course, seed, course.job) as pair:
         for done in pair.take(steps, seed):
             shows.advance(done)
-            if done >= _LEAST and done % _LOOK_EVERY == 0 and _is_narrow(pair):
-                break
         status = pair.live.tuner.status
     live = pair.live
     own = float(status["overhead_frac"])
@@ -127,11 +121,11 @@ def bench_followed(course: Course, *, steps: int, seed: int, reporter: Reporter 
         "course": course.name,
         "job": course.job.name,
         **{name: course.arguments.get(name, "exact") for name in ("stage", "mode", "policy")},
-        "steps": sum(pair.ends),
+        "steps": sum(pair.live.updated),
         "batches": len(pair.followed.seconds),
         "plans": len(dict.fromkeys(map(str, live.plans))),
         "placed": status["placed"],
-        "identical": live.losses[: len(pair.followed.losses)] == pair.followed.losses,
+        "identical": live.losses == pair.followed.losses,
         "attached": status["attached"],
         "detached_because": status["detached_because"],
         **wall,
@@ -178,15 +172,10 @@ class _Pair:
             self._taken = done
             yield done
 
-    @property
-    def ends(self) -> list[bool]:
-        """Return whether each batch that both arms have taken ended with an update."""
-        return self.live.updated[: len(self.followed.seconds)]
-
     def step_seconds(self, clock: Clock) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return the seconds of each step of the live arm and of its follower."""
         own, other = (
-            _per_step(arm.seconds if clock == "wall" else arm.cpu_seconds, self.ends)
+            _per_step(arm.seconds if clock == "wall" else arm.cpu_seconds, self.live.updated)
             for arm in (self.live, self.followed)
         )
         return own, other
@@ -203,27 +192,16 @@ class _Pair:
         self._folder.cleanup()
 
 
-def _is_narrow(pair: _Pair) -> bool:
-    """Return whether the intervals of the median ratios are narrow enough to end the run."""
-    for clock in CLOCKS:
-        own, other = pair.step_seconds(clock)
-        low, high = median_interval((own / other).tolist())
-        median = float(np.median(own / other))
-        if max(high - median, median - low) > _NARROW:
-            return False
-    return True
-
-
 def _figures(pair: _Pair, clock: Clock) -> dict[str, Any]:
     """Return the ratios of the live arm's seconds to its follower's, on one clock."""
     own, other = pair.step_seconds(clock)
-    learning = _per_step(pair.live.learning, pair.ends) > 0
+    learning = _per_step(pair.live.learning, pair.live.updated) > 0
     low, high = median_interval((own / other).tolist())
     first, last = total_ratio_interval(own, other)
     once = float((own - other)[learning].sum())
     ordinary_s, more = float(other[~learning].mean()), float((own - other)[~learning].mean())
     steps = max(len(own), _SPREAD_OVER)
-    samples = sum(pair.samples[: len(pair.ends)])
+    samples = sum(pair.samples)
     return {
         "ratio_median": float(np.median(own / other)),
         "ratio_ci95": [low, high],

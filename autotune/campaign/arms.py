@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from autotune.agents.policies import POLICIES, make_policy
+from autotune.agents.policies import POLICIES, make_policy, with_named_errors
 from autotune.agents.policy import PlanningPolicy, StaticPolicy
 from autotune.agents.rules import RULES, rule_plan, rule_policy
 from autotune.agents.search_methods import METHODS
@@ -146,12 +146,13 @@ def live_arm(name: str, profile: Profile | None, budget_bytes: int | None) -> Ar
 
     called = name if name in POLICIES else Path(name).resolve().name
     policy = make_policy(name) if name in POLICIES else load_policy(Path(name))
+    named = with_named_errors(POLICIES, name, policy)
     if profile is None:
-        return Arm(name=called, policy=lambda _space: policy)
+        return Arm(name=called, policy=lambda _space: named)
     if isinstance(policy, PlanningPolicy):
         with POLICIES.errors_named(name):
             policy.begin(profile, budget_bytes)
-    return Arm(name=called, policy=lambda _space: policy, tuning_s=profile.seconds, tuning_steps=profile.steps)
+    return Arm(name=called, policy=lambda _space: named, tuning_s=profile.seconds, tuning_steps=profile.steps)
 
 
 def _is_policy_folder(name: str) -> bool:

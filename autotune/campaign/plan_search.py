@@ -254,7 +254,8 @@ class _Tuning:
                 search.tell(plan, env.observation, -reward)
             if truncated:
                 env.reset()
-        search.close()
+        with METHODS.errors_named(self.method):
+            search.close()
 
     def _context(self, env: TuningEnv) -> SearchContext:
         rules = (env.plan_space.baseline(), env.plan_space.leanest(), *_first_plans(env))
@@ -279,7 +280,7 @@ class _Tuning:
 
         env.reset(seed=self.settings.seed)
         start = self._best_rule(env)
-        with isolated():
+        with isolated(), METHODS.errors_named(self.method):
             trained = method.train(env, self.settings.seed, start)
         training = policy_folder.Training(
             job=self.job.name,
@@ -311,7 +312,8 @@ class _Tuning:
         goal = self._goal()
         for share in _REPLANS:
             wanted = None if budget is None else int(budget * share)
-            plans = method.plans(self.profile, wanted, goal)[:FINALISTS]
+            with METHODS.errors_named(self.method):
+                plans = method.plans(self.profile, wanted, goal)[:FINALISTS]
             plan, measurement, cost = self._finals(plans)
             if self._is_feasible(plan, measurement):
                 return plan, measurement, cost

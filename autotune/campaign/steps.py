@@ -82,8 +82,12 @@ def begin_run(campaign: Campaign, verb: str, config: dict[str, Any]) -> RunDirec
             "asked": asdict(campaign.request),
         },
     )
-    campaign.journal.keep_in(run.path)
-    send_pending(campaign.runs)
+    try:
+        campaign.journal.keep_in(run.path)
+        send_pending(campaign.runs)
+    except BaseException:
+        run.close()
+        raise
     return run
 
 

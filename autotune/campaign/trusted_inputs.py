@@ -20,7 +20,7 @@ from autotune.engines.ray_cluster import ClusterOptions
 from autotune.engines.registry import RankOptions
 from autotune.errors import RunDirectoryError
 from autotune.job import Job
-from autotune.launching import split
+from autotune.launching import canonical, split
 from autotune.records.requests import Cluster, Ranks, digest_of
 
 _Given = TypeVar("_Given")
@@ -75,9 +75,11 @@ class TrustedInputs:
 
     def require_arms(self, recorded: Sequence[str]) -> None:
         """Check that the caller supplies every arm or method that is a file, a folder or code of another package."""
+        # A run records names with their launch options in one order and notation.
+        supplied = {*self.arms, *(canonical(name, where="--arms") for name in self.arms)}
         for name in recorded:
             plain = split(name, where=f"{self.run}, arms")[0]
-            if name in self.arms or plain in OWN_ARMS:
+            if name in supplied or plain in OWN_ARMS:
                 continue
             installed = plain in RULES or plain in METHODS or plain in POLICIES
             kind = "code of another package" if installed else "a file or a folder"

@@ -41,7 +41,8 @@ def tune(campaign: Campaign, method: str) -> dict[str, Any]:
             if profile is not None:
                 # Refuse a budget that cannot be met before anything is written.
                 plans = found.plans if isinstance(found, PlanningMethod) else close_plans
-                plans(profile, references.memory_budget_bytes, Goal())
+                with METHODS.errors_named(method):
+                    plans(profile, references.memory_budget_bytes, Goal())
             run = opened.enter_context(begin_run(campaign, "tune", {"method": method}))
             keep_profile(campaign, run, profile)
             tracker = Tracker(campaign.runs, run.path, f"tune {campaign.job.name} {method}")

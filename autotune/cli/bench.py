@@ -72,13 +72,13 @@ def _bench(measure: Callable[..., _Measured]) -> Callable[..., _Measured]:
         with shared.Bars(output) as bars:
             result = measure(_Run(output, bars, runs_dir), **options)
         path, document = write_document(result.name, result.document, runs_dir)
-        if result.draw is not None:
-            result.draw(document, path.with_suffix(".png"))
         if as_json:
             shared.print_json(document)
         *others, last = result.lines
         for line in (*others, f"{last}; written to {path}"):
             output.print(line, soft_wrap=True)
+        if result.draw is not None:
+            result.draw(document, path.with_suffix(".png"))
 
     own = [*inspect.signature(measure, eval_str=True).parameters.values()][1:]
     common = [*inspect.signature(command, eval_str=True).parameters.values()][:2]

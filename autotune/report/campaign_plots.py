@@ -238,7 +238,7 @@ def _courses_plot(
     return Plot(
         title=title,
         described=described,
-        x=Axis(name=x_name, low=0.0, high=(end or 1.0) * 1.03),
+        x=Axis(name=x_name, low=0.0, high=end * 1.03),
         y=axis_around(y_name, values, 0.06),
         layers=[*layers, *limit],
     )
@@ -254,7 +254,7 @@ def speed_plot(comparison: Mapping[str, Any]) -> Plot:
     said = []
     for number, entry in enumerate(judged_arms(comparison).values(), 1):
         if entry["time_ratio"] is None:
-            rows.append((number, f"no ratio: {entry['arm']}", None))
+            rows.append((number, f"{entry['arm']}: no ratio", None))
             said.append(f"{entry['arm']}: {entry['reason']}")
             continue
         middle, high, low = (1 / ratio for ratio in (entry["time_ratio"], *entry["time_ratio_ci95"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -98,9 +99,12 @@ class Layer:
         return [(x, y) for x, y in self.points if y is not None]
 
     def thinned(self) -> Iterator[Point]:
-        """Yield the points; if there are too many, only the lowest and the highest of each group of neighbours."""
+        """Yield the points; of a course with too many, the lowest and the highest of each group of neighbours.
+
+        A cloud, whose points are not in order of x, has no neighbours and is yielded whole.
+        """
         each = -(-len(self.points) // _POINTS)
-        if each <= 2:
+        if each <= 2 or any(x > later for (x, _), (later, _) in itertools.pairwise(self.points)):
             yield from self.points
             return
         for start in range(0, len(self.points), each):

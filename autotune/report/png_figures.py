@@ -173,7 +173,11 @@ def _draw_layer(axes: Any, layer: Layer) -> None:
             axes.plot(xs, ys, linestyle="none", color=colour, label=name, **(star if layer.look == "star" else faint))
         case Shape.ARM:
             middles = ys if layer.spread_axis == "y" else xs
-            ends = [(middle - low, high - middle) for middle, (low, high) in zip(middles, layer.spread, strict=False)]
+            # By rounding, the middle of equal measurements may lie beyond their ends.
+            ends = [
+                (max(middle - low, 0.0), max(high - middle, 0.0))
+                for middle, (low, high) in zip(middles, layer.spread, strict=False)
+            ]
             bars = {f"{layer.spread_axis}err": list(zip(*ends, strict=True))} if ends else {}
             marker = _ARMS[layer.number % len(_ARMS)]
             axes.errorbar(xs, ys, fmt=marker, color=colour, markersize=7, capsize=4, label=name, **bars)

@@ -207,12 +207,10 @@ class _Canvas:
 
     def _spreads(self, layer: Layer) -> Iterator[Markup]:
         for (low, high), (x, y) in zip(layer.spread, layer.known, strict=bool(layer.spread)):
-            if low == high:
-                continue
             if layer.spread_axis == "y":
-                yield _line(self._x(x), self._y(low), self._x(x), self._y(high), "spread")
+                yield from [_line(self._x(x), self._y(low), self._x(x), self._y(high), "spread")] if low != high else []
                 continue
-            yield _line(self._x(low), self._y(y), self._x(high), self._y(y), "spread")
+            yield from [_line(self._x(low), self._y(y), self._x(high), self._y(y), "spread")] if low != high else []
             # An interval that extends beyond the axis ends in an arrow.
             if low < self._plot.x.low:
                 yield _path(self._x(low), self._y(y), "l7-4.5v9z", f"mark {layer.look}")
