@@ -62,6 +62,9 @@ def test_a_rank_that_leaves_takes_the_others_along_and_lets_none_wait(step: int,
     left = run_ranks(tmp_path, f"leaving-{step}", 24, 2)
     assert left[0]["why"] == "its loop wants to"
     assert "another rank has left" in left[1]["why"]
+    # Plans have the precisions that are fast on all ranks.
+    assert "another rank has no fast path" in left[0]["locks"]["fp16"]
+    assert "another rank has no fast path" in left[1]["locks"]["bf16"]
     # Ranks meet at each step once they have a profile.
     assert left[1]["left_at"] <= (step + 1 if step else 24)
     assert_same_run(plain, left)
