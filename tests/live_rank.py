@@ -1,4 +1,4 @@
-"""Train one rank of a data-parallel run, attached or not, and write down all that came of it; started by torchrun."""
+"""Train one rank of data-parallel runs, attached or not, and write down all that came of them; started by torchrun."""
 
 from __future__ import annotations
 
@@ -45,11 +45,27 @@ class Troubled(Wanders):
 
 
 def main() -> None:
-    """Train."""
-    folder, way, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    """Train one run after another."""
+    folder, ways, steps = Path(sys.argv[1]), sys.argv[2].split(","), int(sys.argv[3])
     # Profiled by each rank for itself, before there are several.
-    lowest, highest = profiled_peaks() if way == "following" else (0, 0)
+    peaks = profiled_peaks() if "following" in ways else (0, 0)
     dist.init_process_group("gloo")
+    for way in ways:
+        train(folder, way, steps, *peaks)
+        known_precisions.forget()
+    dist.destroy_process_group()
+
+
+def train(folder: Path, way: str, steps: int, lowest: int, highest: int) -> None:
+    """Train one run.
+
+    Args:
+        folder: where each rank writes what came of it.
+        way: whether and how the run is attached to.
+        steps: of each rank.
+        lowest: bytes of the leanest plan, from a profile, for the way that needs it.
+        highest: bytes of the baseline.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     seeded(rank)
     torch.manual_seed(0)
@@ -136,7 +152,6 @@ def main() -> None:
     if tuner is not None:
         tuner.detach()
     dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
