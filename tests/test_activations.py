@@ -146,7 +146,7 @@ def test_training_in_bf16_with_recomputed_units_is_bit_identical(name):
     assert set(controls.recomputations(model).values()) == {4}
 
 
-def test_a_buffer_that_begins_to_change_when_it_is_unfrozen_is_still_updated_once():
+def test_buffer_that_changes_only_after_unfreezing_is_updated_once():
     def thaw(model: nn.Module, step: int) -> None:
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):
@@ -162,7 +162,7 @@ def test_a_buffer_that_begins_to_change_when_it_is_unfrozen_is_still_updated_onc
     assert differences(expected, seen) == []
 
 
-def test_a_buffer_that_changes_in_some_steps_only_is_still_updated_once():
+def test_buffer_that_changes_only_in_some_steps_is_updated_once():
     def count_steps(model: nn.Module, step: int) -> None:
         for layer in model:
             layer.num_steps = step
@@ -177,7 +177,7 @@ def test_a_buffer_that_changes_in_some_steps_only_is_still_updated_once():
     assert differences(expected, seen) == []
 
 
-def test_a_unit_called_several_times_in_one_pass_recomputes_each_call_with_its_own_buffers():
+def test_unit_called_several_times_in_one_pass_recomputes_each_call_with_its_own_buffers():
     class Repeated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -195,7 +195,7 @@ def test_a_unit_called_several_times_in_one_pass_recomputes_each_call_with_its_o
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_unit_in_evaluation_mode_with_gradients_is_recomputed_too(training):
+def test_unit_in_evaluation_mode_with_gradients_is_recomputed(training):
     torch.manual_seed(0)
     plain = TinyConvolution().train(training)
     other = copy.deepcopy(plain)
@@ -213,7 +213,7 @@ def test_nothing_is_recomputed_without_gradients():
     assert model.blocks[0].num_calls == 1
 
 
-def test_arguments_in_trees_and_by_keyword_reach_a_recomputed_unit_and_get_their_gradients():
+def test_nested_and_keyword_arguments_reach_a_recomputed_unit_and_get_gradients():
     class Weighted(nn.Module):
         def forward(self, pair, *, scale, options):
             first, second = pair
@@ -233,7 +233,7 @@ def test_arguments_in_trees_and_by_keyword_reach_a_recomputed_unit_and_get_their
     assert controls.recomputations(other) == {"0": 1}
 
 
-def test_an_exception_during_recomputation_leaves_the_buffers_as_forward_left_them():
+def test_exception_during_recomputation_keeps_the_buffers_of_the_forward_pass():
     class Faulty(Counted):
         broken = False
 
@@ -256,7 +256,7 @@ def test_an_exception_during_recomputation_leaves_the_buffers_as_forward_left_th
     assert [int(count) for count in held] == [1, 1]
 
 
-def test_recomputation_repeats_the_draws_of_forward_whatever_was_drawn_in_between():
+def test_recomputation_repeats_the_random_draws_of_the_forward_pass():
     torch.manual_seed(0)
     plain = TinyGPT(dropout=0.5)
     other = copy.deepcopy(plain)
@@ -274,7 +274,7 @@ def test_recomputation_repeats_the_draws_of_forward_whatever_was_drawn_in_betwee
     assert differences(*gradients) == []
 
 
-def test_less_is_kept_between_forward_and_backward():
+def test_recomputation_keeps_less_between_forward_and_backward():
     def kept_bytes(model: nn.Module) -> int:
         storages: dict[int, int] = {}
 
@@ -298,7 +298,7 @@ def test_less_is_kept_between_forward_and_backward():
     assert seen[3] < 0.7 * seen[0]
 
 
-def test_a_recomputation_that_does_not_repeat_its_forward_pass_is_reported_and_is_the_last(caplog):
+def test_recomputation_that_differs_from_its_forward_pass_is_reported_and_disabled(caplog):
     class ReadsSetting(nn.Module):
         def __init__(self):
             super().__init__()
@@ -332,7 +332,7 @@ def test_a_recomputation_that_does_not_repeat_its_forward_pass_is_reported_and_i
         del os.environ["HEAT"]
 
 
-def test_a_recomputation_runs_under_the_flags_of_its_forward_pass():
+def test_recomputation_uses_the_flags_of_its_forward_pass():
     seen = []
 
     class Looks(nn.Module):

@@ -46,7 +46,7 @@ def weights_of(arm: Arm) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["exact", "rounding"])
-def test_a_followed_run_trains_the_same_bits_under_the_same_plans(mode: str) -> None:
+def test_following_copy_is_bit_identical_under_the_same_plans(mode: str) -> None:
     live, other = followed(tiny_job.make(clip_norm=0.5), 54, lambda n: 2**45 if n // 6 % 2 else 1, mode=mode)
     assert live.tuner.attached
     assert len(set(map(str, live.plans))) > 1
@@ -62,7 +62,7 @@ def test_a_followed_run_trains_the_same_bits_under_the_same_plans(mode: str) -> 
     assert last == its > 0
 
 
-def test_a_followed_run_updates_where_the_live_one_does() -> None:
+def test_following_copy_updates_when_the_live_run_does() -> None:
     job = tiny_job.make(batching="adaptive", lr_rule="sqrt", accumulation_choices=(1, 2, 4), schedule=None)
     settings = Settings(batching="adaptive", lr_rule="sqrt", accumulation_choices=(1, 2, 4))
     arguments = {"mode": "tolerant", "settings": settings}
@@ -72,7 +72,7 @@ def test_a_followed_run_updates_where_the_live_one_does() -> None:
     assert other.losses == live.losses
 
 
-def test_both_take_as_many_batches_after_themselves_as_after_the_other() -> None:
+def test_each_arm_runs_equally_often_after_itself_and_after_the_other() -> None:
     class Noted(Arm):
         def __init__(self, name: str) -> None:
             self.name = name
@@ -97,7 +97,7 @@ def test_timers_leave_nothing_behind() -> None:
     assert all(one is other for one, other in zip(timed(), before, strict=True))
 
 
-def test_each_second_belongs_to_the_innermost_room() -> None:
+def test_time_is_attributed_to_the_innermost_timer() -> None:
     rooms = Rooms()
     inner = rooms.timed("inner", lambda: sum(range(20_000)))
     outer = rooms.timed("outer", lambda: inner() + inner())
@@ -109,7 +109,7 @@ def test_each_second_belongs_to_the_innermost_room() -> None:
     assert spent["inner"].cpu > spent["outer"].cpu
 
 
-def test_what_is_between_a_live_run_and_the_one_that_follows_is_named() -> None:
+def test_time_difference_between_a_live_run_and_its_copy_is_attributed() -> None:
     course = Course(name="tiny", job=tiny_job.make(), arguments={"stage": "act"}, budget_at=lambda _: 2**45)
     found = json.loads(json.dumps(bench_followed(course, steps=60, seed=0)))
     assert found["identical"]
@@ -130,7 +130,7 @@ def test_what_is_between_a_live_run_and_the_one_that_follows_is_named() -> None:
     assert rooms["signature"] > 0
 
 
-def test_the_document_holds_what_was_asked_for() -> None:
+def test_document_contains_the_requested_results() -> None:
     found = bench_attach([JOB], [], steps=30, situation_steps=40, seeds=1, policy="planner", seed=0)
     (overhead,) = found["overhead"]
     for stage in ("observe", "act"):
@@ -141,7 +141,7 @@ def test_the_document_holds_what_was_asked_for() -> None:
     json.dumps(found)
 
 
-def test_live_runs_can_be_followed_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_attach_runs_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     none = ["--jobs", "none", "--situations", "none", "--runs-dir", str(tmp_path)]
     assert run(["bench", "attach", *none, "--followed", JOB, "--steps", "30"]) == 0
     assert "of an unattached one's time under the same plans" in capsys.readouterr().out

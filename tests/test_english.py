@@ -11,7 +11,7 @@ FILES = sorted(path for folder in ("autotune", "tests") for path in (ROOT / fold
 CODED = ("Hold", "Be", "Say")
 
 
-def test_no_docstring_begins_with_an_order_to_be_something() -> None:
+def test_no_docstring_begins_with_hold_be_or_say() -> None:
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     found = [
         f"{path.relative_to(ROOT)}: {text:.60}"

@@ -112,7 +112,7 @@ PLAIN = tree_of(script_of(["first", "second"], "tiny_job:job"))
 
 
 @given(names=NAMES, reference=TEXTS)
-def test_a_script_is_the_same_source_whatever_its_plan_and_its_reference_say(names: list[str], reference: str) -> None:
+def test_script_source_is_independent_of_plan_and_reference_texts(names: list[str], reference: str) -> None:
     script = script_of(names, reference)
     assert tree_of(script) == PLAIN
     compile(script, FILE, "exec")
@@ -124,7 +124,7 @@ def test_a_script_is_the_same_source_whatever_its_plan_and_its_reference_say(nam
 
 
 @given(names=NAMES, target=st.sampled_from(TARGETS))
-def test_every_export_has_plain_names_one_plain_command_and_notes_of_one_line(names: list[str], target: str) -> None:
+def test_every_export_has_plain_names_one_plain_command_and_one_line_notes(names: list[str], target: str) -> None:
     plain = export(plan_of(["a", "b"]), named_job(["a", "b"]), target, reference="x")
     made = export(plan_of(names), named_job(names), target, reference="x")
     assert (list(made.files), made.command) == (list(plain.files), plain.command)
@@ -139,14 +139,14 @@ def test_every_export_has_plain_names_one_plain_command_and_notes_of_one_line(na
 
 
 @given(text=TEXTS)
-def test_only_a_known_optimizer_can_be_launched_with(text: str) -> None:
+def test_only_known_optimizers_can_be_launched(text: str) -> None:
     document = {**Plan().to_json(), "launch": {"optimizer": text}}
     known = r"launch\.optimizer is .* \(allowed: adamw, adamw8bit, lamb, lion, sgd\)"
     with pytest.raises(PlanError, match=known if is_unicode(text) else "optimizer|JSON"):
         Plan.from_json(document)
 
 
-def test_each_known_optimizer_can_be_launched_with() -> None:
+def test_each_known_optimizer_can_be_launched() -> None:
     for name in KINDS:
         assert Plan.from_json({**Plan().to_json(), "launch": {"optimizer": name}}).launch.optimizer == name
 
@@ -154,13 +154,13 @@ def test_each_known_optimizer_can_be_launched_with() -> None:
 @pytest.mark.parametrize(
     "rate", [10**400, "1", True, 0, -1.0, float("inf"), float("nan"), [1]], ids=lambda rate: str(rate)[:8]
 )
-def test_a_learning_rate_is_a_number_that_a_float_holds(rate: Any) -> None:
+def test_learning_rate_must_be_a_finite_float(rate: Any) -> None:
     with pytest.raises(PlanError, match=r"launch\.learning_rate is .{1,80} \(allowed: a number"):
         Plan.from_json({**Plan().to_json(), "launch": {"optimizer": "lion", "learning_rate": rate}})
 
 
 @pytest.mark.parametrize("target", ["python", "deepspeed", "json"])
-def test_a_plan_that_says_source_in_place_of_an_optimizer_is_one_line_and_writes_nothing(
+def test_plan_with_source_code_as_optimizer_is_rejected_and_writes_nothing(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     document = a_plan().to_json()
@@ -173,7 +173,7 @@ def test_a_plan_that_says_source_in_place_of_an_optimizer_is_one_line_and_writes
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_numbers_of_numpy_are_plain_ones_in_a_script() -> None:
+def test_numpy_numbers_become_plain_numbers_in_a_script() -> None:
     launch = Launch(optimizer="lion", learning_rate=np.float64(3e-4))
     for norm, clips in ((np.float64(0.5), True), (float("inf"), False)):
         made = export(
@@ -187,7 +187,7 @@ def test_numbers_of_numpy_are_plain_ones_in_a_script() -> None:
     assert config.files["ds_config.json"]["gradient_clipping"] == 0.0  # type: ignore[index]
 
 
-def test_a_script_runs_whose_units_are_called_like_source(tmp_path: Path) -> None:
+def test_script_runs_even_if_units_are_named_like_source_code(tmp_path: Path) -> None:
     job = tmp_path / "odd_job.py"
     job.write_text(
         "import tiny_job\nfrom collections import OrderedDict\n"

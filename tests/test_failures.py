@@ -160,7 +160,7 @@ JOBS: dict[str, tuple[Callable[[], Job], int]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("name", JOBS)
-def test_a_step_that_failed_in_forward_or_backward_is_repeated_bit_for_bit(name, recompute):
+def test_step_that_failed_in_forward_or_backward_is_repeated_bit_for_bit(name, recompute):
     build, k = JOBS[name]
     expected = uninjured(build(), k, recompute=recompute)
     spots = 0
@@ -183,7 +183,7 @@ def test_a_step_that_failed_in_forward_or_backward_is_repeated_bit_for_bit(name,
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("method", ["unscale", "clip"])
-def test_a_step_that_failed_while_unscaling_or_clipping_is_repeated_bit_for_bit(name, method, moment):
+def test_step_that_failed_while_unscaling_or_clipping_is_repeated_bit_for_bit(name, method, moment):
     build, k = JOBS[name]
     expected = uninjured(build(), k)
     for at_step in range(STEPS):
@@ -206,7 +206,7 @@ def test_a_step_that_failed_while_unscaling_or_clipping_is_repeated_bit_for_bit(
         assert fired == [1]
 
 
-def test_a_step_that_failed_inside_a_unit_is_repeated_bit_for_bit():
+def test_step_that_failed_inside_a_unit_is_repeated_bit_for_bit():
     expected = uninjured(convolution_job(), 2)
     for unit in ("stem", "blocks.1", "head"):
         engine = engine_of(convolution_job(), 2)
@@ -227,7 +227,7 @@ def test_a_step_that_failed_inside_a_unit_is_repeated_bit_for_bit():
         assert fired == [unit]
 
 
-def test_a_metered_step_that_failed_is_repeated_bit_for_bit():
+def test_metered_step_that_failed_is_repeated_bit_for_bit():
     expected = uninjured(gpt_job(), 2)
     fault = in_backward(torch.OutOfMemoryError("injected"))
     engine = engine_of(fault.into(gpt_job()), 2, options=EngineOptions())
@@ -236,7 +236,7 @@ def test_a_metered_step_that_failed_is_repeated_bit_for_bit():
     assert engine.run(1).peak_bytes is not None
 
 
-def test_a_window_ends_at_its_failure_and_keeps_the_steps_before_it():
+def test_window_ends_at_its_failure_and_keeps_the_steps_before_it():
     fault = in_forward(MemoryError())
     engine = engine_of(fault.into(gpt_job()), 2)
     fault.arm(2 * 3)
@@ -247,7 +247,7 @@ def test_a_window_ends_at_its_failure_and_keeps_the_steps_before_it():
     assert measured.loss is not None
 
 
-def test_a_step_that_failed_and_was_repeated_under_another_plan_sees_the_same_data():
+def test_step_repeated_under_another_plan_sees_the_same_data():
     seen: list[float] = []
     job = perceptron_job(batching="adaptive")
 
@@ -274,7 +274,7 @@ def test_a_step_that_failed_and_was_repeated_under_another_plan_sees_the_same_da
     assert engine.progress.batches == 8
 
 
-def test_a_failure_that_is_met_before_a_restore_leaves_the_data_in_order():
+def test_failure_before_a_restore_keeps_the_data_order():
     fault = in_forward(MemoryError())
     job = perceptron_job(batching="adaptive")
     plain = engine_of(job, 2)
@@ -292,7 +292,7 @@ def test_a_failure_that_is_met_before_a_restore_leaves_the_data_in_order():
     assert differences(training_state(plain), training_state(engine)) == []
 
 
-def test_the_statistics_of_a_repeated_step_are_those_of_the_step():
+def test_statistics_of_a_repeated_step_equal_those_of_an_undisturbed_step():
     plain = engine_of(gpt_job(), 2)
     fault = in_backward(MemoryError())
     engine = engine_of(fault.into(gpt_job()), 2)
@@ -307,7 +307,7 @@ def test_the_statistics_of_a_repeated_step_are_those_of_the_step():
     assert fault.fired == 1
 
 
-def test_a_sample_that_was_read_before_the_failure_is_not_averaged_twice():
+def test_gradient_sample_taken_before_the_failure_is_not_averaged_twice():
     plain = engine_of(gpt_job(), 2)
     engine = engine_of(gpt_job(), 2)
     original = engine.update.clip
@@ -326,7 +326,7 @@ def test_a_sample_that_was_read_before_the_failure_is_not_averaged_twice():
     assert engine.monitor.state.average == plain.monitor.state.average
 
 
-def test_a_window_that_sampled_nothing_reports_no_gradient():
+def test_window_without_samples_reports_no_gradient():
     fault = in_backward(MemoryError())
     engine = engine_of(fault.into(gpt_job()), 2)
     assert engine.run(1).gradient is not None
@@ -352,7 +352,7 @@ class FaultyOptimizer(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_exception_in_the_optimizers_step_passes_through(monkeypatch: pytest.MonkeyPatch):
+def test_exception_in_the_optimizer_step_propagates(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(FaultyOptimizer, "error", KeyError("in the optimizer"))
     engine = engine_of(perceptron_job(optimizer=lambda parameters: FaultyOptimizer(parameters, lr=0.1)), 2)
     assert engine.run(1).failure is None
@@ -361,7 +361,7 @@ def test_an_exception_in_the_optimizers_step_passes_through(monkeypatch: pytest.
     assert engine.update.optimizer.num_steps == 2
 
 
-def test_memory_that_runs_out_in_the_optimizers_step_is_a_failed_window():
+def test_out_of_memory_in_the_optimizer_step_is_a_failed_window():
     engine = engine_of(perceptron_job(optimizer=lambda parameters: FaultyOptimizer(parameters, lr=0.1)), 2)
     assert engine.run(1).failure is None
     window = engine.run(1)
@@ -372,7 +372,7 @@ def test_memory_that_runs_out_in_the_optimizers_step_is_a_failed_window():
 
 @pytest.mark.parametrize("place", [in_forward, in_backward])
 @pytest.mark.parametrize("error", [KeyboardInterrupt("stop"), SystemExit("stop")], ids=repr)
-def test_an_interruption_passes_through_and_training_can_go_on_as_if_there_had_been_none(place, error):
+def test_interrupt_propagates_and_training_can_continue_unchanged(place, error):
     states, losses = uninjured(gpt_job(), 4)
     fault = place(error)
     engine = engine_of(fault.into(gpt_job()), 4)
@@ -389,7 +389,7 @@ def test_an_interruption_passes_through_and_training_can_go_on_as_if_there_had_b
 # -------------------------------------------------------------------------------------------- budget and time
 
 
-def test_a_window_whose_peak_exceeds_the_budget_fails_as_over_budget():
+def test_window_whose_peak_exceeds_the_budget_fails_as_over_budget():
     free = engine_of(gpt_job(), 1, options=EngineOptions())
     free.run(3)
     peak = free.run(1).peak_bytes
@@ -404,7 +404,7 @@ def test_a_window_whose_peak_exceeds_the_budget_fails_as_over_budget():
         assert measured.peak_bytes == peak
 
 
-def test_a_window_that_takes_too_long_fails_as_timeout_after_a_whole_step():
+def test_window_that_takes_too_long_fails_as_timeout_after_a_whole_step():
     engine = engine_of(gpt_job(), 1, options=EngineOptions(meter_memory=False, time_limit_s=1e-9))
     measured = engine.run(5)
     assert measured.failure is Failure.TIMEOUT
@@ -462,7 +462,7 @@ def constant_keys(engine: TorchEngine) -> set[str]:
 
 @pytest.mark.parametrize("spoiler", SPOILERS)
 @pytest.mark.parametrize("name", JOBS)
-def test_a_loss_or_gradient_that_is_not_finite_never_reaches_a_weight_or_buffer(name, spoiler):
+def test_nonfinite_loss_or_gradient_never_reaches_a_weight_or_buffer(name, spoiler):
     build, k = JOBS[name]
     injections = 0
     for bad in BAD:
@@ -478,7 +478,7 @@ def test_a_loss_or_gradient_that_is_not_finite_never_reaches_a_weight_or_buffer(
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("name", ["dropout, fixed batching", "BatchNorm, adaptive batching"])
-def test_an_activation_that_is_not_finite_never_reaches_a_weight_or_buffer(name, recompute):
+def test_nonfinite_activation_never_reaches_a_weight_or_buffer(name, recompute):
     build, k = JOBS[name]
     for bad in BAD:
         for micro_batch in range(k):
@@ -501,7 +501,7 @@ def test_an_activation_that_is_not_finite_never_reaches_a_weight_or_buffer(name,
             assert len(calls) == micro_batch + 1
 
 
-def test_a_window_of_several_steps_ends_at_the_first_that_is_not_finite():
+def test_window_ends_at_the_first_nonfinite_step():
     fault = spoiled_gradient(math.nan)
     engine = engine_of(fault.into(gpt_job()), 2)
     fault.arm(2 * 3 + 1)

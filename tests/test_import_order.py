@@ -74,7 +74,7 @@ def module_name(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_file_imports_from_its_own_floor_and_those_above_it_only(path: Path) -> None:
+def test_files_import_only_from_their_own_and_lower_layers(path: Path) -> None:
     # ``from autotune import __version__`` reads a string, not a floor.
     own = FLOORS.index(floor_of(module_name(path)))
     below = [
@@ -86,7 +86,7 @@ def test_a_file_imports_from_its_own_floor_and_those_above_it_only(path: Path) -
 
 
 @pytest.mark.parametrize("package", HEAVY)
-def test_a_heavy_package_is_imported_in_its_one_file_only(package: str) -> None:
+def test_heavy_packages_are_imported_in_one_file_each(package: str) -> None:
     users = {
         str(path.relative_to(PACKAGE))
         for path in FILES
@@ -95,7 +95,7 @@ def test_a_heavy_package_is_imported_in_its_one_file_only(package: str) -> None:
     assert users == HEAVY[package]
 
 
-def test_formulas_know_no_torch() -> None:
+def test_formulas_do_not_import_torch() -> None:
     vocabulary = [PACKAGE / f"{name}.py" for name in ("plan", "measurement", "budget", "errors")]
     topics = [path for name in ("io", "cost_model", "simulator") for path in (PACKAGE / name).glob("*.py")]
     for path in [*vocabulary, *topics]:
@@ -106,14 +106,14 @@ HEAVY_AT_START = ("torch", "mlflow", "optuna", "stable_baselines3", "matplotlib"
 
 
 @pytest.mark.parametrize(("module", "more"), [("autotune", ()), ("autotune.cli.main", ("rich.table", "rich.console"))])
-def test_what_answers_help_loads_nothing_heavy(module: str, more: tuple[str, ...]) -> None:
+def test_help_loads_no_heavy_package(module: str, more: tuple[str, ...]) -> None:
     code = f"import sys, {module}; print([m for m in {HEAVY_AT_START + more!r} if m in sys.modules])"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("order", ["autotune, gymnasium", "gymnasium, autotune"])
-def test_gymnasium_knows_our_environments_whichever_is_imported_first(order: str) -> None:
+def test_gymnasium_knows_our_environments_in_either_import_order(order: str) -> None:
     code = f"import {order}; print(len([name for name in gymnasium.registry if name.startswith('autotune/')]) >= 3)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (answer.stdout.strip(), answer.stderr) == ("True", "")

@@ -198,7 +198,7 @@ def events(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
     ("model", "step", "places"),
     [(Noisy, 1, 3), *(pytest.param(*case, 10, marks=pytest.mark.slow) for case in product((Noisy, llama), range(6)))],
 )
-def test_whatever_allocation_fails_the_step_comes_out_as_if_cut_so_from_its_beginning(
+def test_retried_step_equals_a_step_split_from_its_beginning_whichever_allocation_fails(
     model: Any, step: int, places: int, fake: ModuleType, tmp_path: Path
 ) -> None:
     whole = trained(tmp_path / "whole", model, kind=troubled(fake))
@@ -224,7 +224,7 @@ def test_whatever_allocation_fails_the_step_comes_out_as_if_cut_so_from_its_begi
     assert retried >= max(places // 4, 1) or whole.ks[step] == 8
 
 
-def test_a_batch_is_cut_until_it_fits_and_stays_so_without_the_tuner(tmp_path: Path) -> None:
+def test_batch_is_split_until_it_fits_and_stays_split_without_the_tuner(tmp_path: Path) -> None:
     class Leaves(TunedTrainer):
         def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             if self.state.global_step == 4:
@@ -251,21 +251,23 @@ def test_a_batch_is_cut_until_it_fits_and_stays_so_without_the_tuner(tmp_path: P
     ],
     ids=["the largest k does not suffice", "mode exact", "observed"],
 )
-def test_what_no_larger_k_cures_passes_as_it_is(tuning: dict[str, Any], limit: int, said: str, tmp_path: Path) -> None:
+def test_out_of_memory_that_no_larger_k_avoids_propagates(
+    tuning: dict[str, Any], limit: int, said: str, tmp_path: Path
+) -> None:
     tuned = trained(tmp_path, lambda: Limited(limit), tuning=tuning)
     assert isinstance(tuned.left, torch.OutOfMemoryError)
     assert re.match(said, str(tuned.left))
     assert tuned.state.global_step == 0
 
 
-def test_a_batch_that_must_not_be_cut_is_not_trained_in_pieces(tmp_path: Path) -> None:
+def test_batch_that_must_not_be_split_is_trained_whole(tmp_path: Path) -> None:
     tuned = trained(tmp_path, lambda: Limited(4, norm=True))
     assert isinstance(tuned.left, torch.OutOfMemoryError)
     assert "The batch may not be cut: cut in two, " in str(tuned.left)
     assert tuned.state.global_step == 1
 
 
-def test_memory_that_runs_out_in_an_update_is_the_users_to_know(tmp_path: Path) -> None:
+def test_out_of_memory_in_an_update_propagates(tmp_path: Path) -> None:
     class Full(torch.optim.AdamW):
         def step(self, closure: Any = None) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -286,7 +288,7 @@ def test_memory_that_runs_out_in_an_update_is_the_users_to_know(tmp_path: Path) 
     assert not list(events(tmp_path, "out of memory"))
 
 
-def test_a_batch_that_was_written_to_is_not_run_again(tmp_path: Path) -> None:
+def test_batch_modified_in_place_is_not_repeated(tmp_path: Path) -> None:
     class Writes(TunedTrainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             inputs["labels"].masked_fill_(torch.rand(inputs["labels"].shape) < 0.1, -100)
@@ -296,7 +298,7 @@ def test_a_batch_that_was_written_to_is_not_run_again(tmp_path: Path) -> None:
     assert isinstance(tuned.left, torch.OutOfMemoryError)
 
 
-def test_smaller_batches_are_the_last_resort_of_a_trainer_that_finds_their_size(tmp_path: Path) -> None:
+def test_smaller_batches_are_the_last_resort_of_a_trainer_that_searches_batch_sizes(tmp_path: Path) -> None:
     # Where k may not be raised, the Trainer begins again with smaller batches, from which another thing is learnt.
     model = Limited(4)
     sizes: list[int] = []
@@ -333,7 +335,7 @@ def of_ranks(folder: Path, way: str, failing: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("failing", "step", "k"), RANKS)
-def test_all_ranks_cut_finer_where_memory_runs_out_on_one(failing: str, step: int, k: int, tmp_path: Path) -> None:
+def test_all_ranks_split_further_if_one_runs_out_of_memory(failing: str, step: int, k: int, tmp_path: Path) -> None:
     plain, tuned = of_ranks(tmp_path, "plain", "0,99,0,forward"), of_ranks(tmp_path, "tuned", failing)
     for rank in tuned:
         assert rank["error"] is None
@@ -347,7 +349,7 @@ def test_all_ranks_cut_finer_where_memory_runs_out_on_one(failing: str, step: in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_ranks_end_together_where_the_largest_k_does_not_suffice(where: str, tmp_path: Path) -> None:
+def test_all_ranks_stop_if_the_largest_k_is_not_enough(where: str, tmp_path: Path) -> None:
     ranks = of_ranks(tmp_path, "ends", f"1,3,0,{where}")
     assert ranks[1]["error"] == "CUDA out of memory. Tried to allocate 2.00 GiB."
     assert ranks[0]["error"] == "another rank ran out of memory. The batch can be cut no further"

@@ -53,7 +53,7 @@ def tune(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["64k", "700k", "1100k", "1250k"])
-def test_a_disk_that_fills_up_is_one_line_and_nothing_is_lost(size: str, small_disk: Callable[[str], Path]) -> None:
+def test_full_disk_is_one_line_and_nothing_is_lost(size: str, small_disk: Callable[[str], Path]) -> None:
     disk = small_disk(size)
     done = tune("tune", str(JOB), "--method", "optuna", "--steps", "90", "--runs-dir", str(disk))
     said = [line for line in done.stderr.splitlines() if line.startswith("autotune: ")]
@@ -80,7 +80,7 @@ def test_a_disk_that_fills_up_is_one_line_and_nothing_is_lost(size: str, small_d
 
 
 @pytest.mark.slow
-def test_a_tuning_that_stands_still_for_a_while_goes_on(tmp_path: Path) -> None:
+def test_suspended_tuning_continues(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*PROGRAM, "tune", str(JOB), "--method", "optuna", "--steps", "200", "--runs-dir", str(tmp_path), "--json"],
         env=ENVIRONMENT,
@@ -101,7 +101,7 @@ def test_a_tuning_that_stands_still_for_a_while_goes_on(tmp_path: Path) -> None:
     assert not [trial for trial in trials if trial["measurement"]["failure"]]
 
 
-def test_what_an_earlier_command_could_not_send_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsent_records_of_an_earlier_command_are_sent_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
@@ -126,7 +126,7 @@ def test_what_an_earlier_command_could_not_send_goes_first(tmp_path: Path, monke
 
 
 @pytest.mark.slow
-def test_a_job_that_dies_while_it_is_profiled_is_one_line(
+def test_job_that_dies_during_profiling_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The references take a few steps each in children of their own; the profile's first steps reach this one.
@@ -153,7 +153,7 @@ EXPECTED = {
 
 
 @pytest.mark.slow
-def test_a_campaign_in_which_every_failure_recurs_completes_and_names_each(
+def test_campaign_with_recurring_failures_completes_and_names_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     each = int(os.environ.get("FAILURES_EACH", "2"))

@@ -70,7 +70,7 @@ def trainer(engine: IsolatedEngine) -> int:
 
 
 @pytest.mark.slow
-def test_a_child_trains_as_this_process_would() -> None:
+def test_child_process_trains_as_this_process_would() -> None:
     here = TorchEngine(load_job("digits"), seed=3, options=OPTIONS)
     there = IsolatedEngine("digits", seed=3, options=OPTIONS, threads=1)
     try:
@@ -90,7 +90,7 @@ def test_a_child_trains_as_this_process_would() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", failing_job.KINDS)
-def test_what_becomes_of_the_child_is_a_value_and_the_next_window_runs(
+def test_end_of_the_child_process_is_returned_and_the_next_window_runs(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = TorchEngine(load_job(JOB), options=OPTIONS)
@@ -118,7 +118,7 @@ def test_what_becomes_of_the_child_is_a_value_and_the_next_window_runs(
 
 
 @pytest.mark.slow
-def test_nothing_piles_up_over_200_trials(mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_200_trials_leak_no_resources(mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def held() -> dict[str, int]:
         gc.collect()
         return {
@@ -154,7 +154,7 @@ def test_nothing_piles_up_over_200_trials(mark: str, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_new_child_goes_on_from_the_last_snapshot() -> None:
+def test_new_child_process_continues_from_the_last_snapshot() -> None:
     engine = IsolatedEngine("digits", options=OPTIONS, threads=1)
     try:
         engine.run(4)
@@ -194,7 +194,7 @@ def starting_job(folder: Path) -> str:
     return str(job)
 
 
-def test_what_the_job_started_ends_with_the_child_whatever_its_session(mark: str, tmp_path: Path) -> None:
+def test_processes_started_by_the_job_end_with_the_child_in_any_session(mark: str, tmp_path: Path) -> None:
     engine = IsolatedEngine(starting_job(tmp_path), options=OPTIONS)
     assert engine.run(1).failure is None
     # This process is not marked: the supervisor, the trainer, and what the job started.
@@ -207,7 +207,9 @@ def test_what_the_job_started_ends_with_the_child_whatever_its_session(mark: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_of_a_child_is_left_once_its_parent_was_ended(how: signal.Signals, mark: str, tmp_path: Path) -> None:
+def test_nothing_of_the_child_remains_after_its_parent_was_ended(
+    how: signal.Signals, mark: str, tmp_path: Path
+) -> None:
     script = (
         "import time\nfrom autotune.engines.isolated_engine import IsolatedEngine\n"
         f"engine = IsolatedEngine({starting_job(tmp_path)!r})\nengine.run(2)\nkept = engine.snapshot()\n"
@@ -225,7 +227,7 @@ def test_nothing_of_a_child_is_left_once_its_parent_was_ended(how: signal.Signal
     assert not [path for path in Path(tempfile.gettempdir()).iterdir() if "torchinductor" not in path.name]
 
 
-def test_a_job_that_cannot_be_built_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_job_that_cannot_be_built_is_rejected_in_one_line(tmp_path: Path) -> None:
     dies = tmp_path / "dies.py"
     dies.write_text("import os\nprint('no data here')\nos._exit(3)\n")
     for reference, said in (
@@ -239,7 +241,7 @@ def test_a_job_that_cannot_be_built_is_refused_in_one_line(tmp_path: Path) -> No
         IsolatedEngine(failing_job.job)  # type: ignore[arg-type]
 
 
-def test_a_plan_outside_the_space_is_refused_and_the_child_lives_on() -> None:
+def test_plan_outside_the_space_is_rejected_and_the_child_survives() -> None:
     engine = IsolatedEngine(JOB, options=OPTIONS)
     try:
         with pytest.raises(PlanError, match="accumulation_steps is 3"):
@@ -252,7 +254,7 @@ def test_a_plan_outside_the_space_is_refused_and_the_child_lives_on() -> None:
         engine.close()
 
 
-def test_the_wire_tells_documents_from_everything_else() -> None:
+def test_wire_rejects_everything_but_complete_documents() -> None:
     import socket
 
     for sent, said in (

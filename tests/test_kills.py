@@ -50,7 +50,7 @@ def see_that_it_is_sent_once(folder: Path) -> None:
         ("compare", ["compare", "--arms", "random,uniform-bf16", "--seeds", "6", "--steps", "60"]),
     ],
 )
-def test_a_campaign_that_is_killed_is_taken_up_and_leaves_nothing(
+def test_killed_campaign_is_resumed_and_leaves_nothing_behind(
     command: str, asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = kills_of(command)
@@ -75,7 +75,7 @@ def test_a_campaign_that_is_killed_is_taken_up_and_leaves_nothing(
     kill_campaigns(asked, tmp_path, wanted, COMMANDS.index(command), look, last_s=20.0)
 
 
-def test_a_training_that_is_killed_is_taken_up_and_leaves_nothing(tmp_path: Path) -> None:
+def test_killed_training_is_resumed_and_leaves_nothing_behind(tmp_path: Path) -> None:
     runs, generator, kills = tmp_path / "runs", random.Random(8), 0
     runs.mkdir()
     begin = [*PROGRAM, "train", "--recipe", str(recipe_file(tmp_path, LONG)), "--runs-dir", str(runs)]
@@ -128,7 +128,7 @@ for batch in token_batches(1000):
 """
 
 
-def test_a_run_that_was_attached_to_is_killed_and_leaves_its_log_alone(tmp_path: Path) -> None:
+def test_killed_attached_run_keeps_its_log_intact(tmp_path: Path) -> None:
     generator = random.Random(9)
     for number in range(kills_of("attached")):
         runs = tmp_path / str(number)

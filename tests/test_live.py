@@ -202,7 +202,7 @@ def test_training_attached_and_switching_is_bit_identical(model: Any, batches: A
         pytest.param(deep_gpt, token_batches, autocast_loss, id="autocast"),
     ],
 )
-def test_a_thousand_steps_attached_are_bit_identical(model: Any, batches: Any, loss_of: Loss) -> None:
+def test_thousand_attached_steps_are_bit_identical(model: Any, batches: Any, loss_of: Loss) -> None:
     plain = train(model, batches, loss_of, 1000)
     tuned = train(model, batches, loss_of, 1000, policy=Wanders(), memory_budget_bytes=10**9, limits=RESTLESS)
     assert tuned.status["switches"] >= 200  # type: ignore[attr-defined]
@@ -211,7 +211,7 @@ def test_a_thousand_steps_attached_are_bit_identical(model: Any, batches: Any, l
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["exact", "greedy", "planner", "ppo"])
-def test_every_named_policy_follows_a_budget_that_moves_and_changes_no_bit(policy: str) -> None:
+def test_every_named_policy_follows_a_changing_budget_and_stays_bit_identical(policy: str) -> None:
     plain = train(deep_gpt, token_batches, gpt_loss, 60)
     peaks = profiled_peaks()
     budget = Moves(int(peaks[0] * 1.02), int(peaks[1] * 1.1))
@@ -261,7 +261,7 @@ class Hostile:
         """Do nothing."""
 
 
-def test_a_hostile_policy_costs_nothing_but_trips() -> None:
+def test_hostile_policy_causes_only_trips() -> None:
     plain = train(deep_gpt, token_batches, gpt_loss, 60)
     budget = int(profiled_peaks()[0] * 1.05)
     limits = dataclasses.replace(RESTLESS, pause_steps=1)
@@ -275,7 +275,7 @@ def test_a_hostile_policy_costs_nothing_but_trips() -> None:
     assert_identical(plain, tuned)
 
 
-def test_too_many_trips_detach_for_good() -> None:
+def test_too_many_trips_detach_permanently() -> None:
     plain = train(deep_gpt, token_batches, gpt_loss, 60)
     limits = dataclasses.replace(RESTLESS, pause_steps=1, max_trips=3)
     tuned = train(deep_gpt, token_batches, gpt_loss, 60, policy=Hostile(), memory_budget_bytes=10**9, limits=limits)
@@ -285,7 +285,9 @@ def test_too_many_trips_detach_for_good() -> None:
 
 
 @pytest.mark.parametrize("lie", [float("nan"), -1, 0, "much", float("inf"), None, RuntimeError("no driver")])
-def test_a_budget_that_lies_is_noted_once_and_the_last_one_stands(lie: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_budget_is_logged_once_and_the_last_valid_one_is_kept(
+    lie: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     calls = 0
 
     def budget() -> Any:
@@ -308,7 +310,7 @@ def test_a_budget_that_lies_is_noted_once_and_the_last_one_stands(lie: Any, capl
     assert_identical(plain, tuned)
 
 
-def test_the_variable_that_kills_is_read_when_attaching(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_switch_variable_is_read_when_attaching(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = train(deep_gpt, token_batches, gpt_loss, 20)
     monkeypatch.setenv(KILL_VARIABLE, "1")
     tuned = train(deep_gpt, token_batches, gpt_loss, 20, policy="exact", memory_budget_bytes=1000, limits=RESTLESS)
@@ -350,7 +352,7 @@ def test_attaching_and_detaching_leaves_no_trace() -> None:
     assert alive() is None
 
 
-def test_a_model_saved_while_attached_loads_where_this_package_is_not(tmp_path: Path) -> None:
+def test_model_saved_while_attached_loads_without_this_package(tmp_path: Path) -> None:
     model = TinyGPT(width=16, blocks=4)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     tuner = autotune.attach(model, optimizer, "exact", memory_budget_bytes=1000, runs_dir=None)
@@ -390,7 +392,7 @@ def raise_within(tuner: Any, model: nn.Module, batch: Any, error: BaseException)
 
 
 @pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt, BudgetError, torch.OutOfMemoryError])
-def test_the_users_own_exceptions_come_through_and_the_run_can_go_on(kind: type[BaseException]) -> None:
+def test_user_exceptions_propagate_and_the_run_can_continue(kind: type[BaseException]) -> None:
     model = deep_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     tuner = autotune.attach(model, optimizer, Wanders(), memory_budget_bytes=10**9, limits=RESTLESS, runs_dir=None)
@@ -409,7 +411,7 @@ def test_the_users_own_exceptions_come_through_and_the_run_can_go_on(kind: type[
     assert all("forward" not in module.__dict__ for module in model.modules())
 
 
-def test_a_gradient_that_is_not_finite_never_reaches_a_weight() -> None:
+def test_nonfinite_gradient_never_reaches_a_weight() -> None:
     model = deep_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     tuner = autotune.attach(model, optimizer, "exact", memory_budget_bytes=10**9, limits=RESTLESS, runs_dir=None)
@@ -423,7 +425,7 @@ def test_a_gradient_that_is_not_finite_never_reaches_a_weight() -> None:
     assert stepped == [number % 3 != 1 for number in range(20)]
 
 
-def test_a_user_who_accumulates_by_hand_is_let_be() -> None:
+def test_manual_accumulation_by_the_user_is_left_alone() -> None:
     def run(attached: bool) -> list[torch.Tensor]:
         seeded()
         model = deep_gpt()
@@ -470,7 +472,7 @@ def test_observing_scores_its_advice_and_switches_nothing() -> None:
     assert_identical(plain, tuned)
 
 
-def test_a_model_without_units_is_observed_only() -> None:
+def test_model_without_units_is_only_observed() -> None:
     class Flat(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -526,7 +528,7 @@ def test_a_model_without_units_is_observed_only() -> None:
         ({"model": nn.Sequential(nn.LazyLinear(4), nn.ReLU())}, r"0\.weight has no shape yet"),
     ],
 )
-def test_wrong_input_is_one_line_and_the_model_stays_untouched(change: dict[str, Any], said: str) -> None:
+def test_invalid_input_is_one_line_and_leaves_the_model_unchanged(change: dict[str, Any], said: str) -> None:
     model = deep_gpt()
     before = shape_of(model)
     arguments: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
@@ -538,7 +540,7 @@ def test_wrong_input_is_one_line_and_the_model_stays_untouched(change: dict[str,
     autotune.attach(model, arguments["optimizer"], runs_dir=None).detach()
 
 
-def test_a_second_attach_is_refused() -> None:
+def test_second_attach_is_rejected() -> None:
     model = deep_gpt()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with autotune.attach(model, optimizer, runs_dir=None), pytest.raises(AttachError, match="attached to this model"):
@@ -574,12 +576,12 @@ def test_calls_out_of_order_name_the_remedy() -> None:
         {"pause_steps": True},
     ],
 )
-def test_limits_refuse_what_is_no_limit(wrong: dict[str, Any]) -> None:
+def test_invalid_limits_are_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(AttachError, match=next(iter(wrong))):
         Limits(**wrong)
 
 
-def test_a_recorded_run_is_repeated_without_its_policy(tmp_path: Path) -> None:
+def test_recorded_run_can_be_repeated_without_its_policy(tmp_path: Path) -> None:
     seeded()
     first = deep_gpt()
     optimizer = torch.optim.AdamW(first.parameters(), 1e-2)
@@ -606,7 +608,7 @@ def test_a_recorded_run_is_repeated_without_its_policy(tmp_path: Path) -> None:
     assert [(event["step"], event["plan"]) for event in repeated] == [(e["step"], e["plan"]) for e in switched]
 
 
-def test_replay_shows_predictions_beside_measurements_and_runs_the_job_again(
+def test_replay_compares_predictions_with_measurements_and_reruns_the_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from autotune.cli.main import run
@@ -658,7 +660,7 @@ class Greedy:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_ten_thousand_greedy_decisions_under_a_budget_that_moves_and_lies() -> None:
+def test_ten_thousand_greedy_decisions_respect_a_changing_and_sometimes_invalid_budget() -> None:
     lowest, highest = profiled_peaks()
     generator = np.random.default_rng(0)
     lies = 0
@@ -687,7 +689,7 @@ def test_ten_thousand_greedy_decisions_under_a_budget_that_moves_and_lies() -> N
     assert_identical(plain, tuned)
 
 
-def test_what_a_plan_is_launched_with_is_left_to_the_script_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_launch_options_of_a_plan_are_left_to_the_script_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     space = PlanSpace(units=autotune.find_units(TinyGPT()), accumulation_choices=(1,), precisions=(Precision.INHERIT,))
     plan = space.leanest().changed(launch=Launch(optimizer="lion", learning_rate=1e-4))
     assert find_policy(plan).decide(None, space.baseline()) == space.leanest()

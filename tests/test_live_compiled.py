@@ -73,7 +73,7 @@ def counted(run: Callable[[], Trace]) -> tuple[Trace, dict[str, int]]:
         pytest.param("aot_eager", False, marks=pytest.mark.slow),
     ],
 )
-def test_blocks_that_are_compiled_one_by_one_are_switched_and_not_compiled_again(backend: str, ragged: bool) -> None:
+def test_individually_compiled_blocks_are_switched_without_recompilation(backend: str, ragged: bool) -> None:
     def model() -> nn.Module:
         return compiled_blocks(backend)
 
@@ -95,7 +95,7 @@ def test_blocks_that_are_compiled_one_by_one_are_switched_and_not_compiled_again
 
 
 @pytest.mark.parametrize("way", ["torch.compile", pytest.param("model.compile", marks=pytest.mark.slow)])
-def test_a_model_that_is_compiled_as_a_whole_is_observed_only(way: str) -> None:
+def test_model_compiled_as_a_whole_is_only_observed(way: str) -> None:
     def model() -> nn.Module:
         made = plain_gpt()
         if way == "model.compile":
@@ -117,7 +117,7 @@ def test_a_model_that_is_compiled_as_a_whole_is_observed_only(way: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_block_that_is_compiled_in_place_is_left_alone_with_the_remedy() -> None:
+def test_block_compiled_in_place_is_left_alone_with_a_remedy() -> None:
     model: Any = plain_gpt()
     for block in model.blocks:
         block.compile(backend="eager")

@@ -14,7 +14,7 @@ import autotune
 from autotune.errors import AttachError
 
 
-def test_what_is_no_engine_is_refused() -> None:
+def test_object_that_is_not_an_engine_is_rejected() -> None:
     with pytest.raises(AttachError, match=r"engine is a dict .*deepspeed\.initialize"):
         autotune.attach(engine={})
 
@@ -22,7 +22,7 @@ def test_what_is_no_engine_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 @pytest.mark.parametrize("stage", range(4))
-def test_an_engine_trains_the_same_bits_attached_and_switching(stage: int, tmp_path: Path) -> None:
+def test_attached_engine_with_plan_switches_is_bit_identical(stage: int, tmp_path: Path) -> None:
     ranks = run_ranks(tmp_path, stage, 60)
     for found in (rank["runs"] for rank in ranks):
         for way in found:

@@ -133,7 +133,7 @@ class Clumsy:
 
 
 @pytest.mark.parametrize("place", [*PLACES, *(pytest.param(place, marks=pytest.mark.slow) for place in MORE_PLACES)])
-def test_what_the_users_code_raises_comes_through_and_the_run_goes_on(place: str) -> None:
+def test_exceptions_from_user_code_propagate_and_the_run_continues(place: str) -> None:
     # In the probe, while traced, and under plans.
     at = {0, 2, 9, 13} if place != "loader" else {9}
     kind = KeyboardInterrupt if place in ("between", "loader") else OwnError
@@ -199,7 +199,7 @@ print("came to its end")
         pytest.param(99, "nothing", 0, "", marks=pytest.mark.slow),
     ],
 )
-def test_a_process_ends_as_it_would_without_the_tuner(at: int, what: str, code: int, last: str) -> None:
+def test_process_ends_as_it_would_without_the_tuner(at: int, what: str, code: int, last: str) -> None:
     tests = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
     done = subprocess.run(

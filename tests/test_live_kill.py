@@ -146,7 +146,7 @@ def kill(count: int, seed: int, folder: Path, patch: pytest.MonkeyPatch) -> list
 
 
 @pytest.mark.slow
-def test_a_switch_that_is_pulled_anywhere_in_a_step_leaves_the_run_that_was_never_attached_to(
+def test_kill_switch_at_any_point_of_a_step_restores_the_unattached_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = kill(5, 1, tmp_path, monkeypatch)
@@ -154,7 +154,7 @@ def test_a_switch_that_is_pulled_anywhere_in_a_step_leaves_the_run_that_was_neve
 
 
 @pytest.mark.slow
-def test_a_switch_pulled_at_a_hundred_random_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_switch_works_at_a_hundred_random_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = kill(100, 0, tmp_path, monkeypatch)
     assert {(run.way, run.moment) for run in runs} >= {(way, moment) for way in ("call", "file") for moment in MOMENTS}
     assert len({run.at for run in runs}) >= 25

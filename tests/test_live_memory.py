@@ -163,7 +163,7 @@ def ragged(seed: int, count: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_ragged_steps_stay_within_a_budget_that_moves_from_the_second_step_on(bounds: tuple[int, int]) -> None:
+def test_variable_length_steps_respect_a_changing_budget_from_the_second_step(bounds: tuple[int, int]) -> None:
     low, high = bounds
     # The largest ones first, while nothing is known.
     lengths = [LONG, LONG, LONG, *ragged(0, 27)]
@@ -175,7 +175,7 @@ def test_ragged_steps_stay_within_a_budget_that_moves_from_the_second_step_on(bo
 
 
 @pytest.mark.slow
-def test_lengths_that_grow_beyond_all_that_was_seen_stay_within_a_tight_budget(bounds: tuple[int, int]) -> None:
+def test_lengths_beyond_all_seen_respect_a_tight_budget(bounds: tuple[int, int]) -> None:
     low, _ = bounds
     lengths = [int(length) for length in np.linspace(SHORT, LONG, 28)]
     steps, status = metered_run(lengths, lambda _: int(low * 1.1))
@@ -186,7 +186,7 @@ def test_lengths_that_grow_beyond_all_that_was_seen_stay_within_a_tight_budget(b
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["ppo", "greedy"])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_budget_drawn_anew_at_each_step_is_never_exceeded(seed: int, policy: str, bounds: tuple[int, int]) -> None:
+def test_random_budget_per_step_is_never_exceeded(seed: int, policy: str, bounds: tuple[int, int]) -> None:
     low, high = bounds
     drawn = np.random.default_rng(100 + seed).uniform(low * 1.03, high * 1.05, 100).astype(int)
     steps, status = metered_run(ragged(seed, 100), lambda n: int(drawn[n]), policy)
@@ -199,7 +199,7 @@ def test_a_budget_drawn_anew_at_each_step_is_never_exceeded(seed: int, policy: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-def test_no_plan_at_any_length_needs_more_than_is_predicted(
+def test_no_plan_at_any_length_needs_more_than_predicted(
     seed: int, bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Predictions of every profile that a run makes of itself are held against what each plan then needs.
@@ -242,7 +242,7 @@ def test_no_plan_at_any_length_needs_more_than_is_predicted(
     assert len(known) >= 3
 
 
-def test_outputs_that_a_loop_holds_until_it_has_others_are_counted() -> None:
+def test_outputs_that_a_loop_keeps_until_the_next_step_are_counted() -> None:
     held: list[torch.Tensor] = []
     trained = TinyGPT(tokens=256, width=16, blocks=4)
     optimizer = torch.optim.AdamW(trained.parameters(), 1e-2)
@@ -273,7 +273,7 @@ def test_outputs_that_a_loop_holds_until_it_has_others_are_counted() -> None:
     tuner.detach()
 
 
-def test_predictions_are_scored_before_anybody_acts(bounds: tuple[int, int]) -> None:
+def test_predictions_are_scored_before_any_switch(bounds: tuple[int, int]) -> None:
     low, high = bounds
     seen: list[float] = []
     for length in (SHORT, LONG):
@@ -294,7 +294,9 @@ def test_predictions_are_scored_before_anybody_acts(bounds: tuple[int, int]) -> 
     assert max(seen) <= SAFETY_MARGIN
 
 
-def test_whoever_predicts_a_peak_too_low_never_acts(bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_that_underestimates_a_peak_never_acts(
+    bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Hopeful(Placements):
         def peak_bytes(self, plan: Plan, length: float) -> float:
             return 0.98 * super().peak_bytes(plan, length)
@@ -309,7 +311,7 @@ def test_whoever_predicts_a_peak_too_low_never_acts(bounds: tuple[int, int], mon
 
 
 @pytest.mark.slow
-def test_where_the_last_prediction_alone_was_too_low_another_one_decides(
+def test_single_low_prediction_is_checked_by_another_step(
     bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     low, high = bounds
@@ -339,7 +341,7 @@ def test_where_the_last_prediction_alone_was_too_low_another_one_decides(
     assert wrong
 
 
-def test_what_a_loop_comes_to_hold_is_no_wrong_prediction(bounds: tuple[int, int]) -> None:
+def test_memory_allocated_later_by_the_loop_is_not_a_prediction_error(bounds: tuple[int, int]) -> None:
     _, high = bounds
     seeded()
     trained = model()
@@ -360,7 +362,7 @@ def test_what_a_loop_comes_to_hold_is_no_wrong_prediction(bounds: tuple[int, int
     tuner.detach()
 
 
-def test_a_budget_that_cannot_be_met_is_said_once_with_the_smallest_that_can(caplog: pytest.LogCaptureFixture) -> None:
+def test_unreachable_budget_is_reported_once_with_the_smallest_reachable_one(caplog: pytest.LogCaptureFixture) -> None:
     lowest, _ = needs()
     with caplog.at_level("WARNING", logger="autotune"):
         metered_run([LONG] * 24, lambda _: lowest // 2)

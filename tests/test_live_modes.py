@@ -163,7 +163,7 @@ def ks_of(trace: Trace) -> set[int]:
     ("batches", "loss_of", "count"),
     [pytest.param(texts, gpt_loss, None, id="samples"), pytest.param(padded, padded_loss, num_targets, id="items")],
 )
-def test_a_run_whose_k_roams_learns_the_same_up_to_rounding(batches: Any, loss_of: Any, count: Any) -> None:
+def test_run_with_changing_k_learns_the_same_up_to_rounding(batches: Any, loss_of: Any, count: Any) -> None:
     plain = train(plain_gpt, batches(40), loss_of, count)
     tuned = train(
         plain_gpt,
@@ -193,9 +193,7 @@ def contrastive(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         pytest.param(plain_gpt, padded, padded_loss, "`count` is wrong or missing", id="no count"),
     ],
 )
-def test_where_a_cut_changes_the_gradient_k_is_locked_and_nothing_changes(
-    model: Any, batches: Any, loss_of: Any, reason: str
-) -> None:
+def test_k_is_locked_if_splitting_changes_the_gradient(model: Any, batches: Any, loss_of: Any, reason: str) -> None:
     plain = train(model, batches(30), loss_of)
     tuned = train(
         model, batches(30), loss_of, policy=Roams(), mode="rounding", memory_budget_bytes=10**9, limits=RESTLESS
@@ -214,7 +212,7 @@ class Dropping(TinyConvolution):
         return F.dropout(super().forward(x), 0.2, self.training)
 
 
-def test_what_is_tried_beside_the_run_leaves_no_trace() -> None:
+def test_trial_passes_leave_no_trace() -> None:
     """Dropout's draws, buffers and gradients are those of a run in which nothing was tried."""
     plain = train(Dropping, image_batches(30), image_loss)
     tuned = train(
@@ -226,7 +224,7 @@ def test_what_is_tried_beside_the_run_leaves_no_trace() -> None:
     assert_identical(plain, tuned)
 
 
-def test_the_loops_body_is_told_which_passes_do_not_count() -> None:
+def test_loop_can_tell_trial_passes_from_real_ones() -> None:
     seeded()
     model = plain_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -243,7 +241,7 @@ def test_the_loops_body_is_told_which_passes_do_not_count() -> None:
     assert [tried for _, tried in passes] == [0, 16, 16, 16, 0, 0]
 
 
-def test_16_bit_units_follow_the_policy_and_the_run_still_learns() -> None:
+def test_16_bit_units_follow_the_policy_and_the_run_learns() -> None:
     policy = Roams()
     plain = train(lambda: TinyGPT(dropout=0.0), texts(50), gpt_loss)
     tuned = train(
@@ -271,7 +269,7 @@ class Cancels(nn.Module):
         return x.square().mean()
 
 
-def test_a_precision_that_turns_the_gradient_is_locked() -> None:
+def test_precision_that_changes_the_gradient_direction_is_locked() -> None:
     generator = torch.Generator().manual_seed(0)
     tuned = train(
         Cancels,
@@ -310,7 +308,7 @@ def test_two_skipped_steps_under_a_lower_precision_trip() -> None:
 
 
 @pytest.mark.parametrize("k", [2, 4])
-def test_an_adaptive_step_consumes_k_batches_and_weighs_them_by_their_items(k: int) -> None:
+def test_adaptive_step_consumes_k_batches_weighted_by_their_items(k: int) -> None:
     tuned = train(
         plain_gpt, padded(80), padded_loss, num_targets, policy=Holds(k), mode="tolerant", settings=ADAPTIVE,
         memory_budget_bytes=10**9, limits=RESTLESS,
@@ -326,7 +324,7 @@ def test_an_adaptive_step_consumes_k_batches_and_weighs_them_by_their_items(k: i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [None, 10**9])
-def test_under_adaptive_batching_k_differ_by_the_update_that_their_batches_share(budget: int | None) -> None:
+def test_cost_of_k_under_adaptive_batching_includes_one_shared_update(budget: int | None) -> None:
     policy = Notes(2)
     tuned = train(
         plain_gpt, padded(80), padded_loss, num_targets, policy=policy, mode="tolerant", settings=ADAPTIVE,
@@ -345,7 +343,7 @@ def test_under_adaptive_batching_k_differ_by_the_update_that_their_batches_share
 
 
 @pytest.mark.slow
-def test_an_adaptive_steps_seconds_are_those_of_all_its_batches_and_of_nothing_between(
+def test_adaptive_step_time_is_the_sum_over_its_batches_without_gaps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batches = list(texts(72))
@@ -381,7 +379,7 @@ def test_an_adaptive_steps_seconds_are_those_of_all_its_batches_and_of_nothing_b
 
 
 @pytest.mark.slow
-def test_a_plan_that_none_is_known_to_stand_in_for_runs_as_it_was_decided() -> None:
+def test_plan_without_a_known_alternative_runs_as_decided() -> None:
     tuned = train(
         lambda: TinyGPT(width=16, blocks=6, dropout=0.0), texts(80), gpt_loss, policy=Mixes(4), mode="tolerant",
         settings=ADAPTIVE, memory_budget_bytes=10**9, limits=RESTLESS,
@@ -393,7 +391,7 @@ def test_a_plan_that_none_is_known_to_stand_in_for_runs_as_it_was_decided() -> N
 
 
 @pytest.mark.slow
-def test_an_adaptive_run_equals_the_same_steps_by_hand() -> None:
+def test_adaptive_run_equals_the_same_steps_by_hand() -> None:
     batches = list(padded(110))
     seeded()
     tuned, by_hand = plain_gpt(), plain_gpt()
@@ -435,7 +433,7 @@ def test_an_adaptive_run_equals_the_same_steps_by_hand() -> None:
         ({"settings": ADAPTIVE, "mode": "tolerant", "accumulation_steps": "2"}, "accumulation_steps is '2'"),
     ],
 )
-def test_modes_that_cannot_be_had_are_refused_in_one_line(wrong: dict[str, Any], message: str) -> None:
+def test_unavailable_modes_are_rejected_in_one_line(wrong: dict[str, Any], message: str) -> None:
     model = deep_gpt()
     with pytest.raises(AttachError, match=message) as caught:
         autotune.attach(model, torch.optim.SGD(model.parameters(), 0.1), runs_dir=None, **wrong)
@@ -499,7 +497,7 @@ class OneWay(nn.Module):
 
 
 @pytest.mark.parametrize(("block", "said"), [(Rotary, "RuntimeError"), (OneWay, "no kernel for 16 bits")])
-def test_a_model_that_cannot_run_in_16_bits_is_left_as_it_is(block: type[nn.Module], said: str) -> None:
+def test_model_that_cannot_run_in_16_bits_is_left_unchanged(block: type[nn.Module], said: str) -> None:
     def model() -> nn.Module:
         made = TinyGPT(width=16, blocks=0, dropout=0.0)
         made.blocks = nn.ModuleList(block() for _ in range(4))

@@ -185,7 +185,7 @@ def train(
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_on_an_accelerator_keeps_its_bits_and_its_budget(accelerator: ModuleType, name: str) -> None:
+def test_loop_on_an_accelerator_is_bit_identical_and_within_budget(accelerator: ModuleType, name: str) -> None:
     plain, fullest, _ = train(LOOPS[name], accelerator, None)
     lean, leanest, locks = train(LOOPS[name], accelerator, {"policy": "exact", "memory_budget_bytes": 1})
     assert lean == plain
@@ -200,7 +200,7 @@ def test_a_loop_on_an_accelerator_keeps_its_bits_and_its_budget(accelerator: Mod
         assert max(peaks) <= budget, (peaks, budget)
 
 
-def test_probing_needs_no_room_that_a_full_device_lacks(accelerator: ModuleType) -> None:
+def test_probing_fits_on_an_almost_full_device(accelerator: ModuleType) -> None:
     _, fullest, _ = train(LOOPS["frozen weights"], accelerator, None)
     gc.collect()
     held = accelerator.stats()["allocated_bytes.all.current"]
@@ -213,6 +213,6 @@ def test_probing_needs_no_room_that_a_full_device_lacks(accelerator: ModuleType)
 
 
 @pytest.mark.parametrize("wrong", ["fake:1000", "fake:70000", 3.5, -1])
-def test_a_device_that_is_none_is_refused(accelerator: ModuleType, wrong: Any) -> None:
+def test_invalid_device_is_rejected(accelerator: ModuleType, wrong: Any) -> None:
     with pytest.raises(InputError, match="device"):
         devices.resolved(wrong)

@@ -22,7 +22,7 @@ def timed(precision: Precision, seconds: tuple[float, float, float]) -> TimedSte
     return TimedStep(plan=plan, batch_bytes=1, seconds={("forward", 1 + 2 * n): s for n, s in enumerate(seconds)})
 
 
-def test_a_precision_does_the_same_to_all_units_of_a_kind() -> None:
+def test_units_of_one_kind_share_the_effect_of_a_precision() -> None:
     """One of two like units was twice as fast in 16 bits, the other slower: by chance, as together they were slower."""
     steps = [timed(Precision.INHERIT, (1.0, 2.0, 4.0)), timed(Precision.BF16, (0.5, 3.1, 3.0))]
     found = seconds_by_choice(steps, CALLS, 1, UNITS)

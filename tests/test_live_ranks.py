@@ -26,7 +26,7 @@ def assert_same_run(plain: list[dict[str, Any]], tuned: list[dict[str, Any]]) ->
 @pytest.mark.parametrize(
     ("way", "steps", "least"), [pytest.param("wandering", 60, 30, marks=pytest.mark.slow), ("troubled", 60, 20)]
 )
-def test_two_ranks_hold_the_same_plan_at_every_step_and_change_no_bit(
+def test_two_ranks_use_the_same_plan_at_every_step_and_stay_bit_identical(
     way: str, steps: int, least: int, tmp_path: Path
 ) -> None:
     plain = run_ranks(tmp_path, "plain", steps, 2)
@@ -40,7 +40,7 @@ def test_two_ranks_hold_the_same_plan_at_every_step_and_change_no_bit(
 
 
 @pytest.mark.slow
-def test_ranks_with_budgets_of_their_own_follow_the_tightest_together(tmp_path: Path) -> None:
+def test_ranks_with_different_budgets_follow_the_tightest(tmp_path: Path) -> None:
     plain = run_ranks(tmp_path, "plain", 40, 2)
     tuned = run_ranks(tmp_path, "following", 40, 2)
     assert all(rank["attached"] for rank in tuned), tuned[0]["why"]
@@ -49,7 +49,7 @@ def test_ranks_with_budgets_of_their_own_follow_the_tightest_together(tmp_path: 
     assert_same_run(plain, tuned)
 
 
-def test_in_join_the_tuner_leaves_and_no_rank_waits_for_another(tmp_path: Path) -> None:
+def test_tuner_detaches_in_join_without_blocking_a_rank(tmp_path: Path) -> None:
     plain = run_ranks(tmp_path, "plain-joining", 16, 2)
     joining = run_ranks(tmp_path, "joining", 16, 2)
     assert all("join()" in rank["why"] for rank in joining)
@@ -57,7 +57,7 @@ def test_in_join_the_tuner_leaves_and_no_rank_waits_for_another(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("step", [0, 15])
-def test_a_rank_that_leaves_takes_the_others_along_and_lets_none_wait(step: int, tmp_path: Path) -> None:
+def test_rank_that_detaches_makes_all_ranks_detach_without_blocking(step: int, tmp_path: Path) -> None:
     plain = run_ranks(tmp_path, "plain", 24, 2)
     left = run_ranks(tmp_path, f"leaving-{step}", 24, 2)
     assert left[0]["why"] == "its loop wants to"
@@ -68,7 +68,7 @@ def test_a_rank_that_leaves_takes_the_others_along_and_lets_none_wait(step: int,
 
 
 @pytest.mark.slow
-def test_ranks_whose_k_roams_learn_the_same_up_to_rounding(tmp_path: Path) -> None:
+def test_ranks_with_changing_k_learn_the_same_up_to_rounding(tmp_path: Path) -> None:
     plain = run_ranks(tmp_path, "plain-rounding", 40, 2)
     tuned = run_ranks(tmp_path, "rounding", 40, 2)
     assert all(rank["attached"] for rank in tuned), tuned[0]["why"]
@@ -81,7 +81,7 @@ def test_ranks_whose_k_roams_learn_the_same_up_to_rounding(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("world", [2, 4])
-def test_500_switches_under_delays_lies_and_crashes(world: int, tmp_path: Path) -> None:
+def test_500_switches_with_delays_invalid_answers_and_crashes_are_bit_identical(world: int, tmp_path: Path) -> None:
     plain = run_ranks(tmp_path, "plain", 800, world)
     tuned = run_ranks(tmp_path, "troubled", 800, world)
     assert all(rank["attached"] and rank["switches"] >= 500 for rank in tuned)
@@ -98,7 +98,7 @@ def test_500_switches_under_delays_lies_and_crashes(world: int, tmp_path: Path) 
         pytest.param("hybrid,both", 4, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_that_a_model_is_spread_over_hold_the_same_plan_and_change_no_bit(
+def test_ranks_of_a_sharded_model_use_the_same_plan_and_stay_bit_identical(
     ways: str, world: int, tmp_path: Path
 ) -> None:
     run_on_ranks("spread_rank.py", tmp_path, ways, ranks=world)

@@ -581,7 +581,7 @@ def trained(make: Callable[[], nn.Module], budget: int | None, policy: Any) -> t
 
 @pytest.mark.parametrize("lean", [True, False])
 @pytest.mark.parametrize("name", MODELS)
-def test_what_units_reach_stays_the_users(name: str, *, lean: bool) -> None:
+def test_side_effects_of_units_stay_as_in_the_unattached_run(name: str, *, lean: bool) -> None:
     plain, _ = trained(MODELS[name], None, None)
     tuned, _ = trained(MODELS[name], 1 if lean else 10**12, "exact" if lean else Wanders())
     assert tuned == plain
@@ -606,12 +606,12 @@ def test_what_units_reach_stays_the_users(name: str, *, lean: bool) -> None:
         "tensors with attributes",
     ],
 )
-def test_what_can_be_repeated_is_not_locked(name: str) -> None:
+def test_repeatable_units_are_not_locked(name: str) -> None:
     _, locks = trained(MODELS[name], 1, "exact")
     assert bool(locks) == (name == "NamesAClass"), locks
 
 
-def test_a_class_that_is_set_round_the_forward_pass_is_read_as_it_was() -> None:
+def test_class_attribute_set_around_the_forward_pass_is_read_unchanged() -> None:
     @contextmanager
     def scaled() -> Iterator[None]:
         Scale.current = Scale(1.3)

@@ -128,7 +128,7 @@ def saves(plan: Plan) -> bool:
 
 
 @pytest.mark.parametrize("order", ["random", "short first"])
-def test_batches_of_equal_bytes_and_other_shapes_stay_within_the_budget(order: str) -> None:
+def test_batches_of_equal_bytes_but_different_shapes_stay_within_the_budget(order: str) -> None:
     lengths = [32, 64, 128, 256] * 12
     random.Random(5).shuffle(lengths)
     if order == "short first":
@@ -142,7 +142,7 @@ def test_batches_of_equal_bytes_and_other_shapes_stay_within_the_budget(order: s
     assert not status["over_budget_steps"]
 
 
-def test_layers_that_are_unfrozen_later_stay_within_the_budget() -> None:
+def test_layers_unfrozen_later_stay_within_the_budget() -> None:
     def prepare(model: nn.Module, number: int) -> None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(number >= 24 or not name.startswith(("blocks.0", "blocks.1", "blocks.2", "emb")))
@@ -154,7 +154,7 @@ def test_layers_that_are_unfrozen_later_stay_within_the_budget() -> None:
     assert any(saves(plan) for plan in plans[-8:])
 
 
-def test_what_one_signature_tells_of_another() -> None:
+def test_batch_signature_predicts_another_only_if_proportional() -> None:
     known = Signature(((8, 64),), (10, 10))
     assert known.tells_of(Signature(((8, 64),), (10, 10)))
     assert known.tells_of(Signature(((4, 64),), (10, 10)))
@@ -165,7 +165,7 @@ def test_what_one_signature_tells_of_another() -> None:
     assert not known.tells_of(Signature(((8, 64), (8,)), (10, 10)))
 
 
-def test_parameters_that_come_go_and_thaw_are_counted() -> None:
+def test_added_removed_and_unfrozen_parameters_are_counted() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2, bias=False)))
     trained = Trained(model)
 

@@ -48,7 +48,7 @@ def at_call(number: int) -> Callable[[], None]:
 
 @pytest.mark.parametrize("kind", list(HANDLERS))
 @pytest.mark.parametrize(("where", "number"), [("budget", 0), ("budget", 5), ("unit", 0), ("unit", 1), ("unit", 12)])
-def test_a_handler_s_exception_ends_the_loop(kind: str, where: str, number: int) -> None:
+def test_signal_handler_exception_ends_the_loop(kind: str, where: str, number: int) -> None:
     signal.signal(signal.SIGUSR1, HANDLERS[kind])
     seeded()
     model, strike = deep_gpt(), at_call(number)
@@ -80,7 +80,7 @@ def train(model: Any, budget: Callable[[], int]) -> None:
         tuner.step()
 
 
-def test_an_exception_of_the_tuner_s_own_is_caught() -> None:
+def test_exception_inside_the_tuner_is_caught() -> None:
     signal.signal(signal.SIGUSR1, handler)
     try:
         raise ZeroDivisionError

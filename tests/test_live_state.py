@@ -257,7 +257,7 @@ LOCKED: list[tuple[Callable[[], nn.Module], str]] = [
 
 @pytest.mark.parametrize("lean", [True, False])
 @pytest.mark.parametrize("make", EXACT, ids=["plain", "counts", "remembers", "anneals", "list", "odd things"])
-def test_a_state_in_attributes_is_as_it_was_and_recomputed(make: Callable[[], nn.Module], *, lean: bool) -> None:
+def test_state_in_attributes_is_preserved_and_recomputed(make: Callable[[], nn.Module], *, lean: bool) -> None:
     plain, _, _ = train(make, None, None)
     tuned, locks, recomputed = train(make, 1 if lean else 10**12, "exact" if lean else Wanders())
     assert tuned == plain
@@ -271,7 +271,9 @@ def test_a_state_in_attributes_is_as_it_was_and_recomputed(make: Callable[[], nn
     LOCKED,
     ids=["long list", "list elsewhere", "draws elsewhere", "own generator", "codebook", "in place", "hooks", "entropy"],
 )
-def test_what_recomputation_would_do_twice_is_locked(make: Callable[[], nn.Module], reason: str, *, lean: bool) -> None:
+def test_unit_with_effects_that_recomputation_would_repeat_is_locked(
+    make: Callable[[], nn.Module], reason: str, *, lean: bool
+) -> None:
     plain, _, _ = train(make, None, None)
     tuned, locks, _ = train(make, 1 if lean else 10**12, "exact" if lean else Wanders())
     assert locks
@@ -279,7 +281,7 @@ def test_what_recomputation_would_do_twice_is_locked(make: Callable[[], nn.Modul
     assert tuned == plain
 
 
-def test_hooks_that_come_later_are_called_once_a_step() -> None:
+def test_hooks_added_later_are_called_once_per_step() -> None:
     def run(*, attached: bool) -> tuple[list[int], dict[str, str]]:
         torch.manual_seed(0)
         model = TinyGPT()

@@ -18,7 +18,7 @@ from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors, tenso
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("budget", [10**9, 1000], ids=["save", "recompute"])
-def test_the_peak_of_a_loop_that_accumulates_is_predicted_with_its_gradients(budget: int, k: int) -> None:
+def test_peak_of_an_accumulating_loop_is_predicted_with_its_gradients(budget: int, k: int) -> None:
     model = TinyGPT(width=32, blocks=4)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     tuner = autotune.attach(
@@ -44,7 +44,7 @@ def test_the_peak_of_a_loop_that_accumulates_is_predicted_with_its_gradients(bud
 
 
 @pytest.mark.slow
-def test_steps_of_several_ragged_batches_never_need_more_than_was_predicted() -> None:
+def test_steps_of_several_uneven_batches_never_need_more_than_predicted() -> None:
     model = deep_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     tuner = autotune.attach(
@@ -81,7 +81,7 @@ def test_steps_of_several_ragged_batches_never_need_more_than_was_predicted() ->
 
 
 @pytest.mark.slow
-def test_a_loop_that_accumulates_is_bit_identical_when_attached() -> None:
+def test_attached_loop_with_accumulation_is_bit_identical() -> None:
     def run(attached: bool) -> tuple[list[torch.Tensor], int]:
         seeded()
         model = deep_gpt()
@@ -117,7 +117,7 @@ def test_a_loop_that_accumulates_is_bit_identical_when_attached() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain[0], tuned[0], strict=True))
 
 
-def test_a_framework_that_reports_its_steps_leaves_no_probe_on_the_parameters() -> None:
+def test_framework_that_reports_its_steps_leaves_no_hook_on_parameters() -> None:
     model = deep_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     limits = Limits(statistics_every=3)
@@ -142,7 +142,7 @@ def test_a_framework_that_reports_its_steps_leaves_no_probe_on_the_parameters() 
 
 
 @pytest.mark.parametrize("left_out", ["backward", "update"])
-def test_a_loop_that_does_not_name_a_phase_is_told_which(left_out: str) -> None:
+def test_loop_that_omits_a_phase_is_told_which(left_out: str) -> None:
     model = deep_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     tuner = autotune.attach(model, optimizer, "exact", memory_budget_bytes=10**9, runs_dir=None)
@@ -163,7 +163,7 @@ def test_a_loop_that_does_not_name_a_phase_is_told_which(left_out: str) -> None:
     tuner.detach()
 
 
-def test_a_unit_that_may_not_be_recomputed_is_not_recomputed_in_the_first_step_either() -> None:
+def test_nonrecomputable_unit_is_not_recomputed_even_in_the_first_step() -> None:
     class Draws(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x + 0.1 * random.random() * x.cumsum(-1))
@@ -199,7 +199,7 @@ def test_a_unit_that_may_not_be_recomputed_is_not_recomputed_in_the_first_step_e
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "3"])
-def test_accumulation_steps_is_a_whole_number(wrong: Any) -> None:
+def test_accumulation_steps_must_be_a_whole_number(wrong: Any) -> None:
     model = deep_gpt()
     with pytest.raises(AttachError, match="accumulation_steps is"):
         autotune.attach(model, torch.optim.SGD(model.parameters(), 0.1), accumulation_steps=wrong, runs_dir=None)

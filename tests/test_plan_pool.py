@@ -71,7 +71,7 @@ def pooled() -> Pooled:
     return Pooled([job.profile for job in drawn_jobs()])
 
 
-def test_the_best_fitting_plan_is_the_exact_optimum_but_for_a_thousandth(pooled: Pooled) -> None:
+def test_best_fitting_plan_is_within_a_thousandth_of_the_exact_optimum(pooled: Pooled) -> None:
     jobs = range(len(pooled.profiles))
     gaps = np.array([pooled.gaps(job, pooled.peaks[job, pooled.pool.baseline[job]]) for job in jobs])
     assert gaps.shape == (20, 4)
@@ -80,7 +80,7 @@ def test_the_best_fitting_plan_is_the_exact_optimum_but_for_a_thousandth(pooled:
     assert np.quantile(gaps, 0.95) < 1.5e-2
 
 
-def test_peaks_and_seconds_are_those_of_the_cost_model_at_every_tabulated_length(pooled: Pooled) -> None:
+def test_peaks_and_seconds_equal_the_cost_model_at_every_tabulated_length(pooled: Pooled) -> None:
     every, size = pooled.every(), pooled.pool.k.shape
     generator = np.random.default_rng(0)
     factor = pooled.factor(generator)
@@ -94,7 +94,7 @@ def test_peaks_and_seconds_are_those_of_the_cost_model_at_every_tabulated_length
         np.testing.assert_allclose(pooled.pool.seconds_per_step(factor, at), seconds, rtol=1e-12)
 
 
-def test_between_tabulated_lengths_a_peak_is_never_taken_to_be_lower_than_it_is(pooled: Pooled) -> None:
+def test_interpolated_peak_is_never_too_low(pooled: Pooled) -> None:
     every, size = pooled.every(), pooled.pool.k.shape
     assert pooled.pool.there.sum() > 500
     over = []
@@ -109,7 +109,7 @@ def test_between_tabulated_lengths_a_peak_is_never_taken_to_be_lower_than_it_is(
     assert np.mean(over) < 1e-3
 
 
-def test_one_plan_costs_what_it_costs_among_all(pooled: Pooled) -> None:
+def test_single_plan_costs_the_same_as_among_all_plans(pooled: Pooled) -> None:
     generator = np.random.default_rng(2)
     jobs, rows = len(pooled.profiles), np.arange(len(pooled.profiles))
     factor, length = pooled.factor(generator), np.exp(generator.uniform(-1, 1, jobs))
@@ -120,7 +120,7 @@ def test_one_plan_costs_what_it_costs_among_all(pooled: Pooled) -> None:
 
 
 @pytest.mark.parametrize("share", [0.4, 0.7, 1.0, 1.7])
-def test_the_longest_length_that_fits_is_where_the_peak_meets_the_budget(pooled: Pooled, share: float) -> None:
+def test_longest_fitting_length_is_where_the_peak_meets_the_budget(pooled: Pooled, share: float) -> None:
     pool, jobs = pooled.pool, len(pooled.profiles)
     budget = share * pool.peak_of(pool.baseline, pooled.ones)
     longest = pool.longest(budget)
@@ -139,7 +139,7 @@ def test_the_longest_length_that_fits_is_where_the_peak_meets_the_budget(pooled:
     assert checked > 500
 
 
-def test_padding_never_wins(pooled: Pooled) -> None:
+def test_padding_is_never_chosen(pooled: Pooled) -> None:
     pool = pooled.pool
     padded = ~pool.there
     assert padded.any()
@@ -153,7 +153,7 @@ def test_padding_never_wins(pooled: Pooled) -> None:
         np.testing.assert_allclose(quantity[padded], np.repeat(quantity[:, 0], padded.sum(axis=1)), rtol=1e-12)
 
 
-def test_the_baseline_and_the_leanest_plan_are_there_and_no_plan_twice(pooled: Pooled) -> None:
+def test_baseline_and_leanest_plan_are_included_and_no_plan_twice(pooled: Pooled) -> None:
     pool = pooled.pool
     for job, profile in enumerate(pooled.profiles):
         plans = [
@@ -172,7 +172,7 @@ def test_the_baseline_and_the_leanest_plan_are_there_and_no_plan_twice(pooled: P
         assert pooled.peaks[job][pool.leanest[job]] <= smallest(profile).peak_bytes * 1.005
 
 
-def test_plans_that_are_asked_for_are_there_and_a_pool_has_its_size() -> None:
+def test_requested_plans_are_included_and_the_pool_has_its_size() -> None:
     profiles = [job.profile for job in drawn_jobs(4, seed=8)]
     arrays, generator = CostArrays(profiles), np.random.default_rng(0)
     asked = []
@@ -186,7 +186,7 @@ def test_plans_that_are_asked_for_are_there_and_a_pool_has_its_size() -> None:
         assert (rows == np.concatenate([plans.k[job : job + 1], plans.choices[job]])).all(axis=1).any()
 
 
-def test_lanes_are_taken_with_all_that_their_job_has(pooled: Pooled) -> None:
+def test_selected_lanes_keep_all_data_of_their_job(pooled: Pooled) -> None:
     job = np.array([3, 0, 3, 7])
     taken = pooled.pool.take(job)
     assert isinstance(taken, PlanPool)
@@ -195,7 +195,7 @@ def test_lanes_are_taken_with_all_that_their_job_has(pooled: Pooled) -> None:
     np.testing.assert_array_equal(taken.baseline, pooled.pool.baseline[job])
 
 
-def test_the_same_jobs_have_the_same_pools() -> None:
+def test_same_jobs_have_the_same_pools() -> None:
     profiles = [job.profile for job in drawn_jobs(6, seed=9)]
     first, again = make_pool(CostArrays(profiles)), make_pool(CostArrays(profiles))
     np.testing.assert_array_equal(first.choices, again.choices)
@@ -263,7 +263,7 @@ KINDS: dict[str, Callable[[int], Profile]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_profile_has_a_pool_that_is_nearly_exact(kind: str) -> None:
+def test_every_profile_has_a_nearly_exact_pool(kind: str) -> None:
     gaps = []
     for seed in range(5):
         pooled = Pooled([KINDS[kind](seed)])

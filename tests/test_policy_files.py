@@ -138,7 +138,7 @@ def watcher() -> Watcher:
     return Watcher()
 
 
-def test_the_watcher_hears_what_it_listens_for(watcher: Watcher, folder: Path) -> None:
+def test_audit_hook_reports_every_kind_of_event_it_monitors(watcher: Watcher, folder: Path) -> None:
     def heard(act: Callable[[], object]) -> list[str]:
         watcher.events.clear()
         with watcher.watching(folder):
@@ -181,7 +181,7 @@ def load_watched(folder: Path, watcher: Watcher) -> PlannerPolicy:
 # --------------------------------------------------------------------------------------------------------- round trip
 
 
-def test_a_policy_that_is_saved_and_loaded_decides_the_same(folder: Path, watcher: Watcher) -> None:
+def test_saved_and_loaded_policy_decides_identically(folder: Path, watcher: Watcher) -> None:
     loaded = load_watched(folder, watcher)
     assert loaded.settings == SETTINGS
     assert loaded.ranges is not None
@@ -229,7 +229,7 @@ def led(policy: PlannerPolicy, job) -> list[Plan]:
     return plans
 
 
-def test_a_folder_holds_three_files_and_none_of_them_is_code(folder: Path) -> None:
+def test_folder_contains_three_files_and_no_code(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["README.md", MANIFEST, WEIGHTS]
     document = json.loads((folder / MANIFEST).read_text())
     assert document["kind"] == "levers"
@@ -238,7 +238,7 @@ def test_a_folder_holds_three_files_and_none_of_them_is_code(folder: Path) -> No
         pickle.loads((folder / WEIGHTS).read_bytes())
 
 
-def test_what_is_saved_is_checked_as_what_is_loaded(tmp_path: Path) -> None:
+def test_saving_checks_the_same_rules_as_loading(tmp_path: Path) -> None:
     for settings in (replace(SETTINGS, rise=-1.0), replace(SETTINGS, horizon=math.inf)):
         with pytest.raises(ValueError, match=r"rise|horizon"):
             save_levers(tmp_path / "p", trained_network(), settings, wide_ranges(), TRAINING, "card")
@@ -450,7 +450,7 @@ def state_of(folder: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("what", PAYLOADS)
-def test_a_hostile_or_damaged_folder_is_refused_in_one_line_and_nothing_runs(
+def test_hostile_or_damaged_folder_is_rejected_in_one_line_and_nothing_runs(
     what: str, folder: Path, watcher: Watcher
 ) -> None:
     before = state_of(folder)
@@ -467,7 +467,9 @@ def test_a_hostile_or_damaged_folder_is_refused_in_one_line_and_nothing_runs(
     assert sorted(path.name for path in folder.iterdir()) == names
 
 
-def test_payloads_would_run_and_their_carriers_are_good_without_them(tmp_path: Path, watcher: Watcher) -> None:
+def test_payloads_execute_when_unpickled_and_their_carrier_files_are_otherwise_valid(
+    tmp_path: Path, watcher: Watcher
+) -> None:
     assert len(PAYLOADS) >= 25
     for number, weights in enumerate((tensors(len), header(len), framed(bytes))):
         folder = save_to(tmp_path / str(number))
@@ -482,7 +484,7 @@ def test_payloads_would_run_and_their_carriers_are_good_without_them(tmp_path: P
         assert os.environ.pop(WITNESS) == "1"
 
 
-def test_what_cannot_be_read_is_refused_too(folder: Path) -> None:
+def test_unreadable_folder_is_rejected(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     with pytest.raises(PolicyFileError, match=r"policy\.safetensors: cannot be read \(No such file or directory\)"):
         load_policy(folder)
@@ -511,7 +513,7 @@ def mutated(data: bytes, generator: np.random.Generator) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [MANIFEST, WEIGHTS])
-def test_three_thousand_damages_are_refused_or_change_nothing(name: str, folder: Path, watcher: Watcher) -> None:
+def test_three_thousand_mutations_are_rejected_or_change_nothing(name: str, folder: Path, watcher: Watcher) -> None:
     generator = np.random.default_rng(0)
     good = (folder / name).read_bytes()
     policy = load_policy(folder)
@@ -538,9 +540,7 @@ def test_three_thousand_damages_are_refused_or_change_nothing(name: str, folder:
 
 
 @pytest.mark.slow
-def test_damage_that_the_hash_was_made_to_agree_with_is_refused_or_loads_other_numbers(
-    folder: Path, watcher: Watcher
-) -> None:
+def test_mutation_with_a_corrected_hash_is_rejected_or_loads_other_numbers(folder: Path, watcher: Watcher) -> None:
     generator = np.random.default_rng(1)
     good, manifest = (folder / WEIGHTS).read_bytes(), (folder / MANIFEST).read_bytes()
     (size,) = struct.unpack("<Q", good[:8])
@@ -575,7 +575,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["pickle as manifest", "an unknown key", "NaN"])
-def test_comparing_with_a_broken_folder_is_one_line_exit_2_and_no_run(
+def test_compare_with_a_damaged_folder_is_one_line_exit_code_2_and_no_run(
     what: str, folder: Path, profiled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     PAYLOADS[what](folder)

@@ -77,7 +77,7 @@ def outline(result: plan_search.TuningResult) -> list[tuple[Plan, float, bool]]:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_random_search_is_what_it_is_without_a_pool(count: int, tmp_path: Path) -> None:
+def test_random_search_gives_the_same_results_with_and_without_a_pool(count: int, tmp_path: Path) -> None:
     (tmp_path / "serial").mkdir()
     (tmp_path / "pool").mkdir()
     serial = tuned(KnownEngine(), "random", tmp_path / "serial")
@@ -92,7 +92,7 @@ def test_random_search_is_what_it_is_without_a_pool(count: int, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_what_optuna_proposes_hangs_on_no_workers_speed(tmp_path: Path) -> None:
+def test_optuna_proposals_do_not_depend_on_worker_speed(tmp_path: Path) -> None:
     found = []
     for seed in range(3):
         (tmp_path / str(seed)).mkdir()
@@ -103,7 +103,7 @@ def test_what_optuna_proposes_hangs_on_no_workers_speed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["random", "optuna"])
-def test_budgets_of_steps_and_of_trials_are_kept(method: str, tmp_path: Path) -> None:
+def test_budgets_of_steps_and_trials_are_respected(method: str, tmp_path: Path) -> None:
     engine, workers = pool(4)
     result = tuned(engine, method, tmp_path, steps=500, trials=5)
     engine.close()
@@ -114,9 +114,7 @@ def test_budgets_of_steps_and_of_trials_are_kept(method: str, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["random", "optuna"])
 @pytest.mark.parametrize("stopped_at", [1, 7, 15])
-def test_a_campaign_that_is_taken_up_finds_what_it_would_have_found(
-    method: str, stopped_at: int, tmp_path: Path
-) -> None:
+def test_resumed_campaign_finds_the_same_trials(method: str, stopped_at: int, tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "cut").mkdir()
     engine, _ = pool(3)
@@ -149,7 +147,7 @@ def test_a_campaign_that_is_taken_up_finds_what_it_would_have_found(
     assert sum(len(worker.ran) for worker in workers) == len(whole.trials) - stopped_at
 
 
-def test_what_a_lost_worker_ran_is_run_again_once() -> None:
+def test_window_of_a_lost_worker_is_repeated_once() -> None:
     mortal = KnownWorker(dies_at=2)
 
     class Patient(KnownWorker):
@@ -172,7 +170,7 @@ def test_what_a_lost_worker_ran_is_run_again_once() -> None:
     assert sorted(map(str, ran)) == sorted(map(str, asked))
 
 
-def test_a_plan_that_takes_two_workers_down_is_a_crash_and_the_rest_goes_on() -> None:
+def test_plan_that_kills_two_workers_is_a_crash_and_the_rest_continues() -> None:
     workers = [KnownWorker() for _ in range(4)]
     asked = distinct_plans(SPACE, 12)
     for worker in workers:
@@ -190,7 +188,7 @@ def test_a_plan_that_takes_two_workers_down_is_a_crash_and_the_rest_goes_on() ->
     engine.close()
 
 
-def test_without_workers_there_is_an_error_and_no_waiting() -> None:
+def test_pool_without_workers_raises_at_once() -> None:
     engine = PoolEngine([KnownWorker(dies_at=1), KnownWorker(dies_at=1)])
     asked = distinct_plans(SPACE, 6)
     for plan in asked:
@@ -214,7 +212,7 @@ def test_windows_to_be_compared_run_on_one_worker() -> None:
     assert [len(worker.ran) for worker in workers] == [6, 0, 0]
 
 
-def test_nobody_waits_for_a_pool_that_is_closed() -> None:
+def test_closing_the_pool_does_not_wait_for_workers() -> None:
     class Slow(KnownWorker):
         ended = threading.Event()
 
@@ -256,14 +254,12 @@ def test_64_workers_and_one_study_lose_and_repeat_no_trial(tmp_path: Path) -> No
     ("address", "said"),
     [("local:0", "local:N"), ("local", "local:N"), ("nowhere", "HOST:PORT"), ("ray://", "HOST:PORT"), ("h:x", "auto")],
 )
-def test_an_address_that_is_none_is_one_line(address: str, said: str) -> None:
+def test_invalid_address_is_one_line(address: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         ClusterOptions(address=address)
 
 
-def test_clusters_and_methods_that_do_not_go_together_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_incompatible_clusters_and_methods_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from autotune.cli.main import run
 
     refused: Callable[..., int] = lambda *more: run(  # noqa: E731

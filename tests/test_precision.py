@@ -42,7 +42,7 @@ def test_matrix_products_run_in_the_precision_and_weights_stay_fp32(precision, d
         (Precision.FP16, torch.float16),
     ],
 )
-def test_only_inherit_leaves_an_outer_autocast_in_force(precision, dtype):
+def test_only_inherit_keeps_an_outer_autocast(precision, dtype):
     layer = nn.Linear(4, 4)
     with torch.autocast("cpu", dtype=torch.float16):
         with computing_in(precision, "cpu"):
@@ -52,7 +52,7 @@ def test_only_inherit_leaves_an_outer_autocast_in_force(precision, dtype):
     assert outside.dtype is torch.float16
 
 
-def test_the_surrounding_arrangement_comes_back_even_after_an_exception():
+def test_outer_autocast_is_restored_even_after_an_exception():
     with pytest.raises(KeyError, match="user"), computing_in(Precision.BF16, "cpu"):
         raise KeyError("user")
     assert not torch.is_autocast_enabled("cpu")
@@ -81,18 +81,18 @@ def test_only_16_bit_floating_tensors_are_cast():
     assert result["number"] == 3
 
 
-def test_a_tensor_in_fp32_passes_as_itself():
+def test_fp32_tensor_is_returned_unchanged():
     tensor = torch.ones(2)
     assert canonical(tensor) is tensor
 
 
-def test_a_cast_output_keeps_its_gradient():
+def test_cast_output_keeps_its_gradient():
     leaf = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
     canonical(leaf).sum().backward()
     assert torch.equal(leaf.grad, torch.ones(2, dtype=torch.bfloat16))
 
 
-def test_fp32_is_always_useful_and_comes_first():
+def test_fp32_is_always_useful_and_first():
     useful = useful_precisions("cpu")
     assert useful[0] is Precision.FP32
     assert Precision.INHERIT not in useful
@@ -106,7 +106,7 @@ def test_every_16_bit_format_is_either_useful_or_excluded_with_a_reason():
         assert "cpu" in reason
 
 
-def test_a_device_is_probed_once():
+def test_device_is_probed_once():
     assert excluded_precisions("cpu") is excluded_precisions("cpu")
 
 

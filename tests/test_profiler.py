@@ -117,14 +117,14 @@ def job_of(model: type[nn.Module], *shape: int) -> Job:
     ],
     ids=["gpt", "batch norm", "lstm", "skip", "twice"],
 )
-def test_the_peak_of_unseen_plans_is_predicted_and_never_too_low(job: Job, largest: float):
+def test_peak_of_unseen_plans_is_predicted_and_never_too_low(job: Job, largest: float):
     errors = memory_errors(job, profiled(job))
     assert errors.min() >= -0.005
     assert np.median(np.abs(errors)) <= largest
     assert errors.max() <= 4 * largest
 
 
-def test_predictions_of_time_are_those_of_whole_steps_and_cover_every_choice():
+def test_predicted_times_match_whole_steps_and_cover_every_choice():
     found = profiled(gpt_job())
     for table in found.tables:
         assert table.update_s > 0
@@ -138,7 +138,7 @@ def test_predictions_of_time_are_those_of_whole_steps_and_cover_every_choice():
     assert checked.memory_underprediction_max <= 0.005
 
 
-def test_units_that_are_called_only_sometimes_are_left_out_with_a_warning():
+def test_units_called_only_sometimes_are_left_out_with_a_warning():
     class Moody(Shared):
         calls = 0
 
@@ -196,7 +196,7 @@ def sleepy(busy: range) -> Profile:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("busy", [range(6, 10), range(6, 10**9)], ids=["for a while", "from then on"])
-def test_a_lean_profile_is_timed_once_more_if_the_machine_was_busy_for_some_of_it(busy: range):
+def test_lean_profile_is_timed_again_if_the_machine_was_busy_for_part_of_it(busy: range):
     quiet, disturbed = sleepy(range(0)), sleepy(busy)
     assert quiet.steps < disturbed.steps
     assert not disturbed.warnings
@@ -212,14 +212,14 @@ def test_a_lean_profile_is_timed_once_more_if_the_machine_was_busy_for_some_of_i
 
 
 @pytest.mark.slow
-def test_a_lean_profile_whose_times_never_agree_says_so():
+def test_lean_profile_with_inconsistent_times_warns():
     # Busy whenever a plan that recomputes runs, in both passes.
     disturbed = sleepy(range(10, 22))
     assert "times that should agree differ by a factor of" in disturbed.warnings[-1]
 
 
 @pytest.mark.parametrize("batching", ["fixed", "adaptive"])
-def test_a_k_between_two_that_were_profiled_is_predicted_as_exactly_as_they_are(batching: str):
+def test_interpolated_k_is_predicted_as_exactly_as_profiled_k(batching: str):
     job = dataclasses.replace(gpt_job(), batching=batching, accumulation_choices=(1, 2, 3, 4))
     found = profile(job, device_name="here", fingerprint="x", options=ProfilerOptions.lean())
     assert "k = 2, 3 is interpolated from k = 1, 4" in found.warnings
@@ -258,7 +258,7 @@ def test_probes_that_run_out_of_memory_become_bounds(lean: bool):
     assert peak_bytes(found, baseline) == pytest.approx(peak_bytes(truth, baseline), rel=0.05)
 
 
-def test_a_profile_is_measured_once_and_again_when_the_job_changes(tmp_path: Path):
+def test_profile_is_cached_until_the_job_changes(tmp_path: Path):
     job = perceptron_job()
     first, path, cached = cached_profile(job, tmp_path, options=QUICK)
     assert not cached
@@ -277,7 +277,7 @@ def test_a_profile_is_measured_once_and_again_when_the_job_changes(tmp_path: Pat
     assert not cached
 
 
-def test_a_lean_profile_takes_fewer_steps_and_never_stands_in_for_a_full_one(tmp_path: Path):
+def test_lean_profile_takes_fewer_steps_and_never_replaces_a_full_one(tmp_path: Path):
     job = perceptron_job()
     lean, path, _ = cached_profile(job, tmp_path, options=ProfilerOptions.lean())
     full, elsewhere, cached = cached_profile(job, tmp_path, options=ProfilerOptions(seconds=0.1))
@@ -294,19 +294,19 @@ def test_a_lean_profile_takes_fewer_steps_and_never_stands_in_for_a_full_one(tmp
     assert find_profile(job, tmp_path) == lean
 
 
-def test_a_profile_of_another_version_says_whose_it_is(tmp_path: Path):
+def test_profile_of_another_version_names_its_origin(tmp_path: Path):
     path = tmp_path / "profile.json"
     write_json(path, {**profiled(perceptron_job()).to_json(), "version": 99})
     with pytest.raises(ProfileError, match=r"version is 99, made for job 'perceptron' on 'here'"):
         read_profile(path)
 
 
-def test_the_key_of_a_profile_depends_on_the_model_and_not_on_the_weights():
+def test_profile_key_depends_on_the_model_and_not_on_the_weights():
     assert profile_key(gpt_job(), "a") == profile_key(gpt_job(), "a")
     assert profile_key(gpt_job(), "a") != profile_key(gpt_job(), "b")
 
 
-def test_a_profile_leaves_nothing_alive() -> None:
+def test_profiling_leaves_nothing_alive() -> None:
     made: list[weakref.ref[nn.Module]] = []
 
     def model() -> nn.Module:
@@ -325,7 +325,7 @@ def test_a_profile_leaves_nothing_alive() -> None:
     assert not [one for one in made if one() is not None]
 
 
-def test_an_update_never_takes_less_than_nothing() -> None:
+def test_update_time_is_never_negative() -> None:
     seconds = {("forward", 0): 0.25, ("backward", 1): 0.5, ("update", -1): 9.0}
     assert rest_of(1.0, seconds) == 0.25
     # What a device's events and the host's clock say may differ a little.

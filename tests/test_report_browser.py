@@ -87,7 +87,7 @@ def report(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.mark.parametrize(("width", "dark"), SIZES)
-def test_a_report_opens_from_the_disk_without_a_word_and_fits_the_window(
+def test_report_opens_from_disk_without_console_messages_and_fits_the_window(
     report: Path, width: int, dark: bool, browser: Chromium
 ) -> None:
     browser.open(report, width=width, dark=dark)
@@ -101,7 +101,7 @@ def test_a_report_opens_from_the_disk_without_a_word_and_fits_the_window(
 
 
 @pytest.mark.parametrize("width", [400, 1600])
-def test_values_of_any_width_keep_clear_of_other_text(tmp_path: Path, width: int, browser: Chromium) -> None:
+def test_values_of_any_width_do_not_overlap_other_text(tmp_path: Path, width: int, browser: Chromium) -> None:
     drawn = [
         Plot(
             title=f"From {low} to {high}",
@@ -124,7 +124,7 @@ def test_values_of_any_width_keep_clear_of_other_text(tmp_path: Path, width: int
 
 
 @pytest.mark.parametrize("width", [400, 1600])
-def test_verdict_plan_and_the_reason_for_one_layer_are_found_without_scrolling_twice(
+def test_verdict_plan_and_reason_for_one_layer_need_at_most_one_scroll(
     compared: Path,
     tuned: Path,
     width: int,
@@ -142,7 +142,7 @@ def test_verdict_plan_and_the_reason_for_one_layer_are_found_without_scrolling_t
         assert ends[2] <= 2 * height
 
 
-def test_a_list_that_scrolls_is_reached_with_the_keyboard(compared: Path, browser: Chromium) -> None:
+def test_scrollable_list_is_reachable_by_keyboard(compared: Path, browser: Chromium) -> None:
     browser.open(compared / "report.html", width=400)
     for _ in range(40):
         for kind in ("keyDown", "keyUp"):

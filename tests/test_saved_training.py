@@ -219,7 +219,7 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------------- saves
 
 
-def test_two_generations_are_kept_and_are_one_rollout_apart(interrupted: SeedFiles) -> None:
+def test_two_checkpoints_are_kept_one_rollout_apart(interrupted: SeedFiles) -> None:
     names = {path.name for path in interrupted.folder.iterdir()}
     assert names == {"seed-4.checkpoint", "seed-4.checkpoint.1", "seed-4.jsonl"}
     newest = taken_up(interrupted, RECIPE)
@@ -231,7 +231,7 @@ def test_two_generations_are_kept_and_are_one_rollout_apart(interrupted: SeedFil
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_save_is_named_once_and_the_one_before_it_is_taken_up(
+def test_damaged_checkpoint_is_named_once_and_the_previous_one_is_used(
     kind: str, interrupted: SeedFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     DAMAGE[kind](interrupted.checkpoint)
@@ -254,14 +254,14 @@ def test_a_damaged_save_is_named_once_and_the_one_before_it_is_taken_up(
 
 
 @pytest.mark.parametrize("kind", ["a flipped bit", "a pipe", "weights that are not finite"])
-def test_a_training_that_went_back_ends_as_one_that_was_not_interrupted(
+def test_training_resumed_from_the_previous_checkpoint_ends_identically(
     kind: str, interrupted: SeedFiles, whole: SeedFiles
 ) -> None:
     DAMAGE[kind](interrupted.checkpoint)
     assert_same(train_on(interrupted.folder), whole)
 
 
-def test_where_both_saves_are_damaged_the_seed_begins_anew_and_ends_the_same(
+def test_seed_restarts_and_ends_identically_if_both_checkpoints_are_damaged(
     interrupted: SeedFiles, whole: SeedFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     flip(interrupted.checkpoint)
@@ -273,23 +273,21 @@ def test_where_both_saves_are_damaged_the_seed_begins_anew_and_ends_the_same(
     assert_same(found, whole)
 
 
-def test_a_training_that_is_stopped_over_and_over_and_damaged_each_time_ends_the_same(
-    interrupted: SeedFiles, whole: SeedFiles
-) -> None:
+def test_training_repeatedly_stopped_and_damaged_ends_identically(interrupted: SeedFiles, whole: SeedFiles) -> None:
     for _ in range(2):
         flip(interrupted.checkpoint)
         train_until(interrupted.folder, 1)
     assert_same(train_on(interrupted.folder), whole)
 
 
-def test_a_folder_in_a_saves_place_is_one_line(interrupted: SeedFiles) -> None:
+def test_folder_in_place_of_a_checkpoint_is_one_line(interrupted: SeedFiles) -> None:
     interrupted.checkpoint.unlink()
     interrupted.checkpoint.mkdir()
     with pytest.raises(RunDirectoryError, match=r"seed-4.checkpoint: is damaged and cannot be removed"):
         taken_up(interrupted, RECIPE)
 
 
-def test_bytes_that_were_changed_anywhere_are_refused_or_the_same(interrupted: SeedFiles) -> None:
+def test_checkpoint_with_modified_bytes_is_rejected_or_loads_identically(interrupted: SeedFiles) -> None:
     payload = interrupted.checkpoint.read_bytes()[65:]
     generator, header = random.Random(0), 8 + int.from_bytes(payload[:8], "little")
     refused = 0
@@ -309,7 +307,7 @@ def test_bytes_that_were_changed_anywhere_are_refused_or_the_same(interrupted: S
     assert refused > 100
 
 
-def test_every_truncation_of_a_file_is_noticed(tmp_path: Path) -> None:
+def test_every_truncated_file_is_detected(tmp_path: Path) -> None:
     newest, before = tmp_path / "newest", tmp_path / "before"
     for saved in (b"one", b"two"):
         Generations(newest, before).write(saved)
@@ -335,7 +333,7 @@ while True:
 """
 
 
-def test_a_process_that_is_killed_while_it_saves_loses_no_save_that_it_told_of(tmp_path: Path) -> None:
+def test_process_killed_while_saving_loses_no_reported_checkpoint(tmp_path: Path) -> None:
     generator, told = random.Random(0), 0
     for _ in range(12):
         command = [sys.executable, "-c", WRITES, str(tmp_path)]
@@ -411,9 +409,7 @@ def done(whole: SeedFiles, tmp_path: Path) -> SeedFiles:
 
 
 @pytest.mark.parametrize("kind", RESULTS)
-def test_a_damaged_result_is_named_once_and_is_none(
-    kind: str, done: SeedFiles, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_result_is_named_once_and_ignored(kind: str, done: SeedFiles, caplog: pytest.LogCaptureFixture) -> None:
     assert finished(done, RECIPE) is not None
     RESULTS[kind](done)
     assert finished(done, RECIPE) is None
@@ -426,7 +422,7 @@ def test_a_damaged_result_is_named_once_and_is_none(
     assert not warnings_in(caplog)
 
 
-def test_bytes_of_a_result_that_were_changed_anywhere_are_refused_or_say_the_same(done: SeedFiles) -> None:
+def test_result_with_modified_bytes_is_rejected_or_reads_identically(done: SeedFiles) -> None:
     content, generator = done.result.read_bytes(), random.Random(0)
     wanted, same = read_result(done, RECIPE), 0
     for _ in range(500):
@@ -444,7 +440,7 @@ def test_bytes_of_a_result_that_were_changed_anywhere_are_refused_or_say_the_sam
 
 
 @pytest.mark.slow
-def test_a_training_whose_results_are_damaged_trains_those_seeds_again_and_ends_the_same(
+def test_seeds_with_damaged_results_are_trained_again_and_end_identically(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recipe = replace(RECIPE, seeds=(4, 9))
@@ -475,7 +471,7 @@ def test_a_training_whose_results_are_damaged_trains_those_seeds_again_and_ends_
         assert len(files.progress.read_bytes().splitlines()) == 3
 
 
-def test_a_policy_is_not_written_through_a_link_out_of_the_run(tmp_path: Path) -> None:
+def test_policy_is_not_written_through_a_link_outside_the_run(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "runs", "train", "simulated", {"recipe": RECIPE.to_json()})
     run.close()
     train_on(run.path)
@@ -494,7 +490,7 @@ def stand_still(recipe: dict[str, Any], seed: int, folder: str, parent: int) -> 
 
 
 @pytest.mark.slow
-def test_only_a_seeds_own_files_travel(interrupted: SeedFiles) -> None:
+def test_only_the_files_of_a_seed_are_transferred(interrupted: SeedFiles) -> None:
     secret = interrupted.folder.parent / "secret"
     secret.write_text("key")
     (interrupted.folder / "seed-4.more").write_text("more")
@@ -522,7 +518,7 @@ def test_only_a_seeds_own_files_travel(interrupted: SeedFiles) -> None:
 # -------------------------------------------------------------------------------------------------------------- search
 
 
-def test_a_search_without_its_study_finds_its_trials_trained(tmp_path: Path) -> None:
+def test_search_without_its_study_finds_its_trained_trials(tmp_path: Path) -> None:
     run = folder_of(tmp_path / "run")
     whole = searched(run, 3)
     (run.path / "optuna.db").write_bytes(b"?" * 4096)
@@ -548,14 +544,14 @@ def test_a_search_without_its_study_finds_its_trials_trained(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/etc/passwd"), os.mkdir])
-def test_what_stands_in_a_studys_place_and_is_none_is_one_line(make: Callable[[Path], object], tmp_path: Path) -> None:
+def test_irregular_file_in_place_of_a_study_is_one_line(make: Callable[[Path], object], tmp_path: Path) -> None:
     run = folder_of(tmp_path / "run")
     make(run.path / "optuna.db")
     with pytest.raises(RunDirectoryError, match=r"optuna.db: is a (pipe|link|folder)"):
         searched(run, 1)
 
 
-def test_trials_are_not_trained_in_a_folder_out_of_the_run(tmp_path: Path) -> None:
+def test_trials_are_not_trained_in_a_folder_outside_the_run(tmp_path: Path) -> None:
     run = folder_of(tmp_path / "run")
     (tmp_path / "elsewhere").mkdir()
     (run.path / "trials").symlink_to(tmp_path / "elsewhere")

@@ -42,20 +42,20 @@ def end(process: subprocess.Popen[str], how: signal.Signals) -> None:
     process.stdout.close()
 
 
-def test_it_is_gone_when_it_is_closed(tmp_path: Path) -> None:
+def test_folder_is_removed_on_close(tmp_path: Path) -> None:
     with ScratchFolder(tmp_path) as folder:
         (folder / "file").touch()
     assert not list(tmp_path.iterdir())
 
 
-def test_it_is_gone_once_its_process_was_killed(tmp_path: Path) -> None:
+def test_folder_is_removed_after_its_process_was_killed(tmp_path: Path) -> None:
     for how in (signal.SIGKILL, signal.SIGTERM):
         process, _ = maker(tmp_path)
         end(process, how)
         wait_until(lambda: not list(tmp_path.iterdir()), "the folder is left")
 
 
-def test_one_that_nobody_is_left_to_remove_goes_when_the_next_is_made(tmp_path: Path) -> None:
+def test_abandoned_folder_is_removed_when_the_next_is_created(tmp_path: Path) -> None:
     process, left = maker(tmp_path)
     for watcher in descendants(process.pid):
         os.kill(watcher, signal.SIGKILL)

@@ -39,7 +39,7 @@ def document(job: str, times: dict[str, list[float | None]], **entries: dict[str
     }
 
 
-def test_each_job_counts_alike_and_what_fails_on_one_fails_together() -> None:
+def test_each_job_has_equal_weight_and_failures_on_one_job_count() -> None:
     one = document("one", {"baseline": [10.0] * 4, "a": [5.0, 5.1, 4.9, 5.0], "b": [1.0] * 4})
     two = document("two", {"baseline": [1.0] * 2, "a": [2.0, 2.0], "b": [1.0] * 2})
     first, second = together([one, two])
@@ -53,7 +53,7 @@ def test_each_job_counts_alike_and_what_fails_on_one_fails_together() -> None:
     assert not entry["non_inferior"]
 
 
-def test_several_jobs_are_compared_by_one_command_and_taken_up_where_it_stopped(
+def test_several_jobs_are_compared_by_one_command_that_can_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = comparison_campaign.compare
@@ -99,7 +99,7 @@ def test_several_jobs_are_compared_by_one_command_and_taken_up_where_it_stopped(
         ([JOBS[0], "nowhere", "--arms", "paper"], "nowhere"),
     ],
 )
-def test_wrong_input_is_one_line(
+def test_invalid_input_is_one_line(
     arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["compare", *arguments, "--runs-dir", str(tmp_path / "runs")]) == 2
@@ -109,7 +109,7 @@ def test_wrong_input_is_one_line(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_campaign_is_not_taken_up_on_another_device(
+def test_campaign_is_not_resumed_on_another_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     request = CompareRequest(job="digits", arms=["baseline", "paper"], seeds=[1, 2], steps=60)

@@ -42,7 +42,7 @@ def started(runs: Path, *before: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
-def test_it_ends_with_one_line_and_the_signals_exit_code_though_it_is_asked_twice(
+def test_command_ends_with_one_line_and_the_signal_exit_code_even_if_signalled_twice(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     process = started(tmp_path)
@@ -57,7 +57,7 @@ def test_it_ends_with_one_line_and_the_signals_exit_code_though_it_is_asked_twic
 
 
 @pytest.mark.slow
-def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+def test_ignored_signal_stays_ignored(tmp_path: Path) -> None:
     process = started(tmp_path, "nohup")
     process.send_signal(signal.SIGHUP)
     trials = next(iter(tmp_path.glob("*-tune-*/trials.jsonl")))
@@ -81,12 +81,12 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != -signal.S
 """
 
 
-def test_what_a_job_forked_ends_as_it_would_without_this() -> None:
+def test_process_forked_by_a_job_keeps_the_default_signal_handling() -> None:
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_what_is_under_way_is_left_by_an_exception() -> None:
+def test_signal_raises_an_exception_once() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         end_in_order()

@@ -104,7 +104,7 @@ def hostile(tmp_path: Path) -> Path:
     ],
     ids=["isolated engine", "ranks", "profile", "follower", "seeds", "scratch folder"],
 )
-def test_no_process_takes_a_library_from_the_working_directory(script: str, hostile: Path) -> None:
+def test_child_processes_import_no_library_from_the_working_directory(script: str, hostile: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONSAFEPATH", None)
     (hostile / "elsewhere").mkdir()

@@ -103,7 +103,7 @@ def test_micro_batch_counts_are_exact_over_10000_random_switches_of_k():
     assert engine.progress.steps == engine.progress.batches == 10_000
 
 
-def test_adaptive_batching_consumes_k_batches_a_step_over_1000_random_switches_of_k():
+def test_adaptive_batching_consumes_k_batches_per_step_over_1000_random_switches_of_k():
     calls: list[int] = []
     engine = TorchEngine(counting_job(calls, batching="adaptive"), options=UNMETERED)
     generator = np.random.default_rng(0)
@@ -119,7 +119,7 @@ def test_adaptive_batching_consumes_k_batches_a_step_over_1000_random_switches_o
     assert engine.progress.batches == consumed
 
 
-def test_switching_k_under_fixed_batching_keeps_the_course_of_training():
+def test_switching_k_under_fixed_batching_does_not_change_training():
     def course(switching: bool) -> dict[str, torch.Tensor]:
         job = perceptron_job(model=lambda: perceptron_job().model().double(), batches=double_batches)
         engine = TorchEngine(job, options=UNMETERED)

@@ -84,7 +84,7 @@ def attached(loop: ModuleType, **attaching: Any) -> Run:
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_trains_to_the_same_bits_within_every_budget(name: str) -> None:
+def test_attached_loop_is_bit_identical_within_every_budget(name: str) -> None:
     loop = loop_of(name)
     refused = getattr(loop, "REFUSED", None)
     if refused is not None:
@@ -134,7 +134,7 @@ def within(loop: ModuleType, alone: Run, lean: Run) -> None:
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_trains_on_in_the_modes_that_round(name: str) -> None:
+def test_loop_trains_in_rounding_modes(name: str) -> None:
     loop = loop_of(name)
     for mode in getattr(loop, "MODES", ()):
         alone, tuned = trained(loop, Run()), attached(loop, policy=Roams(), mode=mode, memory_budget_bytes=10**12)

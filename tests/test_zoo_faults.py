@@ -196,7 +196,7 @@ def _nothing_follows() -> Iterator[None]:
             assert not thread.is_alive()
 
 
-def test_each_fault_is_met_several_times() -> None:
+def test_each_fault_occurs_several_times() -> None:
     counts = Counter(fault for _, fault, _, _ in DRAWN)
     assert counts.keys() == set(FAULTS)
     assert min(counts.values()) >= 5
@@ -209,7 +209,7 @@ def test_each_fault_is_met_several_times() -> None:
         for number, one in enumerate(DRAWN)
     ],
 )
-def test_a_fault_changes_nothing_of_a_run(
+def test_fault_changes_nothing_in_a_run(
     name: str, fault: str, at: int, budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KILL_VARIABLE, "")

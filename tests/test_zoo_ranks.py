@@ -51,7 +51,7 @@ def cases_of(model: str) -> Iterator[Case]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-def test_a_fault_on_one_rank_changes_nothing_of_a_run(model: str, tmp_path: Path) -> None:
+def test_fault_on_one_rank_changes_nothing_in_a_run(model: str, tmp_path: Path) -> None:
     cases = list(cases_of(model))
     found = run(cases, tmp_path)
     alone, survived = found[0], []

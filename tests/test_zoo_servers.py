@@ -55,7 +55,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     ("server", "end", "code"),
     [("absent", "raised", 1), ("hanging", "detached", 7), ("answering 500", "killed", -signal.SIGKILL)],
 )
-def test_a_dead_server_changes_neither_a_run_nor_its_end(server: str, end: str, code: int, tmp_path: Path) -> None:
+def test_dead_server_changes_neither_a_run_nor_its_end(server: str, end: str, code: int, tmp_path: Path) -> None:
     mark = f"{os.getpid()}-{server}"
     with dead_server(server) as uri:
         paths = os.pathsep.join([str(TESTS), str(TESTS.parent)])

@@ -126,7 +126,9 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "way"), list(cases()))
-def test_nothing_is_left_behind(name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detached_tuner_leaves_nothing_behind(
+    name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loop = loop_of(name)
     if hasattr(loop, "REFUSED"):
         pytest.skip("it is refused")

@@ -38,19 +38,19 @@ def judge(results: list[dict[str, Any]], count: int) -> None:
     assert sum(result["ended"] == "2" for result in results) > count / 2
 
 
-def test_a_hostile_command_line_is_refused_in_one_line_or_carried_out(tmp_path: Path) -> None:
+def test_each_hostile_command_line_succeeds_or_fails_with_one_line(tmp_path: Path) -> None:
     judge(run_lines(tmp_path, 60, "--seed", "2"), 60)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_1500_hostile_command_lines_are_refused_in_one_line_or_carried_out(tmp_path: Path) -> None:
+def test_1500_hostile_command_lines_succeed_or_fail_with_one_line(tmp_path: Path) -> None:
     results = run_lines(tmp_path, 1500, "--runs", "--seed", "1", parts=2)
     judge(results, 1500)
     assert {"0", "2", "working"} <= {result["ended"] for result in results}
 
 
-def test_every_option_of_every_verb_is_given_hostile_values(tmp_path: Path) -> None:
+def test_every_option_of_every_verb_gets_hostile_values(tmp_path: Path) -> None:
     import command_lines
 
     places = command_lines.Places(root=tmp_path, paths=["hostile"], unreadable=[], valid={})
@@ -66,7 +66,7 @@ def test_every_option_of_every_verb_is_given_hostile_values(tmp_path: Path) -> N
     assert wanted <= given
 
 
-def test_the_same_seed_makes_the_same_command_lines(tmp_path: Path) -> None:
+def test_same_seed_gives_the_same_command_lines(tmp_path: Path) -> None:
     import command_lines
 
     places = command_lines.Places(root=tmp_path, paths=["hostile"], unreadable=[], valid={})

@@ -91,7 +91,7 @@ def test_forty_thousand_mutants_do_no_harm(scratch: Path) -> None:
     assert totals["accepted"] >= 8_000
 
 
-def test_mutants_are_the_same_for_the_same_seed() -> None:
+def test_same_seed_gives_the_same_mutants() -> None:
     data = (record.SPECIMENS / "tune" / "config.json").read_bytes()
     first, again = documents.mutants(data, "json", 3), documents.mutants(data, "json", 3)
     drawn = [next(first) for _ in range(50)]
@@ -101,7 +101,7 @@ def test_mutants_are_the_same_for_the_same_seed() -> None:
     assert drawn != [next(other) for _ in range(50)]
 
 
-def test_specimens_are_small_and_say_nothing_of_the_machine_that_recorded_them() -> None:
+def test_specimens_are_small_and_do_not_identify_the_recording_machine() -> None:
     files = [path for path in record.SPECIMENS.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 300_000
     for path in files:
@@ -111,7 +111,7 @@ def test_specimens_are_small_and_say_nothing_of_the_machine_that_recorded_them()
             assert "/tmp" not in text, path
 
 
-def test_a_breach_of_the_borders_is_reported_and_what_would_change_a_file_is_refused(scratch: Path) -> None:
+def test_guard_reports_forbidden_actions_and_blocks_writes(scratch: Path) -> None:
     """The watch itself works: it is told of everything that a mutant could do."""
     code = (
         "import sys, os, socket, subprocess; from pathlib import Path; import worker\n"
