@@ -1,4 +1,4 @@
-"""What an accelerator asks of this package, held on a fake one: memory, time, random numbers, failures."""
+"""Tests of memory, time, random numbers and failures on a fake accelerator."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LIVELY = Limits(decide_every=5, pause_steps=5, min_steps_between_switches=5, ove
 
 @pytest.fixture(autouse=True)
 def _asked_anew(accelerator: ModuleType) -> Iterator[None]:
-    """Let what a device can do be asked again: here it changes."""
+    """Clear cached device capabilities, because tests change them."""
     for known in (devices.lacks, devices.traces_memory):
         known.cache_clear()
     yield
@@ -47,7 +47,7 @@ def _asked_anew(accelerator: ModuleType) -> Iterator[None]:
 
 
 def allocated(fake: ModuleType) -> int:
-    """Return what lives on the device, garbage apart."""
+    """Return the bytes allocated on the device, without garbage."""
     gc.collect()
     return int(fake.stats()["allocated_bytes.all.current"])
 
@@ -144,7 +144,7 @@ def test_plan_for_a_reserved_budget_fits_despite_fragmentation(accelerator: Modu
 
 def test_out_of_memory_is_returned_as_a_failure_and_leaves_nothing_behind(accelerator: ModuleType) -> None:
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        # What people write often ends in cycles, and what a step computed with it.
+        # User code often leaves reference cycles that keep a step's tensors alive.
         kept: list[Any] = [model(batch[:, :-1])]
         kept.append(kept)
         return nn.functional.cross_entropy(kept[0].flatten(0, 1), batch[:, 1:].flatten())
@@ -158,13 +158,13 @@ def test_out_of_memory_is_returned_as_a_failure_and_leaves_nothing_behind(accele
     gc.collect()
     gc.disable()
     try:
-        # From the batch itself to the last gradient.
+        # Everything from the batch to the last gradient counts.
         for number in np.linspace(1, 0.8 * count, 12).astype(int).tolist():
             accelerator.fail_at(number)
             window = running.run(1)
             accelerator.fail_at(0)
             assert window.failure is Failure.OUT_OF_MEMORY, number
-            # The device's own thread may let go of a failed backward pass a moment later.
+            # The device thread may release a failed backward pass a moment later.
             wait_until(lambda: accelerator.stats()["allocated_bytes.all.current"] - before <= BATCH_BYTES, str(number))
     finally:
         gc.enable()
@@ -190,7 +190,7 @@ def test_step_repeated_after_out_of_memory_gives_identical_results(accelerator: 
 
 
 class Loop:
-    """Somebody's training loop."""
+    """A user's training loop."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -205,10 +205,10 @@ class Loop:
         self.optimizer.zero_grad()
 
     def attached(self, tuner: Any, steps: int, fake: ModuleType) -> list[int]:
-        """Return each step's peak."""
+        """Return the peak of each step."""
         peaks = []
         for _, batch in zip(range(steps), self.batches, strict=False):
-            # Noted apart: the user's own statistics are not this test's to change.
+            # Peaks are recorded separately, because this test must not change the user's statistics.
             began = fake.stats()["allocated_bytes.all.peak"]
             for piece in tuner.micro_batches(batch):
                 tuner.backward(self.job.loss(self.model, piece))
@@ -235,7 +235,7 @@ def test_plan_within_its_budget_does_not_trip(accelerator: ModuleType, share: fl
     loop = Loop()
     loop.step()
     torch.fake.reset_peak_memory_stats()  # type: ignore[attr-defined]
-    # What only the leanest plans fit: the update is no plan's to shrink.
+    # Only the leanest plans fit, because no plan shrinks the update.
     least = accelerator.stats()["allocated_bytes.all.current"]
     budget = int(least + share * (peak - least))
     tuner = autotune.attach(
@@ -251,7 +251,7 @@ def test_plan_within_its_budget_does_not_trip(accelerator: ModuleType, share: fl
 
 
 def test_predictions_are_corrected_by_measured_peaks(accelerator: ModuleType) -> None:
-    """A library takes a workspace in the middle of the run, which neither a tensor nor a profile tells of."""
+    """A library allocates a workspace during the run, which no tensor and no profile shows."""
     peak = plain_peak(accelerator)
     loop = Loop()
     loop.step()
@@ -265,7 +265,7 @@ def test_predictions_are_corrected_by_measured_peaks(accelerator: ModuleType) ->
     workspace = torch.empty((peak - least) // 4, dtype=torch.uint8, device=DEVICE)
     first, *later = loop.attached(tuner, 20, accelerator)
     assert first > budget
-    # What a step needs shows where it raises the peak.
+    # The memory of a step is visible only if it raises the peak.
     torch.fake.reset_peak_memory_stats()  # type: ignore[attr-defined]
     later += loop.attached(tuner, 20, accelerator)
     assert max(later) <= budget
@@ -275,7 +275,7 @@ def test_predictions_are_corrected_by_measured_peaks(accelerator: ModuleType) ->
 
 
 def test_plan_that_fills_its_budget_does_not_trip(accelerator: ModuleType) -> None:
-    # As much of it as a plan may use, and what predictions are off by.
+    # The share of memory that a plan may use, and the prediction error.
     budget = int(1.005 * plain_peak(accelerator) / (1 - SAFETY_MARGIN))
     loop = Loop()
     loop.step()
@@ -306,7 +306,7 @@ def test_budget_below_every_plan_keeps_the_leanest_plan(accelerator: ModuleType)
 
 
 class Convolutions(nn.Module):
-    """Blocks whose passes take more than the step that they are probed in."""
+    """Blocks whose single passes need more memory than the step that probes them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,7 +393,7 @@ def test_driver_is_not_queried_at_every_step(accelerator: ModuleType) -> None:
 
 
 class Unit(nn.Module):
-    """Two products with dropout between them, if asked for from a generator of the device's own."""
+    """Two products with dropout in between, drawn on request from the device's own generator."""
 
     def __init__(self, *, draws: bool = False) -> None:
         super().__init__()
@@ -427,7 +427,7 @@ def test_deterministic_algorithms_make_the_run_bit_identical(accelerator: Module
     try:
         accelerator.noise(True)
         assert lock_of(Unit()) is None
-        # A sum in another order than the saved pass's is no device's doing now.
+        # A different summation order cannot be caused by the device now.
         assert "gradients" in str(lock_of(Rounding()))
     finally:
         torch.use_deterministic_algorithms(False)
@@ -491,7 +491,7 @@ def test_parts_of_a_step_are_timed_on_the_device(accelerator: ModuleType, monkey
     running.run(2)
     window, seconds, _ = running.timed()
     within = sum(value for (phase, _), value in seconds.items() if phase != "update")
-    # Launched, they take a hundredth of that.
+    # Launching the kernels takes a hundredth of that time.
     assert within > 0.3 * window.step_s[0]
 
 
@@ -518,11 +518,11 @@ def test_attached_run_measures_device_time(accelerator: ModuleType, monkeypatch:
     tuner.detach()
 
 
-# 9: what a policy decides where storage follows each batch
+# 9: decisions of policies if storage follows each batch
 
 
 class Reserving:
-    """Plan nothing but what is left free of the device's memory."""
+    """A policy that only decides how much device memory stays free."""
 
     name = "reserving"
 
@@ -537,7 +537,7 @@ class Reserving:
 
 
 def recomputed_under(reserve_frac: Any, fake: ModuleType, own_budget: int | None = None) -> int:
-    """Return how many units a run recomputes on a device that has hardly more than its fullest plan needs."""
+    """Return the number of recomputed units on a device that barely fits the largest plan."""
     fake.capacity(int(1.3 * plain_peak(fake)))
     fake.small_segments(64)
     loop = Loop()

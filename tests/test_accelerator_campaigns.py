@@ -1,4 +1,4 @@
-"""Whole campaigns on a fake accelerator: tuned, compared, attached, isolated."""
+"""Tests of whole campaigns on a fake accelerator: tuned, compared, attached and isolated."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_out_of_memory_at_any_allocation_of_a_step_leaves_nothing_behind(
     def held() -> int:
         return int(accelerator.stats()["allocated_bytes.all.current"])
 
-    # What was there before is not looked through again for garbage after each failure.
+    # Earlier objects are excluded from the garbage collection after each failure.
     gc.freeze()
     request.addfinalizer(gc.unfreeze)
     for number in range(1, accelerator.calls["allocations"] - calls + 1):
@@ -99,7 +99,7 @@ def test_out_of_memory_at_any_allocation_of_a_step_leaves_nothing_behind(
         accelerator.fail_at(0)
         failures += window.failure is Failure.OUT_OF_MEMORY
         assert window.failure in (None, Failure.OUT_OF_MEMORY)
-        # The device's own thread may let go of a failed backward pass a moment later.
+        # The device thread may release a failed backward pass a moment later.
         wait_until(lambda: held() - before <= BATCH_BYTES, f"{number} leaves something")
     assert failures >= 100
     running.close()

@@ -1,4 +1,4 @@
-"""What a device lacks is named, and what goes wrong on it leaves the user's run alone."""
+"""Tests of devices that lack features or fail: the error names the feature, and the user's run is unaffected."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_jobs_train_on_the_accelerator_if_there_is_one(accelerator: ModuleType) 
     assert devices.device_kind(ranks=2) == ("fake" if torch.accelerator.device_count() > 1 else "cpu")
     assert TorchEngine(device_jobs.make()).device.type == DEVICE
     assert TorchEngine(device_jobs.make(), device="cpu").device.type == "cpu"
-    # Where campaigns measure, and where compared runs train.
+    # Places where campaigns measure and where compared runs train.
     assert make_engine(device_jobs.make(), 0).device.type == DEVICE
     accelerator.calls.clear()
     pilot(device_jobs.make(), 100)
@@ -106,7 +106,7 @@ def test_lost_device_ends_the_window_and_can_return(accelerator: ModuleType) -> 
     running.run(2)
     accelerator.vanish(True)
     with pytest.raises(RuntimeError, match="device lost"):
-        # What cannot even be put back is the caller's to know.
+        # The caller must be told if the state cannot be restored.
         running.run(1)
     accelerator.vanish(False)
 
@@ -116,7 +116,7 @@ def test_lost_device_ends_the_window_and_can_return(accelerator: ModuleType) -> 
     [
         (0, "device 'fake' cannot be used: nothing can be allocated on it"),
         (1, "job 'transformer': model raised OutOfMemoryError"),
-        # Before the update, and in it.
+        # Before the update and during it.
         (2, "the first step ends with out_of_memory"),
         (4, "the first step ends with out_of_memory"),
     ],
@@ -143,7 +143,7 @@ def test_device_generator_is_saved_and_restored(accelerator: ModuleType) -> None
     before = torch.rand(8, device=DEVICE)
     randomness.restore(state)
     torch.rand(8, device=DEVICE)
-    # Training on its own generators leaves the caller's as they were.
+    # Training uses its own generators and leaves the caller's unchanged.
     engine(meter_memory=False).run(2)
     assert torch.equal(torch.rand(8, device=DEVICE), before)
 

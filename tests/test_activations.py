@@ -1,4 +1,4 @@
-"""Recomputation changes no number: not in outputs, gradients, buffers or generators."""
+"""Tests of recomputation: outputs, gradients, buffers and generators stay bit-identical."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def spectral_layers(*, parametrized: bool) -> nn.Module:
 
 
 class Counted(nn.Module):
-    """Write a count and a moving norm into buffers, and let the count change the output."""
+    """A module that writes a count and a moving norm into buffers; the count affects the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,14 +43,14 @@ class Counted(nn.Module):
 
 
 class Alternating(Counted):
-    """Write to its buffer in every third call only, the first one not among them."""
+    """A module that writes to its buffer only in every third call, not in the first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.num_steps = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # The step, not the call, decides: a recomputation belongs to the step of its forward.
+        # The step decides, not the call: a recomputation belongs to the step of its forward pass.
         if self.training and self.num_steps % 3 == 2:
             self.count += 1
         return torch.tanh(self.linear(x) * self.constant / (1 + self.count))
@@ -95,7 +95,7 @@ def train(
     steps: int,
     before_step: Callable[[nn.Module, int], None] = lambda model, step: None,
 ) -> dict[str, Any]:
-    """Train and return everything that training leaves behind."""
+    """Train and return the resulting state."""
     optimizer = momentum_sgd(model.parameters())
     losses = []
     with isolated():
@@ -128,7 +128,7 @@ def test_training_with_recomputed_units_is_bit_identical(name):
     assert differences(expected, seen) == []
     assert controls.recomputations(other) == dict.fromkeys(units, 6)
     changed = differences(initial, copied_state(plain))
-    # Otherwise the buffers of the case would prove nothing.
+    # Otherwise the buffers of this case would test nothing.
     assert not list(plain.buffers()) or any(key in dict(plain.named_buffers()) for key in changed)
 
 
@@ -247,7 +247,7 @@ def test_exception_during_recomputation_keeps_the_buffers_of_the_forward_pass():
     controls.apply(model, Plan(storage=recomputed("0", "1")))
     loss = vector_loss(model)
     held = [model[0].count, model[1].count]
-    # What is the unit's own is as it was in forward.
+    # The unit's own state is as it was in the forward pass.
     Faulty.broken = True
     with pytest.raises(KeyError, match="during recomputation"):
         loss.backward()
@@ -282,7 +282,7 @@ def test_recomputation_keeps_less_between_forward_and_backward():
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        # Under a caller's own hooks nothing is recomputed; under those of torch's modules it is.
+        # Nothing is recomputed under hooks of the caller, but hooks of torch's modules are allowed.
         note.__module__ = "torch"
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             loss = token_loss(model)

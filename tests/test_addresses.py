@@ -1,4 +1,4 @@
-"""No secret of an address is ever shown, in any form that a library accepts."""
+"""Tests that no address shows its secrets, in any form that a library accepts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autotune.io.addresses import HIDDEN, scrubbed, sqlite_address, without_secrets
 
-# Long and odd enough not to occur by chance in what may be shown.
+# Long and unusual enough not to occur in the output by chance.
 SECRETS = st.text(st.sampled_from("aZ9:@/?#&=%+ ;,'[]{}\\$é"), min_size=1, max_size=8).map(lambda text: f"Qx{text}xQ")
 SCHEMES = st.sampled_from(
     ["postgresql", "postgres", "postgresql+psycopg", "mysql+pymysql", "http", "https", "ray", "databricks", "sqlite"]

@@ -1,4 +1,4 @@
-"""The stream of batches: without end, in one order per seed, from any position."""
+"""Tests of the batch stream: endless, in one order per seed, from any position."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def numbered_job(epoch_length: int) -> Job:
-    """Return a job whose batches tell their seed and place."""
+    """Return a job whose batches contain their seed and position."""
 
     def batches(seed: int) -> Iterator[torch.Tensor]:
         for index in range(epoch_length):

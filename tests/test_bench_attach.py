@@ -1,4 +1,4 @@
-"""The benchmark of attaching: an unattached copy follows a live run, and what is between them is named."""
+"""Tests of the attach benchmark: an unattached copy follows a live run, and the time difference is attributed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FIGURES = {
 
 
 def followed(job: Job, steps: int, budget_at: Callable[[int], int], **arguments: Any) -> tuple[LiveArm, FollowedArm]:
-    """Return a live arm and the one that has followed it."""
+    """Return a live arm and the arm that followed it."""
     taken = 0
     live = LiveArm(job, 0, {"memory_budget_bytes": lambda: budget_at(taken), "limits": UNBOUND, **arguments})
     other = FollowedArm(live, 0, arguments["settings"].lr_rule if "settings" in arguments else None)
@@ -57,7 +57,7 @@ def test_following_copy_is_bit_identical_under_the_same_plans(mode: str) -> None
     assert len(other.seconds) == len(other.cpu_seconds) == len(live.learning) == 54
     assert any(live.learning)
     assert not live.learning[-1]
-    # Of the first unit the tuner counts calls, whatever the plan.
+    # The tuner counts calls of the first unit under every plan.
     last, its = (controls.recomputations(arm.model)["blocks.2"] for arm in (live, other))
     assert last == its > 0
 

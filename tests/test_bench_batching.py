@@ -1,4 +1,4 @@
-"""The race of constant k against a live run: the same batches for all, each to its target, and what is refused."""
+"""Tests of the batching benchmark: constant k against a live run on the same batches, each trained to its target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU benchmark as a command: on this machine's processor, with real steps of small jobs."""
+"""Tests of the GPU benchmark command, on this machine's CPU with real steps of small jobs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ARMS = ["baseline", "paper", "uniform-bf16", "sqrt", "exact", "ppo"]
 Found = dict[str, Any]
 without_accelerator = pytest.mark.skipif(devices.device_kind() != "cpu", reason="there is an accelerator")
 
-# What a machine with a bare torch has besides, and what is carried there: see the README.
+# Packages available next to a bare torch installation, and those carried to the machine: see the README.
 CARRIED = {
     *("annotated_doc", "annotated_types", "autotune", "gymnasium", "farama_notifications", "pydantic", "pydantic_core"),
     *("rich", "safetensors", "scipy", "shellingham", "typer", "typing_inspection"),
@@ -70,7 +70,7 @@ def here(asked: Mapping[str, Any], limit_s: float) -> Iterator[Found]:
 
 
 class Fake:
-    """Answers for each part without running any, and notes what was asked."""
+    """A fake that answers for each part without running it, and records the calls."""
 
     def __init__(self, **failing: Exception) -> None:
         self.failing = failing

@@ -1,4 +1,4 @@
-"""The policy's benchmark: its document, its anchors, and what it refuses."""
+"""Tests of the policy benchmark: its document, its reference methods and invalid input."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_exact_probability_agrees_with_many_random_draws() -> None:
     chances = [told.exceed(rise, np.zeros(4)) for told in rises]
     drawn = np.log(course.longest)
     seen = (drawn[:, :, None] > rise[:, None, :]).mean(axis=1)
-    # 400 windows that remember each other by two are about a hundred draws.
+    # 400 windows with a correlation time of two windows are about a hundred independent draws.
     np.testing.assert_allclose(chances[0], seen, atol=0.15)
     np.testing.assert_allclose(chances[0].mean(axis=0), seen.mean(axis=0), atol=0.06)
     np.testing.assert_allclose(chances[1], chances[0], atol=0.1)

@@ -1,4 +1,4 @@
-"""What profiles predict is measured on plans that they have not seen."""
+"""Tests of the profile benchmark: predictions are compared with measurements of unseen plans."""
 
 from __future__ import annotations
 

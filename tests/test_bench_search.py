@@ -1,4 +1,4 @@
-"""What finding a plan costs: curves of real searches, and how the document judges them."""
+"""Tests of the search benchmark: cost curves of real searches and the verdicts of its document."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_curves_rise_in_cost_and_fall_in_measured_time(document: dict) -> None:
 def test_search_keeps_its_budget_and_pays_for_its_profile(document: dict) -> None:
     for name, number, curve in courses_of(document):
         found = document["profiles"][number]
-        # The references, which everybody pays for first: the baseline, and for a search the leanest plan, which fits.
+        # Every method first pays for the references: the baseline, and for a search the leanest plan, which fits.
         references = WINDOW_STEPS + 1
         method = METHODS[bench.METHODS[name][0]]
         if not isinstance(method, PlanningMethod):
@@ -193,7 +193,7 @@ def test_search_that_never_reaches_the_target_gives_a_lower_bound() -> None:
     document = judging.judge_searches(courses, WORTHS)
     methods = document["methods"]
     assert methods["planner"]["steps"]["median"] == 20
-    # What does not fit the budget never counts, however fast its window was.
+    # A plan that exceeds the budget never counts, however fast its window was.
     assert methods["optuna-cold"]["steps"] == {"median": None, "more_than": 240, "values": [None], "limits": [240]}
     assert methods["optuna-cold"]["regret_frac"]["median"] is None
     assert methods["optuna-warm"]["seconds"]["median"] == 60
@@ -248,7 +248,7 @@ def test_first_window_of_a_plan_counts() -> None:
 
 
 def test_drift_of_the_machine_does_not_change_which_plan_is_faster() -> None:
-    """Rounds at a half and at twice the speed; the slower plan misses the slow ones, the last does not fit."""
+    """Rounds run at half and twice the speed; the slower plan misses the slow ones, the last does not fit."""
     fast, slow, large = (Plan(accumulation_steps=k) for k in (1, 2, 4))
     speeds = [1.0, 2.0, 0.5, 1.0, 2.0]
     rounds = [{fast: 1.0 * speed, slow: 1.1 * speed, large: math.inf} for speed in speeds]

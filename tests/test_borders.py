@@ -1,4 +1,4 @@
-"""What passes between units: fp32 in mixed plans, 16 bits where one 16-bit precision covers the whole model."""
+"""Tests of the tensors between units: fp32 in mixed plans, 16 bits if one 16-bit precision covers the whole model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def plan_of(*precisions: Precision) -> Plan:
         (plan_of(BF16, BF16, BF16, BF16), [torch.bfloat16] * 3 + [torch.float32]),
         (plan_of(BF16, BF16, BF16, FP32), [torch.float32] * 4),
         (plan_of(FP32, FP32, FP32, FP32), [torch.float32] * 4),
-        # The head is not covered: what it would be handed it could not take.
+        # The head stays in fp32, because it could not take a 16-bit input.
         (plan_of(BF16, BF16, BF16), [torch.float32] * 4),
     ],
 )
@@ -112,7 +112,7 @@ def test_solver_uses_the_costs_of_uniform_plans() -> None:
     budget = int(peak_bytes(found, uniform) * 1.02)
     everything = [found.space.decode(list(indices)) for indices in np.ndindex(*found.space.sizes)]
     fitting = [plan for plan in everything if peak_bytes(found, plan) <= budget * 0.995]
-    # Under adaptive batching k batches are worth less than k times one, how much less depends on the noise.
+    # Under adaptive batching k batches are worth less than k single ones, depending on the noise scale.
     best = min(
         seconds_per_step(found, plan) / samples_of_progress(found, plan.accumulation_steps, None) for plan in fitting
     )
@@ -145,7 +145,7 @@ def test_code_between_units_that_needs_fp32_keeps_fp32_borders() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for block in self.blocks:
                 x = block(self.stem(x) if x.shape[1] == 1 else x)
-                # A product with an fp32 constant, outside of any unit.
+                # A product with an fp32 constant, outside any unit.
                 x = torch.einsum("bchw,cd->bdhw", x, torch.eye(x.shape[1]))
             return self.head(x.mean((2, 3)))
 

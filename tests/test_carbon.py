@@ -1,4 +1,4 @@
-"""Carbon: a series is read strictly, grams are an integral, and the best start is the best of all starts."""
+"""Tests of carbon intensities: strict parsing, grams as an integral, and the best start time."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def test_every_start_on_a_fine_grid_lies_between_best_and_worst(
         return
     earliest_s, deadline_s = BEGIN + wait_min * 60, BEGIN + (latest + length_min) * 60
     found = schedule(intensity, length_min * 60, earliest_s, deadline_s)
-    # Brute force knows nothing of changes: every minute's value, every minute's start.
+    # Brute force ignores where the series changes: it tries every minute as a start and sums every minute's value.
     per_minute = np.repeat(np.asarray(values), 60)
     summed = np.concatenate([[0.0], np.cumsum(per_minute)])
     begins = np.arange(wait_min, latest + 1)
     means = (summed[begins + length_min] - summed[begins]) / length_min
-    # The grid holds every change, so that equality holds, not a bound alone.
+    # The grid contains every change of the series, so equality holds, not only a bound.
     assert found.best.grams_per_kwh == pytest.approx(means.min(), rel=1e-9)
     assert found.worst.grams_per_kwh == pytest.approx(means.max(), rel=1e-9)
     assert found.earliest.grams_per_kwh == pytest.approx(means[0], rel=1e-9)
@@ -89,7 +89,7 @@ def test_earliest_of_equal_starts_is_chosen() -> None:
 
 
 def test_best_start_can_align_the_end_with_a_change() -> None:
-    # Two clean hours, of which a run of three hours can use both only if it ends with them.
+    # A three-hour run can use both clean hours only if it ends with them.
     found = schedule(series([300.0, 200.0, 50.0, 50.0, 400.0]), 3 * HOUR, BEGIN)
     assert (found.best.begin_s, found.best.end_s) == (BEGIN + HOUR, BEGIN + 4 * HOUR)
     assert found.best.grams_per_kwh == pytest.approx(100.0)

@@ -1,4 +1,4 @@
-"""The catalog: a job is found by its name, in a module or in a file, or one line says why not."""
+"""Tests of the catalog: a job is found by name, module or file, or an error of one line says why not."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_module_that_cannot_be_imported_is_rejected_in_one_line():
     assert "\n" not in str(raised.value)
 
 
-# -------------------------------------------------------------------------------------------- what is no job, what ends
+# -------------------------------------------------------------------------------------------- invalid jobs and exits
 
 
 HOSTILE = [
@@ -264,7 +264,7 @@ def test_keyboard_interrupt_while_loading_a_job_is_not_swallowed(tmp_path: Path)
             load_job(str(path))
 
 
-# --------------------------------------------------------------------------------------------- names that data may have
+# --------------------------------------------------------------------------------------------- names allowed in data
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The command line's surface, and how it refuses: one line, exit code 2, nothing written."""
+"""Tests of the command line: commands, options, and errors of one line with exit code 2."""
 
 import contextlib
 import json
@@ -219,7 +219,7 @@ BAD: dict[str, Callable[[Path], tuple[list[str], str]]] = {
 
 
 def made(folder: Path, kind: str) -> str:
-    """Make something that is no regular file, and return its path."""
+    """Make a special file, and return its path."""
     path = folder / kind
     if kind == "pipe":
         os.mkfifo(path)
@@ -312,7 +312,7 @@ def test_invalid_input_gives_one_line_exit_code_2_and_no_files(
     plans.mkdir()
     work.mkdir()
     monkeypatch.chdir(work)
-    # A machine that can read its energy would not refuse to weigh it.
+    # A machine that can measure energy would accept a weight for it.
     monkeypatch.setattr("autotune.mechanics.energy_meter.POWERCAP", plans)
     arguments, expected = BAD[case](plans)
     assert run(arguments) == 2

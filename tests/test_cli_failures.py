@@ -1,4 +1,4 @@
-"""Where the command line's words go, and what it says when the operating system or Python refuses something."""
+"""Tests of the command line's output, and of its messages for errors of the operating system and of Python."""
 
 import errno
 import io
@@ -18,7 +18,7 @@ from autotune.cli.plain_console import PlainConsole
 
 JOB = Path(__file__).parent / "tiny_job.py"
 PROGRAM = [sys.executable, "-m", "autotune.cli.main"]
-# Without the lines that only a program does.
+# Without the part that only runs as a program.
 RUN = [sys.executable, "-c", "import sys; from autotune.cli.main import run; sys.exit(run(sys.argv[1:]))"]
 HOSTILE = "[bold]x[/bold] [/b] :smile: \x1b[31mred \u202egpj"
 SHOWN = "[bold]x[/bold] [/b] :smile: \\x1b[31mred \\u202egpj"
@@ -74,7 +74,7 @@ def test_log_messages_are_escaped(capsys: pytest.CaptureFixture[str], monkeypatc
 
 @pytest.fixture
 def failing() -> Iterator[Callable[[Exception], None]]:
-    """Add a verb to the command line that raises what the test says."""
+    """Add a verb to the command line that raises the given exception."""
     verbs = list(app.registered_commands)
 
     def add(error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""A real Ray cluster of two nodes on this machine: real jobs, and a node that is killed in the middle."""
+"""Tests on a real two-node Ray cluster on this machine, with a node that is killed during a run."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_killed_node_loses_no_window(nodes: Any) -> None:
     assert engine.workers == 1
     assert [window.failure for window in found] == [None] * 80
     assert all(window.seconds_per_step > 0 and window.peak_bytes > 0 for window in found)
-    # With the other one gone as well, there is an answer all the same.
+    # The call still returns if the other worker is lost as well.
     engine.apply(engine.space.leanest())
     assert engine.run(3).failure is None
     engine.close()
@@ -151,7 +151,7 @@ engine.close()
 @pytest.mark.parametrize("end", ["close", "kill"])
 def test_local_cluster_listens_on_loopback_and_leaves_nothing(end: str, tmp_path: Path) -> None:
     before = {path.name for path in Path("/tmp").glob("autotune-scratch-*")}
-    # What lies in the working directory is no library for its workers.
+    # Files in the working directory must not replace libraries of its workers.
     for name in ("csv", "json", "numpy", "torch", "pydantic", "gymnasium"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\n")
     done = subprocess.run(
@@ -168,7 +168,7 @@ def test_local_cluster_listens_on_loopback_and_leaves_nothing(end: str, tmp_path
     leftovers.wait_until(
         lambda: {path.name for path in Path("/tmp").glob("autotune-scratch-*")} <= before, "a folder is left"
     )
-    # Ray's own agents take a minute to see that the rest of it is gone.
+    # Ray's agents take a minute to notice that the rest of the cluster is gone.
     leftovers.wait_until(lambda: not leftovers.processes(str(tmp_path)), "a process lives on", timeout_s=150)
 
 
@@ -229,7 +229,7 @@ def test_training_on_a_cluster_gives_the_same_weights_as_locally(
     found: dict[str, Any] = {}
 
     def lose_a_node() -> None:
-        """Take a machine away once both seeds are under way."""
+        """Remove a node once both seeds are training."""
         until = time.monotonic() + 600
         while time.monotonic() < until and len(list((tmp_path / "there").glob("*/seed-*.checkpoint"))) < 2:
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Waiting in collectives: what is timed, what counts once, and that nothing is left behind."""
+"""Tests of timing collectives: waiting time counts once, and nothing is left patched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of every policy that can be named: it follows its protocol, stays in the space and forgets a run."""
+"""Contract of every named policy: it follows the protocol, stays in the space and forgets a run on reset."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -49,13 +49,13 @@ def policy(request: pytest.FixtureRequest) -> Policy:
 
 
 def begin(policy: Policy) -> Plan:
-    """Return the plan that a run begins with."""
+    """Return the initial plan of a run."""
     policy.reset()
     return policy.begin(PROFILE, BUDGET) if isinstance(policy, PlanningPolicy) else SPACE.baseline()
 
 
 def windows(plan: Plan) -> list[Measurement]:
-    """Return windows of every kind: plain ones, with and without gradients, and every failure."""
+    """Return windows of every kind: with and without gradients, and with every failure."""
     plain = plain_window(plan, 5)
     failed = [
         Measurement(steps=1, samples=8, items=8, total_s=0.1, peak_bytes=2 * BUDGET, failure=failure)

@@ -1,4 +1,4 @@
-"""The contract of every registered method: laws of ask and tell, reproducibility, and the budget of steps."""
+"""Contract of every registered search method: ask and tell, reproducibility and the budget of steps."""
 
 from pathlib import Path
 

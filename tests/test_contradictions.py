@@ -1,4 +1,4 @@
-"""What single documents do not show: files that contradict each other, names that meet, numbers that are none."""
+"""Tests of documents that contradict each other, of duplicate names and of values that are not numbers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_arms_with_the_same_name_are_rejected_before_any_run(
 
 
 def at_first(value: float) -> autotune.Job:
-    """Return a job whose metric is no number before it was trained."""
+    """Return a job whose metric is not a number before training."""
     seen: Iterator[int] = itertools.count()
 
     def evaluate(model: nn.Module) -> float:
@@ -150,7 +150,7 @@ def test_resuming_the_working_directory_writes_nothing_into_the_run(
     monkeypatch.chdir(compared)
     before = set(compared.iterdir())
     with pytest.raises(InputError):
-        # Of another device, or without its job: refused, with nothing made in the run itself.
+        # It is rejected because of another device or a missing job, and nothing is written into the run.
         autotune.resume(".")
     assert set(compared.iterdir()) == before
 
@@ -187,7 +187,7 @@ def test_job_with_an_overlong_name_is_rejected() -> None:
 
 
 def begun(run: Path, **asked: object) -> Path:
-    """Make of a recorded comparison one that was begun here, and that nothing was done of."""
+    """Turn a recorded comparison into one that was begun on this machine and has not run anything yet."""
     for path in run.iterdir():
         if path.name not in ("config.json", "environment.json"):
             path.unlink()

@@ -1,4 +1,4 @@
-"""Controls: a plan is applied to a model and taken off again without a trace."""
+"""Tests of controls: a plan is applied to a model and removed without a trace."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOKENS = torch.arange(8).reshape(2, 4)
 
 
 def traces(model: nn.Module) -> dict[str, Any]:
-    """Return all that a plan must not change, values by identity."""
+    """Return everything that a plan must not change, with values by identity."""
     hooks = {
         name: {key: dict(value) for key, value in vars(module).items() if "hooks" in key and value is not None}
         for name, module in model.named_modules()
@@ -287,7 +287,7 @@ def test_forward_set_by_the_user_on_an_instance_survives_a_copy():
 
 
 class TwoWays(nn.Linear):
-    """Have a second forward, which pickle finds by its name."""
+    """A module with a second forward method, which pickle finds by name."""
 
     def negative(self, x: torch.Tensor) -> torch.Tensor:
         return -self.forward_of_class(x)
@@ -326,7 +326,7 @@ def test_inherit_keeps_the_users_outer_autocast():
     result.sum().backward()
     assert torch.equal(expected, result)
     assert expected.dtype is torch.bfloat16
-    # Once in the plain forward, once in the controlled one, once in its recomputation.
+    # It runs in the plain forward pass, in the controlled one and in its recomputation.
     assert seen == [torch.bfloat16] * 3
 
 
@@ -449,7 +449,7 @@ def test_recomputed_layers_of_a_transformers_model_give_bit_identical_gradients(
     }
     torch.manual_seed(0)
     if kind == "llama":
-        # The cache that generation needs is on by default, in training too.
+        # The cache for generation is on by default, even in training.
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, attention_dropout=0.1))
     else:
         model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
@@ -479,7 +479,7 @@ def test_recomputations_are_counted_per_unit_from_the_start_of_control():
     for _ in range(3):
         gradients(model)
     assert controls.recomputations(model) == {"blocks.0": 3, "blocks.2": 3}
-    # A counter of the unit's own counts forward passes alone, as it would without a plan.
+    # A counter inside the unit counts only forward passes, as it would without a plan.
     assert [block.num_calls for block in model.blocks] == [3, 3, 3]
     controls.apply(model, Plan(storage=recomputed("blocks.0", "blocks.1")))
     gradients(model)

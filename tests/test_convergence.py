@@ -1,4 +1,4 @@
-"""The convergence model: its laws, and that it finds again what made the data."""
+"""Tests of the convergence model: its laws, and fits that recover the generating model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paper's formulas: known points and laws."""
+"""Tests of the paper's formulas at known points, and of their laws."""
 
 from __future__ import annotations
 

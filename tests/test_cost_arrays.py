@@ -1,4 +1,4 @@
-"""Costs on arrays: the same figures as one plan at a time, to the byte."""
+"""Tests that array costs equal the costs of single plans to the byte."""
 
 from __future__ import annotations
 

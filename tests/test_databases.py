@@ -1,4 +1,4 @@
-"""Studies and logs in a real PostgreSQL: nothing told is lost or doubled, and ordinary tools open what is there."""
+"""Tests of studies and logs in a real PostgreSQL: no result is lost or duplicated, and standard tools can read them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_tuning_keeps_its_study_and_its_log_in_postgresql(server: postgres.Serve
     assert not (folder.path / "optuna.db").exists()
     told = studies(checked(url))[f"{folder.path.name} tune"]
     measured = [trial for trial in folder.lines("trials.jsonl") if not trial["final"]]
-    # A plan that was proposed again was told again, and not measured again.
+    # The result of a repeated proposal is recorded again, but the plan is not measured again.
     plans = [trial.user_attrs["plan"] for trial in told if trial.state.name == "COMPLETE"]
     assert len(plans) >= len(measured) > 5
     assert all(trial["plan"] in plans for trial in measured)

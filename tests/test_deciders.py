@@ -1,4 +1,4 @@
-"""What decides: rules, searches, the network, its file, and PPO on a problem whose answer is known."""
+"""Tests of rules, searches, the network and its file, and of PPO on a problem with a known answer."""
 
 import json
 import os
@@ -84,7 +84,7 @@ def test_rules_match_their_names() -> None:
     assert set(plans["recompute-all"].storage.values()) == {Storage.RECOMPUTE}
     assert set(plans["sqrt"].precision.values()) == {Precision.FP32}
     assert plans["paper"].accumulation_steps == PAPER_ACCUMULATION
-    # ceil(sqrt(3)) = 2 of the three recomputable units are kept, the last among them.
+    # Two (ceil(sqrt(3))) of the three recomputable units are kept, including the last.
     assert [name for name, choice in plans["sqrt"].storage.items() if choice is Storage.RECOMPUTE] == ["blocks.1"]
 
 
@@ -147,7 +147,7 @@ def test_optuna_proposes_unknown_plans_until_the_space_is_exhausted(tmp_path: Pa
     space = replace(SPACE, units=SPACE.units[:3], accumulation_choices=(1, 2))
     search, known, repeats = OptunaSearch(space, tmp_path, 0), set[Plan](), 0
     size = len(space.accumulation_choices) * 2 ** (len(space.units) + len(space.recomputable))
-    # A campaign ends after as many proposals in a row that it knows.
+    # A campaign ends after this many consecutive known proposals.
     while repeats < 200 and len(known) < size:
         plan = search.ask()
         repeats = repeats + 1 if plan in known else 0

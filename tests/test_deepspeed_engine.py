@@ -1,4 +1,4 @@
-"""DeepSpeed on two ranks: the updates of one process, whatever the plan; one decision for all; failures as values."""
+"""Tests of DeepSpeed on two ranks: updates equal those of one process, and failures are returned."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def assert_storage_is_exact(ranks: list[dict[str, Any]]) -> None:
 
 def assert_troubles_are_shared(ranks: list[dict[str, Any]]) -> None:
     for found in (rank["troubles"] for rank in ranks):
-        # A loss that is not finite on either rank ends the window on both, and no weight has moved.
+        # A nonfinite loss on either rank ends the window on both, and no weight has changed.
         assert found["failures"] == ["non_finite"] * 2
         assert found["kept"]
         assert found["restored"]
@@ -185,13 +185,13 @@ def test_profile_of_ranks_predicts_the_memory_of_their_plans(stage: int) -> None
     space, draw = found.space, np.random.default_rng(stage)
     plans = [space.baseline(), space.leanest(), *(space.sample(draw) for _ in range(6))]
     peaks = peaks_of(job, ranks, plans)
-    # What a rank needs is the same whatever was trained before.
+    # A rank's memory does not depend on earlier training.
     again = peaks_of(job, ranks, plans[::-1])
-    # Stage 3 gathers weights ahead of their use in the background: whether one more is there at the peak is chance.
+    # Stage 3 prefetches weights in the background, so it is random whether one more is present at the peak.
     rel = 0.03 if stage == 3 else 0.01
     assert [again[plan] for plan in plans] == pytest.approx([peaks[plan] for plan in plans], rel=rel)
     missed = [peak_bytes(found, plan) / peaks[plan] - 1 for plan in plans]
-    # On a busy machine a rank's peak may be seen too high; a k between those profiled is interpolated.
+    # On a busy machine a rank's measured peak may be too high; a k between profiled ones is interpolated.
     assert min(missed) > -rel
     assert max(missed) < 0.12
     assert done == sorted(done)
@@ -390,7 +390,7 @@ def test_batch_smaller_than_the_number_of_ranks_is_rejected() -> None:
         IsolatedEngine(f"{TESTS / 'sharded_rank.py'}:one_sample", ranks=RankOptions(count=2))
 
 
-# Stops where PyTorch holds the extension's file, until it is killed.
+# Stops while PyTorch holds the extension's lock file, until it is killed.
 _HOLDS = """
 import signal, sys
 from torch.utils import file_baton

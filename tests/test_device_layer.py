@@ -1,4 +1,4 @@
-"""The device layer on a machine without an accelerator, and that nobody else names a backend."""
+"""Tests of the device layer without an accelerator; no other file may name a backend."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYER = PACKAGE / "mechanics" / "devices.py"
 
 
 def named_backends(source: str) -> list[str]:
-    """Return what of a file's code, its text apart, names a backend."""
+    """Return the parts of a file's code, without strings, that name a backend."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and node.attr.removeprefix("is_") in BACKENDS:
@@ -40,7 +40,7 @@ def test_only_the_device_layer_names_a_backend() -> None:
     named = {
         f"{path.relative_to(PACKAGE)}: {found}"
         for path in PACKAGE.rglob("*.py")
-        # The settings that torch has for each backend are named where they are put back.
+        # The per-backend settings of torch are named in the file that restores them.
         if path not in (LAYER, LAYER.with_name("ambient.py"))
         for found in named_backends(path.read_text(encoding="utf-8"))
     }

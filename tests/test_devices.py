@@ -1,4 +1,4 @@
-"""Where jobs train if nobody says otherwise."""
+"""Tests of the default device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Budgets that dip: told or not, static plans and planners run on, and what runs out of memory pays for it."""
+"""Tests of budgets that dip, announced or not, with static plans and planners."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_run_ends_with_a_reason_if_no_plan_fits_a_dip(peaks) -> None:
 
 
 class Watcher:
-    """Keep the plan and note what is announced."""
+    """A policy that keeps the plan and records announced dips."""
 
     name = "watcher"
 
@@ -104,7 +104,7 @@ def test_policies_see_announced_dips_and_failures(peaks, told: bool) -> None:
 
     run(peaks, Dips(every=4, share=share, told=told), make)
     announced, (full, low) = kept[0].seen, (int(peaks[0] * 1.05), int(int(peaks[0] * 1.05) * share))
-    # After the first window the next ones are the second, third, and the dip.
+    # After the first window come the second, the third and the dip.
     assert announced[0][:3] == ((full, full, low) if told else announced[0][:3])
     assert {size for ahead in announced for size in ahead} == ({full, low} if told else {full})
     assert [str(failure) for failure in kept[0].failures if failure is not None] == ["over_budget", "over_budget"]

@@ -1,4 +1,4 @@
-"""The pages in docs/ hold: their code runs, and the files that they name exist."""
+"""Tests of the pages in docs/: their code runs, and the files that they name exist."""
 
 import json
 import re

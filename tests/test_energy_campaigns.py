@@ -1,4 +1,4 @@
-"""Energy in campaigns: it decides where it has a weight, each run of a comparison has its joules and its grams."""
+"""Tests of energy in campaigns: weights affect the decision, and each compared run records joules and grams."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def _no_counters(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 
 
 def joules(plan: Plan) -> float:
-    """A machine on which 16 bits are fast and hungry: what is best in time is worst in energy."""
+    """Energy of a machine on which 16 bits are fast but inefficient: the fastest plan uses the most energy."""
     return 10.0 + 5.0 * sum(plan.precision_of(unit.name).is_reduced for unit in SPACE.units)
 
 
 class HungryEngine(KnownEngine):
-    """Answer by the formulas of time and memory, and by one of energy."""
+    """An engine that computes windows by formulas of time, memory and energy."""
 
     def run(self, steps: int) -> Measurement:
         window = known_answer(self.plan, steps, self.memory_budget_bytes)
@@ -98,7 +98,7 @@ def test_each_compared_run_records_energy_and_carbon(as_file: bool, tmp_path: Pa
     for arm in found["arms"]:
         for run in arm["runs"]:
             assert run["energy_source"] == "estimated:tdp"
-            # At least the time to the last evaluation, at most what passed.
+            # At least the time to the last evaluation, at most the elapsed time.
             assert 40.0 * 0.9 * run["curve"][-1][0] < run["energy_j"] <= 40.0 * (run["ran_s"][1] - run["ran_s"][0])
             assert run["grams"] == pytest.approx(run["energy_j"] / JOULES_PER_KWH * 250)
             own = {key: value for key, value in run.items() if key != "grams"}

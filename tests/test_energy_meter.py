@@ -1,4 +1,4 @@
-"""Energy: counters are read as the kernel writes them, each figure says where it is from, and nothing is guessed."""
+"""Tests of the energy meter: kernel counters are read correctly, and every value names its source."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RANGE_UJ = 262_143_328_850  # a real package's
 
 
 def put(path: Path, text: object) -> None:
-    # As the kernel does it, a reader sees one value or the other.
+    # As with the kernel, a reader sees the old value or the new one.
     path.with_suffix(".new").write_text(f"{text}\n")
     path.with_suffix(".new").rename(path)
 
@@ -41,11 +41,11 @@ def zone(path: Path, name: str, energy_uj: int, range_uj: int = RANGE_UJ) -> Pat
 
 
 def powercap(root: Path, *, range_uj: int = RANGE_UJ) -> tuple[Path, Path]:
-    """Lay out what a server shows: a package with cores and memory, and the whole platform's counter."""
+    """Create the counters of a server: a package with cores and memory, and the whole platform."""
     package = zone(root / "intel-rapl:0", "package-0", 1000, range_uj)
     zone(package / "intel-rapl:0:0", "core", 10)
     memory = zone(package / "intel-rapl:0:1", "dram", 500, range_uj)
-    # The kernel's folder shows parts beside their packages as well.
+    # The kernel's folder lists subdomains next to their packages as well.
     (root / "intel-rapl:0:0").symlink_to(package / "intel-rapl:0:0")
     (root / "intel-rapl:0:1").symlink_to(memory)
     zone(root / "intel-rapl:1", "psys", 77)
@@ -104,9 +104,9 @@ def test_unreadable_energy_is_absent_and_estimated_only_from_given_watts(
     assert isinstance(find_meter(CPU), NoMeter)
     assert isinstance(find_meter(CPU, 65.0), TdpMeter)
     package, _ = powercap(tmp_path)
-    # What is measured is better than an estimate.
+    # A measurement is preferred to an estimate.
     assert find_meter(CPU, 65.0).source == "measured:rapl"
-    # A folder where a file should be fails as a file does that root alone may read.
+    # A folder in place of a file fails like a file that only root may read.
     (package / "energy_uj").unlink()
     (package / "energy_uj").mkdir()
     assert find_meter(CPU).source == "absent"
@@ -153,7 +153,7 @@ def test_estimated_energy_is_power_times_the_time_of_real_steps(
     assert window.energy_j is not None
     assert window.total_energy_j is not None
     assert 0 < window.energy_j <= window.total_energy_j
-    # The steps lie inside the window, and the window inside the call.
+    # The steps run within the window, and the window within the call.
     assert 50.0 * sum(window.step_s) <= window.total_energy_j <= 50.0 * passed
     assert window.sample_j == pytest.approx(window.energy_j / (8 * len(window.step_s)))
     assert Measurement.from_json(window.to_json()) == window
@@ -196,7 +196,7 @@ def test_training_energy_is_measured_from_changing_counters(tmp_path: Path, monk
         assert window.total_energy_j is not None
         assert 0 <= window.energy_j <= window.total_energy_j
     assert sum(window.energy_j or 0.0 for window in windows) > 0
-    # It began anew more than once, and the windows took no more than was drawn.
+    # The counter wrapped more than once, and the windows used no more than the total.
     assert sum(window.total_energy_j or 0.0 for window in windows) <= moved[0] / 1e6
     merged = merge_windows(windows)
     assert merged.energy_j == sum(window.energy_j or 0.0 for window in windows)

@@ -37,7 +37,7 @@ def simulated_engine() -> SimulatedEngine:
 
 
 class EngineContract:
-    """What every engine promises.
+    """Contract that every engine fulfils.
 
     Attributes:
         has_state: whether the engine has one training state, which can be saved and evaluated.
@@ -142,7 +142,7 @@ class EngineContract:
 
 @pytest.fixture(scope="module")
 def started() -> Iterator[dict[type, Engine]]:
-    """Return the engines that several tests share."""
+    """Return the engines shared by several tests."""
     engines: dict[type, Engine] = {}
     yield engines
     for engine in engines.values():

@@ -1,4 +1,4 @@
-"""The environment's contract: both checkers, seeded rollouts, and spaces that nothing can leave."""
+"""Tests of the environment: both checkers, seeded rollouts and spaces."""
 
 import warnings
 
@@ -136,7 +136,7 @@ def test_fuzzed_actions_and_extreme_windows_never_leave_the_spaces() -> None:
         return 1.0 if np.isnan(value) else value
 
     def answer(plan: Plan, steps: int) -> Measurement:
-        # Only the reference is run under no budget, and it must not fail.
+        # Only the reference runs without a budget, and it must not fail.
         fails = env._engine.memory_budget_bytes is not None and generator.random() < 0.3
         failure = generator.choice(list(Failure)) if fails else None
         injected["failures"] += failure is not None

@@ -1,3 +1,5 @@
+"""Tests of error messages: one line of plain text that hides passwords."""
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st

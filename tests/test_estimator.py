@@ -1,4 +1,4 @@
-"""Planning for a device that is not there: fake tensors need what real ones need."""
+"""Tests of planning for an absent device: fake tensors need the memory that real ones need."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from autotune.profiling.estimator import estimate
 from autotune.profiling.profiler import ProfilerOptions, profile
 
 A100 = find_device("a100")
-# The same rates, and memory as a CPU has it: blocks of any size, no workspaces.
+# The same rates with CPU memory: blocks of any size and no workspaces.
 ON_CPU = replace(A100, block_bytes=1, workspace_bytes=0, context_bytes=0, tf32=None)
 QUICK = ProfilerOptions(seconds=1.0, max_rounds=2, calibration_plans=2)
 
@@ -78,7 +78,7 @@ def test_estimated_peaks_match_real_steps(make) -> None:
     for _ in range(10):
         plan = measured.space.sample(generator)
         ratios.append(peak_bytes(estimated, plan) / peak_bytes(measured, plan))
-    # Kernels' own workspace is not seen.
+    # The workspace inside kernels is not counted.
     assert 0.85 < min(ratios) <= max(ratios) < 1.1
 
 
@@ -208,7 +208,7 @@ def test_convolutions_use_tf32_by_default_and_products_only_on_request(monkeypat
         ),
         "product": tiny_job.make(accumulation_choices=(1,)),
     }
-    # So slow at computing that nothing else counts.
+    # Computation is so slow that nothing else matters.
     devices = {
         key: replace(
             spec,
@@ -326,7 +326,7 @@ def test_budget_below_the_optimizer_update_gives_a_clear_error(capsys: pytest.Ca
 
 
 class Encoder(nn.Module):
-    """A model of torch's own layers, converted while it is built, with a weight that two of its parts share."""
+    """A model of torch's own layers, converted during construction, with a weight shared by two parts."""
 
     def __init__(self, *, convert: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Exports: what other programs are launched with holds the plan, and what it cannot hold is said."""
+"""Tests of exports: they contain the plan and report what their format cannot contain."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def mixed(plan: Plan) -> Plan:
 
 
 def scaled(plan: Plan) -> Plan:
-    """Return the mixed plan with fp16 in place of bf16, whose losses must be scaled."""
+    """Return the mixed plan with fp16 instead of bf16, so that losses must be scaled."""
     return mixed(plan.changed(precision=dict.fromkeys(plan.precision, Precision.FP16)))
 
 
@@ -189,7 +189,7 @@ def test_script_runs_by_itself_and_trains_like_the_engine(
     )
     said = json.loads(done.stdout)
     engine = TorchEngine(job)
-    # fp16 is no choice on a processor that emulates it, but a plan for another machine may say it.
+    # fp16 is not offered on a CPU that emulates it, but a plan for another machine may contain it.
     engine.space = dataclasses.replace(engine.space, precisions=tuple(Precision))
     engine.apply(plan)
     assert engine.run(steps).failure is None
@@ -198,7 +198,7 @@ def test_script_runs_by_itself_and_trains_like_the_engine(
 
 
 def launch(made: Export, folder: Path) -> dict[str, Any]:
-    """Write an export for Accelerate, launch it by its own command with a script of its user's, return what it did."""
+    """Export for Accelerate, launch it by its own command with a user's script, and return the record."""
     pytest.importorskip("accelerate")
     for name, document in made.files.items():
         (folder / name).write_text(json.dumps(document))
@@ -294,7 +294,7 @@ def test_trainer_with_the_exported_arguments_follows_the_plan(
     plan = vary(engine.space.plan(accumulation_steps=2, precision=Precision.BF16, recomputed=names))
     engine.close()
     made = export(plan, job, "transformers")
-    # What a user adds in the same file is no affair of a plan.
+    # User settings in the same file do not concern the plan.
     own = {"output_dir": str(tmp_path / "out"), "max_steps": 6, "use_cpu": True, "report_to": [], "disable_tqdm": True}
     quiet = {"save_strategy": "no", "dataloader_pin_memory": False}
     for name, document in made.files.items():

@@ -1,4 +1,4 @@
-"""What a stranger's plan says never becomes source: exports hold it as plain data, whatever its texts are."""
+"""Tests that no text of a hostile plan becomes source code in an export."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from autotune.optimizers import KINDS
 from autotune.report.plan_export import TARGETS, export
 from autotune.report.snippet import FILE
 
-# What closes a docstring, a literal, a call or a format, and what no encoding or terminal takes as it is.
+# Texts that close a docstring, a literal, a call or a format, and texts that no encoding or terminal accepts unchanged.
 HOSTILE = [
     '"""\nimport os; os.abort()\n"""',
     "'''",
@@ -48,14 +48,14 @@ HOSTILE = [
     "a" * 300 + " " + "b" * 300,
 ]
 TEXTS = st.one_of(st.sampled_from(HOSTILE), st.text(st.characters(codec=None), max_size=40)).filter(bool)
-# A module may be called anything without a dot that is no attribute of its parent.
+# A module may have any name without a dot that is not an attribute of its parent.
 NAMES = st.lists(
     TEXTS.map(lambda text: "u" + text.replace(".", "")), min_size=2, max_size=2, unique_by=lambda text: text
 )
 
 
 def named_job(names: list[str], **changes: Any) -> Job:
-    """Return a job whose units are called so."""
+    """Return a job whose units have these names."""
 
     def model() -> nn.Module:
         made = nn.Module()
@@ -76,12 +76,12 @@ def plan_of(names: list[str], launch: Launch | None = None) -> Plan:
 
 
 def is_unicode(text: str) -> bool:
-    """Tell whether a text can be written; half a character cannot, and no document has it."""
+    """Tell whether a text can be encoded; a lone surrogate cannot, and no document contains one."""
     return text.encode(errors="ignore").decode() == text
 
 
 class _Blank(ast.NodeTransformer):
-    """Take the constants out of a tree, and the plan, which is one dictionary of constants."""
+    """Replace the constants of a syntax tree, and the plan, which is a dictionary of constants."""
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         return ast.Constant(value=type(node.value).__name__)

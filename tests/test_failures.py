@@ -1,4 +1,4 @@
-"""Failures are values of a window, and a step that failed leaves nothing behind."""
+"""Tests of failures: they are returned with the window, and a failed step leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ STEPS = 4
 
 
 class Fault:
-    """Do something to one call of the loss, and remember that it was done.
+    """A fault in one call of the loss.
 
     Attributes:
         countdown: calls of the loss until the fault; ``None`` while it is not armed.
-        fired: how often it struck.
+        fired: how often it occurred.
     """
 
     def __init__(self, strike: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
@@ -45,7 +45,7 @@ class Fault:
         self.countdown = micro_batch
 
     def into(self, job: Job) -> Job:
-        """Return the job with this fault in its loss."""
+        """Return the job with this fault in its loss function."""
 
         def loss(model: nn.Module, batch: Any) -> torch.Tensor:
             value = job.loss(model, batch)
@@ -62,7 +62,7 @@ class Fault:
 
 
 class FaultyBackward(torch.autograd.Function):
-    """Pass a value on, and raise or change its gradient in backward."""
+    """Identity whose backward pass raises or changes the gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, act: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -82,7 +82,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 
 def in_forward(error: BaseException) -> Fault:
-    """Return a fault that raises when forward has drawn its numbers and written its buffers."""
+    """Return a fault that raises after forward has drawn random numbers and written its buffers."""
     return Fault(raising(error))
 
 
@@ -99,7 +99,7 @@ def engine_of(job: Job, k: int, *, recompute: bool = False, options: EngineOptio
 
 
 def uninjured(job: Job, k: int, *, recompute: bool = False) -> tuple[list[Any], list[float | None]]:
-    """Return the state after each step, the one before the first included, and the losses."""
+    """Return the states before the first and after each step, and the losses."""
     engine = engine_of(job, k, recompute=recompute)
     states, losses = [training_state(engine)], []
     for _ in range(STEPS):
@@ -111,7 +111,7 @@ def uninjured(job: Job, k: int, *, recompute: bool = False) -> tuple[list[Any], 
 
 
 def outlast(engine: TorchEngine, spoil: Callable[[int], None], expected: Any, failure: Failure) -> None:
-    """Run the steps, spoil one of them, and compare everything before and after the retry."""
+    """Run the steps with a fault in one of them, and compare the states before and after the retry."""
     states, losses = expected
     failed = 0
     for step in range(STEPS):
@@ -122,7 +122,7 @@ def outlast(engine: TorchEngine, spoil: Callable[[int], None], expected: Any, fa
             assert measured.failure is failure
             assert "\n" not in measured.failure_detail
             assert (measured.steps, measured.samples, measured.loss) == (0, 0, None)
-            # The learning rate alone is that of the step to come: each step sets it anew.
+            # Only the learning rate is already that of the next step, because each step sets it.
             left = differences(states[step], training_state(engine))
             assert [key for key in left if not isinstance(states[step][key], float)] == []
             measured = engine.run(1)
@@ -269,7 +269,7 @@ def test_step_repeated_under_another_plan_sees_the_same_data():
     engine.apply(engine.plan.changed(accumulation_steps=2))
     seen.clear()
     assert engine.run(4).failure is None
-    # No batch is skipped or seen twice by an update.
+    # No update skips a batch or sees one twice.
     assert seen == batches
     assert engine.progress.batches == 8
 
@@ -340,7 +340,7 @@ def test_window_without_samples_reports_no_gradient():
 
 
 class FaultyOptimizer(torch.optim.SGD):
-    """Raise in the second step, when half of the weights are updated."""
+    """An optimizer that raises in the second step, after half of the weights are updated."""
 
     error: BaseException = MemoryError("in the optimizer")
     num_steps = 0
@@ -416,7 +416,7 @@ def test_window_that_takes_too_long_fails_as_timeout_after_a_whole_step():
 
 
 def spoiled_loss(bad: float) -> Fault:
-    # A constant: the gradient stays finite, the loss alone does not.
+    # A constant is added, so that the gradient stays finite and the loss does not.
     return Fault(lambda model, loss: loss + bad)
 
 
@@ -433,7 +433,7 @@ SPOILERS = [spoiled_loss, spoiled_loss_and_gradient, spoiled_gradient]
 
 
 def check_bad_step(engine: TorchEngine, spoil: Callable[[], None], k: int, samples: int) -> None:
-    """Spoil the third step of a run and look at everything that it must leave alone."""
+    """Make the third step of a run fail, and check everything that it must leave unchanged."""
     assert engine.run(2).failure is None
     before, counted = training_state(engine), engine.snapshot().progress
     untouched = {*weights_of(engine), *(key for key in before if key.startswith("tensor "))}

@@ -1,4 +1,4 @@
-"""The fake accelerator behaves as a GPU does, wherever a test of the project relies on it."""
+"""Tests that the fake accelerator behaves like a GPU wherever other tests rely on it."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_blocks_are_rounded_and_split_like_cuda_blocks(accelerator: ModuleType) 
     assert held(MIB) == (MIB, 2 * MIB)
     assert held(MIB + 1) == (MIB + 512, 20 * MIB)
     assert held(10 * MIB) == (10 * MIB, 0)
-    # What is left of a large segment is not cut off if it is no more than 1 MiB.
+    # The rest of a large segment is not split off if it is at most 1 MiB.
     assert held(8 * MIB) == (9 * MIB - 512, 0)
     assert held(11 * MIB) == (11 * MIB + MIB, 12 * MIB)
     assert accelerator.stats()["requested_bytes.all.current"] == sum(map(len, kept))
@@ -180,7 +180,7 @@ def test_small_segments_fragment_with_small_tensors(accelerator: ModuleType) -> 
     kept = [bytes_on_device(16 * 1024) for _ in range(8)]
     assert torch.fake.memory_reserved() == 128 * 1024
     del kept[::2]
-    # There is room enough, but not in one piece.
+    # There is enough free memory, but not in one piece.
     kept.append(bytes_on_device(32 * 1024))
     assert torch.fake.memory_reserved() == 192 * 1024
     with pytest.raises(RuntimeError, match="needs an empty device"):
@@ -203,7 +203,7 @@ def test_storages_are_resized_in_place(accelerator: ModuleType) -> None:
 def test_profiler_sees_every_byte_of_the_device_and_no_host_copy(
     accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The first profiler of a process decides for all of them whether they write to stderr.
+    # The first profiler of a process decides whether all later ones write to stderr.
     monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
     layer, batch = nn.Linear(64, 64).to("fake"), torch.ones(8, 64, device="fake")
     before = accelerator.stats()["allocated_bytes.all.current"]
@@ -256,7 +256,7 @@ def test_generators_can_be_created_on_the_device(accelerator: ModuleType) -> Non
 
 
 class Block(nn.Module):
-    """Every layer that the project's jobs are made of."""
+    """A block with every layer that the project's jobs use."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -323,7 +323,7 @@ def test_recomputed_step_repeats_its_dropout(accelerator: ModuleType) -> None:
     plain, losses = train("fake", dropout=0.5)
     recomputed, same = train("fake", dropout=0.5, recompute=True)
     assert losses[0] == same[0]
-    # Batch norm's statistics are taken twice, and nothing else differs.
+    # Only batch norm's statistics are updated twice.
     assert torch.equal(plain.head.weight, recomputed.head.weight)
 
 

@@ -1,4 +1,4 @@
-"""What the README says of benchmarks is what their files say."""
+"""Tests that README.md states the benchmark figures of the recorded files."""
 
 from __future__ import annotations
 

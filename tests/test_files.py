@@ -1,4 +1,4 @@
-"""Files: strict JSON in, atomic files out."""
+"""Tests of files: strict JSON is read, and files are written atomically."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ values = st.recursive(
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    # A socket's path may have a hundred characters.
+    # The path of a socket is limited to about a hundred characters.
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
 
@@ -162,7 +162,7 @@ def test_link_is_read_unless_it_could_lead_outside_a_folder(tmp_path: Path):
 
 
 def test_size_limit_is_enforced_while_reading(tmp_path: Path):
-    # Its size is said to be 0.
+    # The system reports a size of 0.
     endless = Path("/proc/self/maps")
     if endless.is_file():
         with pytest.raises(InputError, match="the file is larger than 10 bytes"):

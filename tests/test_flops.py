@@ -1,4 +1,4 @@
-"""Counting operations by hand against the counter, and the device's peak against what any product reaches."""
+"""Tests of operation counts against manual counts, and of the device's peak rate."""
 
 import time
 
@@ -16,7 +16,7 @@ def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 def test_operations_of_two_layers_are_counted_exactly():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     forward = 2 * (5 * 4 * 8 + 5 * 8 * 3)
-    # Weights of both layers, and the second layer's input: the first one's asks for none.
+    # Gradients of both weights and of the second layer's input; the first layer's input needs none.
     backward = 2 * (5 * 4 * 8 + 2 * 5 * 8 * 3)
     assert step_flops(model, mean_square, torch.ones(5, 4)) == forward + backward
 
@@ -39,7 +39,7 @@ def test_fused_attention_is_counted():
 
     projected = step_flops(nn.Linear(8, 8), mean_square, torch.ones(2, 1, 16, 8))
     product = 2 * (2 * 16 * 16 * 8)
-    # Two products forward, four backward.
+    # Two products in the forward pass, four in the backward pass.
     assert step_flops(Attention(), mean_square, torch.ones(2, 1, 16, 8)) == projected + 6 * product
 
 

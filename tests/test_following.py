@@ -1,4 +1,4 @@
-"""An attached run's log arrives in MLflow, from a process of its own, and not one bit of the run changes by it."""
+"""Tests of sending an attached run's log to MLflow from a separate process, which leaves the run bit-identical."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FOLLOWED = Settings(mlflow=True)
 
 
 class OfAFramework(Attaches):
-    """Attach as the callbacks do, without a framework."""
+    """An attachment as the callbacks make it, without a framework."""
 
     framework = "no framework"
 
@@ -61,7 +61,7 @@ def test_sender_process_that_cannot_start_causes_only_a_warning(
 
 
 def train_followed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trace:
-    """Train with a log that is followed, and wait until its last record is there."""
+    """Train with a followed log, and wait for its last record."""
     attach = autotune.attach
     monkeypatch.setattr(autotune, "attach", lambda *a, **k: attach(*a, **{**k, "runs_dir": folder}))
     attaching = {"policy": Wanders(), "memory_budget_bytes": 10**9, "limits": RESTLESS, "settings": FOLLOWED}
@@ -108,7 +108,7 @@ def test_log_arrives_in_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_log_of_a_killed_run_is_sent_and_marked_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     (tmp_path / "decisions.jsonl").write_text('{"event": "attached", "step": 0, "model": "net"}\n')
-    # No child of ours: the process that wrote the log is gone.
+    # The sender is not our child: the process that wrote the log is gone.
     follow_log(tmp_path, process=-1, poll_s=0.0)
     rows = [json.loads(row) for row in (tmp_path / SPOOL).read_text().splitlines()]
     assert [row["values"].get("model") for row in rows if row["kind"] == "params"] == ["net"]

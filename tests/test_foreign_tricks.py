@@ -1,4 +1,4 @@
-"""Tricks of a stranger's folder that no single document shows: journals, links, nesting, values left out."""
+"""Tests of attacks by a run folder that no single document shows: journals, links, nesting and omitted values."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from autotune.report.sheets import _as_csv
 from autotune.simulator.random_jobs import Shape, draw_profile
 
 PLAN: dict[str, Any] = {"version": 1, "accumulation_steps": 1, "precision": {}, "storage": {}}
-# Folders in each other, more than Python calls functions in each other.
+# More nested folders than Python's recursion limit.
 DEEP = 1100
 
 
 def rigged(database: Path, victim: Path) -> None:
-    """Make a database with the journal of a transaction over several, which names a file as the second journal."""
+    """Make a database with the journal of a multi-database transaction that names a file as super-journal."""
     with sqlite3.connect(database) as made:
         made.execute("create table t (x)")
     made.close()
@@ -102,7 +102,7 @@ def test_artifacts_stay_in_the_run_folder_whatever_its_database_contains(tmp_pat
     tracker.artifact(run / "plan.json")
     tracker.close()
     assert not elsewhere.exists()
-    # What is left out keeps nothing else from being sent.
+    # Skipped records do not block others.
     assert json.loads((run / CURSOR).read_text())["sent"] == 3
 
 
@@ -129,7 +129,7 @@ def test_record_rejected_by_the_server_blocks_no_other_run(tmp_path: Path) -> No
     for name, rows in (("1-refused", [begin, *twice]), ("2-gone", [begin, twice[0]]), ("3-fine", [begin])):
         (tmp_path / name).mkdir()
         (tmp_path / name / SPOOL).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    # What a server called a run that it no longer has, or never had.
+    # A server's identifier of a run that it no longer has, or never had.
     (tmp_path / "2-gone" / CURSOR).write_text(json.dumps({"sent": 1, "ids": {"run-1": "0" * 32}}))
     assert send_pending(tmp_path) == 5
     assert send_pending(tmp_path) == 0
@@ -153,7 +153,7 @@ def test_deeply_nested_folders_are_searched(tmp_path: Path) -> None:
             RunDirectory.open(run)
         assert send_pending(tmp_path) == 0
     finally:
-        # Python itself cannot remove what is nested so deep.
+        # Python itself cannot remove folders nested this deep.
         subprocess.run(["rm", "-r", str(run / "a")], check=True)
 
 
@@ -237,7 +237,7 @@ def test_table_has_columns_for_partial_values_and_no_formulas() -> None:
 
 
 def profile() -> dict[str, Any]:
-    """Return a profile as it is read from a file."""
+    """Return the JSON document of a profile."""
     made = draw_profile(np.random.default_rng(0), Shape()).to_json()
     found: dict[str, Any] = json.loads(json.dumps(made))
     return found

@@ -1,4 +1,4 @@
-"""How products of fp32 numbers are computed: chosen for one run, put back, and named beside what it made."""
+"""Tests of the choice of fp32 arithmetic: set for one run, restored afterwards and named in results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ without_tf32 = pytest.mark.skipif(has_tf32("cuda"), reason="there is a GPU with 
 
 
 def switches() -> list[object]:
-    """Return what torch would compute with on a GPU, by its older and its newer switches."""
+    """Return torch's fp32 settings for a GPU, by its older and its newer switches."""
     cudnn: Any = torch.backends.cudnn
     newer = [torch.backends.cuda.matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision]
     return [*newer, torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision()]

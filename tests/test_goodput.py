@@ -1,4 +1,4 @@
-"""Goodput: what a sample is worth at a batch size."""
+"""Tests of goodput: the progress per sample at a batch size."""
 
 from __future__ import annotations
 

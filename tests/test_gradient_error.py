@@ -1,4 +1,4 @@
-"""What low precision does to a gradient, and the noise scale against a careful estimate."""
+"""Tests of the gradient error of low precision, and of the noise scale against a careful estimate."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_errors_are_small_positive_and_additive() -> None:
     lowered = engine.gradient(engine.space.plan(accumulation_steps=1, precision=BF16))
     size = sum(float(gradient.double().square().sum()) for gradient in exact)
     whole = sum(float((two.double() - one.double()).square().sum()) for one, two in zip(exact, lowered, strict=True))
-    # Rounding errors of different units are nearly independent; at this width, to a factor of a few.
+    # Rounding errors of different units are nearly independent, at this width up to a factor of a few.
     assert 0.2 < (whole / size) / sum(singles) < 5
 
 

@@ -1,4 +1,4 @@
-"""Gradient statistics: what the probe reads off a step, and what the monitor makes of it."""
+"""Tests of gradient statistics: what the probe reads from a step, and what the monitor computes from it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def batch_of(samples: int, dtype: torch.dtype = torch.float32) -> Any:
 def probed_step(
     model: nn.Module, update: Update, pieces: list[Any], loss: Any = squared_loss
 ) -> tuple[ProbedStep, float, list[float]]:
-    """Return what a probe saw, the norm, and the factors on each micro-batch's gradient."""
+    """Return the probe's sample, the norm, and the factors on each micro-batch's gradient."""
     shares = weights([num_samples(piece) for piece in pieces])
     scale = update.loss_scale
     with GradientProbe(update.parameters) as probe:
@@ -150,7 +150,7 @@ SMALLEST = 2.0**-24
 
 
 def underflow_of(values: list[torch.Tensor]) -> tuple[float, ...]:
-    """Return the underflow of parameters whose gradients are these values."""
+    """Return the underflow of parameters with the given gradients."""
     parameters = [nn.Parameter(torch.zeros_like(value)) for value in values]
     with GradientProbe(parameters) as probe:
         probe.next_micro_batch()
@@ -298,7 +298,7 @@ def test_age_is_unknown_before_the_first_sample(model):
 
 def test_unit_underflow_is_the_share_of_all_its_nonzero_entries():
     class Mixed(nn.Module):
-        """Have 4 tiny entries in one parameter, 1 large one among zeros in the other."""
+        """A unit with 4 tiny gradient entries in one parameter, and 1 large one among zeros in the other."""
 
         def __init__(self) -> None:
             super().__init__()

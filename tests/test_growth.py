@@ -1,4 +1,4 @@
-"""The law by which memory grows with a batch's size is never below what is measured."""
+"""Tests of the law by which memory grows with batch size: it never lies below measured memory."""
 
 from __future__ import annotations
 

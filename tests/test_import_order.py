@@ -1,4 +1,4 @@
-"""The floors: a file imports from its own floor and from those above it, and heavy packages stay in one file."""
+"""Tests of the import order of folders; heavy packages are imported in one file each."""
 
 import ast
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "autotune"
-# Topics in the order in which they may know each other: each those before it. The second is the root itself.
+# Folders in import order: each may import those before it. The second is the root itself.
 FLOORS = [
     "io",
     "",
@@ -28,7 +28,7 @@ FLOORS = [
     "bench",
     "cli",
 ]
-# Root files that are the public face, not vocabulary; and errors, which everything raises.
+# Root files that form the public API, not vocabulary; and errors, which everything raises.
 FACES = {"__init__": "cli", "__main__": "cli", "errors": "io"}
 HEAVY = {
     "stable_baselines3": {"agents/ppo.py"},
@@ -75,7 +75,7 @@ def module_name(path: Path) -> str:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_files_import_only_from_their_own_and_lower_layers(path: Path) -> None:
-    # ``from autotune import __version__`` reads a string, not a floor.
+    # ``from autotune import __version__`` reads a string and is not an import of a layer.
     own = FLOORS.index(floor_of(module_name(path)))
     below = [
         name

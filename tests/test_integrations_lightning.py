@@ -1,4 +1,4 @@
-"""A Lightning Trainer with the callback trains to the same bits as without it, and nothing of the callback stays."""
+"""Tests of the callback for Lightning: training stays bit-identical, and nothing of the callback remains."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ lightning = pytest.importorskip("lightning.pytorch")
 
 from autotune.live.integrations.lightning import AutotuneCallback  # noqa: E402
 
-# Lightning's own, of what torch will remove and of what this machine could do better.
+# Lightning's own warnings, about deprecated torch functions and about performance.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
@@ -34,7 +34,7 @@ BATCHES = 45
 
 
 class Job(lightning.LightningModule):
-    """Somebody's module."""
+    """A user's module."""
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor]) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def loader(batches: Iterator[Any]) -> Any:
 
 @dataclasses.dataclass
 class Run:
-    """What a training left behind."""
+    """The result of a training."""
 
     trainer: Any
     module: Job
@@ -197,7 +197,7 @@ def test_peak_is_predicted_although_gradients_are_cleared_within_the_step(stored
     )
     assert all(stored == str(choice) for choice in watch.status["plan"].storage.values())
     ratio = watch.status["predicted_peak_bytes"] / watch.status["measured_peak_bytes"]
-    # Above by the gradients of the step before, whose release a CPU's first trace does not show.
+    # Too high by the previous step's gradients, whose release the first trace on a CPU does not show.
     assert 0.97 <= ratio <= 1.1
 
 
@@ -275,7 +275,7 @@ class TwoByHand(ByHand):
 class Compiled(Job):
     def __init__(self) -> None:
         super().__init__(TinyGPT(width=16, blocks=2), gpt_loss)
-        # As Trainer.fit(torch.compile(module)) leaves it.
+        # The state after Trainer.fit(torch.compile(module)).
         self._compiler_ctx = {"compiler": "dynamo"}
 
 

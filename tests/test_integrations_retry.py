@@ -1,4 +1,4 @@
-"""A TunedTrainer that runs out of memory cuts its batches finer, and learns what it would have learnt cut so."""
+"""Tests of a TunedTrainer that runs out of memory: it splits its batches and learns as if split from the start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS = 7
 
 @pytest.fixture
 def fake(accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Let Trainers train on the fake accelerator, which they know nothing of."""
+    """Make Trainers use the fake accelerator, which they do not know."""
     device = torch.device("fake")
     monkeypatch.setattr(TrainingArguments, "device", property(lambda own: own._setup_devices and device))
     monkeypatch.setattr(accelerate.Accelerator, "device", property(lambda _: device))
@@ -38,7 +38,7 @@ def fake(accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType
 
 
 class Noisy(nn.Module):
-    """A language model with a buffer that each pass in training moves, and with dropout."""
+    """A language model with dropout and a buffer that each training pass changes."""
 
     def __init__(self, *, norm: bool = False) -> None:
         super().__init__()
@@ -58,12 +58,12 @@ class Noisy(nn.Module):
         x = self.norm(x.transpose(1, 2)).transpose(1, 2)
         logits = self.head(x)
         losses = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-        # Each sample weighs the same, however long it is.
+        # Each sample has the same weight, whatever its length.
         return {"loss": (losses.sum(1) / attention_mask.sum(1)).mean(), "logits": logits}
 
 
 class Limited(Noisy):
-    """Runs out of memory in training with more samples than a limit, in some forward passes or in all."""
+    """A model that runs out of memory with more samples than a limit, in some forward passes or in all."""
 
     def __init__(self, limit: int, *, norm: bool = False) -> None:
         super().__init__(norm=norm)
@@ -77,7 +77,7 @@ class Limited(Noisy):
 
 
 class Cut(Trainer):
-    """Cuts its batches in as many pieces as it is told for each step."""
+    """A trainer that splits the batch of each step into a given number of pieces."""
 
     def __init__(self, *args: Any, ks: Callable[[int], int], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -98,7 +98,7 @@ class Cut(Trainer):
 
 
 class Troubled(TunedTrainer):
-    """Runs out of memory at an allocation of some steps' passes; counts how many each step has, and notes its k."""
+    """A trainer that runs out of memory at one allocation of some steps; it counts allocations and records k."""
 
     fake: ModuleType
     failing: dict[int, int]
@@ -208,12 +208,12 @@ def test_retried_step_equals_a_step_split_from_its_beginning_whichever_allocatio
         folder = tmp_path / str(place)
         tuned = trained(folder, model, kind=troubled(fake, {step: number}))
         if whole.ks[step] == 8 and tuned.left is not None:
-            # A step that was traced: no larger k is left.
+            # In a traced step, no larger k is left.
             assert isinstance(tuned.left, torch.OutOfMemoryError)
             continue
         assert tuned.left is None
         states = random_states()
-        # Beside the step's own passes, where the tuner looks at units say, there is nothing to repeat.
+        # Outside the step's own passes, for example while the tuner probes units, there is nothing to repeat.
         for event in events(folder, "out of memory"):
             assert (event["step"], event["smallest_k"]) == (step, 2 * whole.ks[step])
             assert "out of memory" in tuned.tuner.locks[f"accumulation_steps < {event['smallest_k']}"]
@@ -299,7 +299,7 @@ def test_batch_modified_in_place_is_not_repeated(tmp_path: Path) -> None:
 
 
 def test_smaller_batches_are_the_last_resort_of_a_trainer_that_searches_batch_sizes(tmp_path: Path) -> None:
-    # Where k may not be raised, the Trainer begins again with smaller batches, from which another thing is learnt.
+    # If k may not be raised, the Trainer starts over with smaller batches, which changes what is learned.
     model = Limited(4)
     sizes: list[int] = []
 

@@ -1,4 +1,4 @@
-"""A Trainer with the callback trains to the same bits as one without it, and nothing of the callback stays."""
+"""Tests of the callback for transformers: training stays bit-identical, and nothing of the callback remains."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def bert() -> nn.Module:
 
 
 def texts(count: int = 48) -> list[dict[str, torch.Tensor]]:
-    """Return texts of 4 to 16 tokens, the same each time."""
+    """Return the same texts of 4 to 16 tokens each time."""
     return [
         {"input_ids": torch.randint(1, 17, (4 + i * 7 % 13,), generator=torch.Generator().manual_seed(i))}
         for i in range(count)
@@ -97,7 +97,7 @@ def labelled(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 @dataclasses.dataclass
 class Run:
-    """What a training left behind."""
+    """The result of a training."""
 
     trainer: Any
     generator: torch.Tensor
@@ -216,7 +216,7 @@ def test_training_with_the_callback_is_bit_identical(
 def test_recomputation_of_a_trainer_is_taken_over_and_given_back(
     how: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Its name until version 6 of transformers; from then on it is activation_checkpointing.
+    # The argument's name before version 6 of transformers; it is activation_checkpointing from then on.
     options: dict[str, Any] = {"gradient_checkpointing": True, "max_steps": 20}
     if how:
         options["gradient_checkpointing_kwargs"] = {"use_reentrant": False, **how}
@@ -270,13 +270,13 @@ def test_decoders_that_cache_by_default_are_switched_and_stay_bit_identical(
         options["gradient_checkpointing"] = True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # The first T5 of a process differs by rounding from all later ones, attached or not.
+        # The first T5 in a process differs from later ones by rounding, attached or not.
         train(tmp_path, lambda: kind(config), attached=False, **{**options, "max_steps": 2})
         plain = train(tmp_path, lambda: kind(config), attached=False, **options)
         tuned = train(tmp_path, lambda: kind(config), attached=True, **options)
     stored = [event["plan"]["storage"] for event in tuned.events("switched")]
     assert len(stored) >= 4
-    # Nothing that may be recomputed is locked for its cache.
+    # No recomputable unit is locked because of its cache.
     assert all({plan[unit] for plan in stored} == {"save", "recompute"} for unit in stored[0])
     assert len(stored[0]) >= 3
     assert_identical(plain, tuned)
@@ -349,7 +349,7 @@ def test_peak_is_predicted_with_accumulated_gradients(stored: str, k: int, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recomputed", [False, True])
-# Its name until version 6 of transformers.
+# The argument's name before version 6 of transformers.
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
 def test_evaluating_and_saving_during_training_stay_bit_identical(recomputed: bool, tmp_path: Path) -> None:
     options: dict[str, Any] = {"gradient_checkpointing": True} if recomputed else {}
@@ -399,7 +399,7 @@ def test_model_copied_or_pickled_during_training_is_plain(tmp_path: Path) -> Non
     trainer_for(tmp_path, llama(), padded, [callback, Copies()], max_steps=16).train()
     assert len(made) == 32
     for model in made:
-        # A copied unit may carry its own plain forward on the instance.
+        # A copied unit may have its own plain forward on the instance.
         assert not any("autotune" in type(part.__dict__.get("forward")).__module__ for part in model.modules())
         assert model(**padded(texts(2))).loss.isfinite()
 
@@ -416,7 +416,7 @@ def test_user_exception_propagates_and_a_second_training_starts_fresh(tmp_path: 
                 raise KeyError("mine")
 
     model = llama()
-    # What gradient_checkpointing_enable() calls, without the hook that it leaves.
+    # The function that gradient_checkpointing_enable() calls, without the hook that it adds.
     model._set_gradient_checkpointing()  # type: ignore[operator]
     recompute = model.model.layers[0]._gradient_checkpointing_func  # type: ignore[union-attr, index]
     callback = AutotuneCallback(Wanders(), memory_budget_bytes=10**9, limits=RESTLESS, runs_dir=tmp_path)
@@ -510,7 +510,7 @@ def test_callback_in_tolerant_mode_lowers_the_precision(model: Any, collate: Any
     assert len({tuple(plan["storage"].values()) for plan in plans}) > 1
     assert {plan["accumulation_steps"] for plan in plans} == {k}
     assert not tuned.events("tripped")
-    # Dropout draws what it would have drawn, and losses differ by rounding alone.
+    # Dropout draws the same masks, and losses differ only by rounding.
     assert torch.equal(plain.generator, tuned.generator)
     losses = [[row["loss"] for row in run.history() if "loss" in row] for run in (plain, tuned)]
     assert losses[0] != losses[1]
@@ -555,7 +555,7 @@ def test_other_modes_are_rejected_with_a_reason(mode: Any) -> None:
 def test_unsupported_trainers_are_rejected_with_a_remedy(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     assert arguments.n_gpu <= 1
-    # The Trainer would shard or compile for real: the callback is asked directly.
+    # The callback is called directly, because the Trainer would really shard or compile.
     for name, value in changed.items():
         object.__setattr__(arguments, name, value)
     model = llama()
@@ -580,7 +580,7 @@ def test_invalid_options_stop_training_before_its_first_step(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("prefix", [False, True])
-# Version 6 calls the argument `cache`, and earlier ones know no other name than this.
+# Version 6 names the argument `cache`; earlier versions only know this name.
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 def test_empty_or_prefilled_cache_does_not_prevent_recomputation(prefix: bool) -> None:
     def run(attached: bool) -> tuple[list[float], dict[str, str]]:
@@ -626,12 +626,12 @@ def test_empty_or_prefilled_cache_does_not_prevent_recomputation(prefix: bool) -
     plain, (tuned, locks) = run(False)[0], run(True)
     assert plain == tuned
     names = [f"model.layers.{i}" for i in range(3)]
-    # Recomputed, each layer is handed a copy of the cache as it was.
+    # On recomputation, each layer gets a copy of the cache as it was.
     assert not set(names) & set(locks)
 
 
 class Logbook:
-    """Something that a layer writes into."""
+    """An object that a layer writes to."""
 
     def __init__(self) -> None:
         self.lines: list[float] = []
@@ -718,7 +718,7 @@ def test_memory_is_predicted_to_the_byte_although_a_cache_is_passed_on() -> None
 
 
 def tuned_trainer(folder: Path, model: nn.Module, collate: Any, tuning: dict[str, Any] | None, **changes: Any) -> Any:
-    """Return a Trainer, or one that cuts its batches; without dropout, whose masks a cut would change."""
+    """Return a Trainer, or a TunedTrainer; without dropout, because splitting changes its masks."""
     for part in model.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0

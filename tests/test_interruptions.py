@@ -1,4 +1,4 @@
-"""What befalls a machine in days of tuning: a disk that fills up, processes that are stopped for a minute."""
+"""Tests of a full disk, of suspended processes and of recurring failures during long campaigns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(JOB.parent.parent), "OMP_NUM_THRE
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Return a function that mounts a disk of a size, or gives it another one."""
+    """Return a function that mounts a disk of a given size, or resizes it."""
     folder = tmp_path / "disk"
     folder.mkdir()
 
@@ -70,7 +70,7 @@ def test_full_disk_is_one_line_and_nothing_is_lost(size: str, small_disk: Callab
     after = RunDirectory.open(folder).lines(JOURNAL)
     assert after[: len(before)] == before
     assert json.loads(done.stdout)["measured"]["peak_bytes"] > 0
-    # The log is whole, too: every run of the command, the one that the full disk ended included.
+    # The log is complete, too: every run of the command, including the one that the full disk ended.
     engine = sqlalchemy.create_engine(f"sqlite:///{disk / 'mlflow.db'}")
     with engine.connect() as connection:
         runs = connection.execute(sqlalchemy.text("select name, status from runs")).all()
@@ -108,7 +108,7 @@ def test_unsent_records_of_an_earlier_command_are_sent_first(tmp_path: Path, mon
     first = Tracker(tmp_path, folder, "killed")
     first.params({"seed": 1})
     first.close()
-    # A kill cut a record off, too.
+    # A kill also truncated a record.
     with (folder / "tracking.jsonl").open("a") as spool:
         spool.write('{"kind": "par')
         spool.write("\n")
@@ -129,7 +129,7 @@ def test_unsent_records_of_an_earlier_command_are_sent_first(tmp_path: Path, mon
 def test_job_that_dies_during_profiling_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # The references take a few steps each in children of their own; the profile's first steps reach this one.
+    # The references take a few steps each in their own child processes; the profile's first steps reach this one.
     monkeypatch.setenv(failing_job.FAILURE, "segfault")
     monkeypatch.setenv(failing_job.AT, "9")
     command = ["tune", str(Path(failing_job.__file__)), "--method", "exact", "--isolate", "--lean"]
@@ -158,16 +158,16 @@ def test_campaign_with_recurring_failures_completes_and_names_each(
 ) -> None:
     each = int(os.environ.get("FAILURES_EACH", "2"))
     turns = tmp_path / "turns"
-    # The references are spared.
+    # The references do not fail.
     turns.write_text(f"{-3:<9}")
     monkeypatch.setenv(failing_job.TURNS, str(turns))
-    # A window has 3, 6 or 12 micro-batches: whatever the plan, some fail and most do not.
+    # A window has 3, 6 or 12 micro-batches, so that under every plan some windows fail and most do not.
     monkeypatch.setenv(failing_job.AT, "27")
-    # Steps of microseconds: whoever takes five seconds hangs.
+    # Steps take microseconds, so a process that takes five seconds hangs.
     patience = Patience(opening_s=60, first_s=5, factor=10, grace_s=3)
     monkeypatch.setattr(tuning_windows, "IsolatedEngine", functools.partial(IsolatedEngine, patience=patience))
     count = len(EXPECTED) * each
-    # The finals are spared, too.
+    # The final measurements do not fail, either.
     monkeypatch.setenv(failing_job.TIMES, str(count))
     document = commands.tune(
         f"{failing_job.__file__}:wide",

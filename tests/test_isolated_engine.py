@@ -1,4 +1,4 @@
-"""An engine in a process of its own: the same training, and whatever becomes of the process is a value."""
+"""Tests of an engine in a separate process: it trains identically, and failures of the process are returned."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def descriptors() -> int:
 
 @pytest.fixture(autouse=True)
 def mark(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Mark what a test starts, and see that nothing of it is left."""
+    """Mark the processes that a test starts, and check that none is left."""
     name = secrets.token_hex(8)
     monkeypatch.setenv(MARK, name)
     temporary = tmp_path_factory.mktemp("t")
@@ -58,7 +58,7 @@ def mark(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFacto
     assert descriptors() <= open_before
     assert abandoned() <= shared
     gc.collect()
-    # torch keeps what it compiled for the next process.
+    # torch keeps compiled code for the next process.
     assert not [path for path in temporary.iterdir() if not path.name.startswith("torchinductor")]
 
 
@@ -95,7 +95,7 @@ def test_end_of_the_child_process_is_returned_and_the_next_window_runs(
 ) -> None:
     plain = TorchEngine(load_job(JOB), options=OPTIONS)
     monkeypatch.setenv(failing_job.FAILURE, kind)
-    # The first call inspects the job; windows follow.
+    # The first call inspects the job; the later ones are windows.
     monkeypatch.setenv(failing_job.AT, "6")
     engine = IsolatedEngine(JOB, options=OPTIONS, patience=SHORT, threads=1)
     try:
@@ -110,7 +110,7 @@ def test_end_of_the_child_process_is_returned_and_the_next_window_runs(
         after = engine.run(3)
         assert after.failure is None
         assert engine.children == (1 if lives_on else 2)
-        # A new child begins where the job does.
+        # A new child process starts at the beginning of the job.
         if not lives_on:
             assert after.loss == plain.run(3).loss
     finally:
@@ -140,7 +140,7 @@ def test_200_trials_leak_no_resources(mark: str, tmp_path: Path, monkeypatch: py
         monkeypatch.setenv(failing_job.TURNS, str(turns))
         monkeypatch.setenv(failing_job.TIMES, "10000")
         monkeypatch.setenv(failing_job.AT, "20")
-        # The next one finds in its environment how it fails.
+        # The environment tells the next child process how to fail.
         os.kill(trainer(engine), signal.SIGKILL)
         met = Counter(engine.run(3).failure for _ in range(200))
         assert met[None] > 100
@@ -188,7 +188,7 @@ open(f"/dev/shm/torch_{os.getpid()}_{os.environ['%s']}", "w").close()
 
 
 def starting_job(folder: Path) -> str:
-    """Return a job that starts processes of its own, and leaves a file in shared memory if it is killed."""
+    """Return a job that starts its own processes, and leaves a shared memory file if it is killed."""
     job = folder / "starts.py"
     job.write_text(STARTS % (str(Path(JOB).parent), MARK))
     return str(job)
@@ -197,7 +197,7 @@ def starting_job(folder: Path) -> str:
 def test_processes_started_by_the_job_end_with_the_child_in_any_session(mark: str, tmp_path: Path) -> None:
     engine = IsolatedEngine(starting_job(tmp_path), options=OPTIONS)
     assert engine.run(1).failure is None
-    # This process is not marked: the supervisor, the trainer, and what the job started.
+    # Marked processes: the supervisor, the trainer and those that the job started, but not this one.
     assert len(processes(mark)) == 4
     assert len(list(Path("/dev/shm").glob(f"torch_*_{mark}"))) == 1
     engine.close()
@@ -291,6 +291,6 @@ def test_wire_rejects_everything_but_complete_documents() -> None:
     with pytest.raises(GarbledError, match="not a file"):
         one.receive_file()
     two.close()
-    # The end is something to receive, too.
+    # The end of the stream is received, too.
     assert one.ready(5.0)
     one.close()

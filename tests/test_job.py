@@ -1,4 +1,4 @@
-"""Jobs: what a user may hand over, and what is refused at once."""
+"""Tests of jobs: what a user may pass, and what is rejected at once."""
 
 from __future__ import annotations
 

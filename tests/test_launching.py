@@ -1,4 +1,4 @@
-"""What a run is launched with: another optimizer, compiled units, and what of it is kept in plans."""
+"""Tests of launch options: other optimizers, compiled units, and how plans record them."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def wide() -> autotune.Job:
 
 @pytest.mark.parametrize("name", sorted(optimizers.KINDS))
 def test_each_optimizer_learns_and_its_snapshot_is_complete(name: str) -> None:
-    # The rule leads from this job's rate, which is high for Adam, to one at which SGD diverges.
+    # The rule would convert this job's rate, which is high for Adam, to one at which SGD diverges.
     engine = TorchEngine(launched(wide(), Launch(optimizer=name, learning_rate=0.05 if name == "sgd" else None)))
     before = engine.evaluate()
     engine.run(5)
@@ -184,12 +184,12 @@ def test_8_bit_optimizer_states_take_less_memory_and_the_profile_reflects_it() -
         assert peak_bytes(found, plan) >= peaks[name]
         assert peak_bytes(found, plan) == pytest.approx(peaks[name], rel=0.02)
     weights = 4 * sum(parameter.numel() for parameter in build_model(job).parameters())
-    # Two states of 4 bytes each, two of 1 byte, and one of 4: less what an update needs besides, a tensor at a time.
+    # Optimizer states of 2 x 4, 2 x 1 and 1 x 4 bytes, minus the update's temporaries, one tensor at a time.
     assert peaks["adamw"] - peaks["adamw8bit"] > weights
     assert peaks["adamw"] - peaks["lion"] > 0.5 * weights
 
 
-# What the compiler warns of is its own.
+# Warnings of the compiler are not ours.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_units_train_like_uncompiled_units_under_every_kind_of_plan() -> None:

@@ -1,4 +1,4 @@
-"""The learning rate: how it follows time and the effective batch."""
+"""Tests of the learning rate: its schedule over time and its scaling with the effective batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment of levers over the one of plans, and plans from prices: the planner is in both."""
+"""Tests of the lever environment on top of the plan environment, and of plans from prices."""
 
 from __future__ import annotations
 

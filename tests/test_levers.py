@@ -1,4 +1,4 @@
-"""A policy that leans on the planner: untrained it is the planner, trained it is still a small bare network."""
+"""Tests of a policy that adjusts a planner: untrained it equals the planner, and its network is small."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_new_memory_holds_no_events() -> None:
     values = {name: getattr(memory, name) for name in Memory.__slots__}
     assert {name for name, value in values.items() if value.any()} == {"out_since"}
     assert all(value.shape == (3,) for value in values.values())
-    # Each has an array of its own: what is added to one must not be added to another.
+    # Each has its own array, so that adding to one does not change another.
     assert len({id(value) for value in values.values()}) == len(values)
 
 
@@ -279,12 +279,12 @@ def test_ppo_trains_the_network_on_the_planners_levers(jobs, tmp_path: Path, mon
     assert len(won) == 2 * LANES
     figures = summary(won)
     assert figures["p5"] <= figures["median"] <= figures["p95"]
-    # torch keeps what it compiled for the next process.
+    # torch keeps compiled code for the next process.
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")]
 
 
 def test_ppo_finds_a_lever_that_helps(jobs) -> None:
-    # Nobody announces that memory dips every second window: who braces wins.
+    # Memory dips unannounced every second window, so bracing wins.
     dips = Strengths(event_every=2, event_share=0.6, event_told=0.0)
     env = env_of(jobs, dips, lanes=64, settings=PlannerSettings())
     recipe = LeverRecipe(decisions=20 * 64 * WINDOWS, batch=160, epochs=4, learning_rate=3e-3, entropy=0.0, width=16)
@@ -296,7 +296,7 @@ def test_ppo_finds_a_lever_that_helps(jobs) -> None:
 
 
 class Interrupted(Exception):
-    """Stand for whatever ends a training halfway."""
+    """Stands for any event that ends a training halfway."""
 
 
 @pytest.mark.parametrize(("rollouts", "clones"), [(1, 1), (2, 4), (3, 1)])
@@ -318,7 +318,7 @@ def test_interrupted_training_ends_like_an_uninterrupted_one(jobs, rollouts: int
     assert saves.decisions == [0, 160, 320]
     with pytest.raises(Interrupted):
         weights(None, stop_after=rollouts)
-    # Whatever else draws numbers meanwhile has no part in it.
+    # Other random draws in the meantime have no effect on it.
     torch.rand(7)
     np.random.rand(7)  # noqa: NPY002
     taken_up = weights(saves.last())
@@ -359,7 +359,7 @@ def test_resumed_training_first_saves_the_state_it_resumed(jobs) -> None:
 
 
 class Saves:
-    """Keep what was saved of a training, as bytes."""
+    """A recorder of the saved bytes of a training."""
 
     def __init__(self) -> None:
         self.contents: list[bytes] = []

@@ -1,4 +1,4 @@
-"""A live tuner in exact mode changes no bit, whatever it does; and whatever is done to it, the run goes on."""
+"""Tests of a live tuner in exact mode: training stays bit-identical, and the run always continues."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from autotune.plan import Launch, Plan, PlanSpace, Precision, Storage
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
-# Decides at every step and may switch at every step.
+# Limits that decide and may switch at every step.
 RESTLESS = Limits(
     decide_every=1,
     min_steps_between_switches=0,
     canary_steps=0,
     gain_frac=-1e6,
     max_trips=10**6,
-    # Steps of microseconds: all of the tuner's work is more than them, and any plan may be slower.
+    # Steps take microseconds, so the tuner's work takes longer, and any plan may be slower.
     overhead_frac=1e6,
     slowdown_frac=1e6,
-    # On a busy machine an answer may take its time; lateness is tested by itself.
+    # On a busy machine an answer may be late; lateness is tested separately.
     decision_timeout_s=60.0,
 )
 
@@ -80,7 +80,7 @@ def seeded(seed: int = 0) -> None:
 
 @dataclasses.dataclass
 class Trace:
-    """All that a run leaves behind."""
+    """The result of a run."""
 
     losses: list[float]
     model: nn.Module
@@ -112,7 +112,7 @@ def train(
     on_step: Callable[[Any, int], None] | None = None,
     **attaching: Any,
 ) -> Trace:
-    """Train a fresh model, attached if there is anything to attach with."""
+    """Train a new model, attached if arguments of attach are given."""
     seeded()
     trained = model()
     optimizer = torch.optim.AdamW(trained.parameters(), 1e-2)
@@ -144,7 +144,7 @@ def train(
 
 
 class Wanders:
-    """Propose another placement at each decision."""
+    """A policy that proposes another placement at each decision."""
 
     name = "wanders"
 
@@ -165,7 +165,7 @@ def deep_gpt() -> nn.Module:
 
 
 class Moves:
-    """A budget that moves between what nothing and what everything needs."""
+    """A budget that varies between the needs of recomputing everything and nothing."""
 
     def __init__(self, lowest: int, highest: int) -> None:
         self.lowest, self.highest = lowest, highest
@@ -232,7 +232,7 @@ def profiled_peaks() -> tuple[float, float]:
 
 
 class Hostile:
-    """Answer with everything that a policy must not."""
+    """A policy that gives every forbidden answer."""
 
     name = "hostile"
 
@@ -266,7 +266,7 @@ def test_hostile_policy_causes_only_trips() -> None:
     budget = int(profiled_peaks()[0] * 1.05)
     limits = dataclasses.replace(RESTLESS, pause_steps=1)
     hostile = Hostile()
-    # Pauses double; what is tested is the answers, so they are short and the circuit breaker is far.
+    # Pauses double; they are short here, and the circuit breaker is far away, because the answers are tested.
     tuned = train(deep_gpt, token_batches, gpt_loss, 60, policy=hostile, memory_budget_bytes=budget, limits=limits)
     assert tuned.status["trips"]  # type: ignore[attr-defined]
     assert not tuned.status["over_budget_steps"]  # type: ignore[attr-defined]
@@ -303,7 +303,7 @@ def test_invalid_budget_is_logged_once_and_the_last_valid_one_is_kept(
     tuned = train(deep_gpt, token_batches, gpt_loss, 30, policy="exact", memory_budget_bytes=budget, limits=RESTLESS)
     assert tuned.status["attached"]  # type: ignore[attr-defined]
     refused = [event for event in tuned.events if event["event"] == "budget refused"]  # type: ignore[attr-defined]
-    # None is an answer: there is no budget now. A lie is told of once.
+    # None is a valid answer: there is no budget now. An invalid answer is reported once.
     assert len(refused) == (lie is not None)
     warned = [message for message in caplog.messages if "its last answer stands" in message]
     assert len(warned) == len(refused)
@@ -360,7 +360,7 @@ def test_model_saved_while_attached_loads_without_this_package(tmp_path: Path) -
     for number, batch in enumerate(token_batches(14)):
         for micro in tuner.micro_batches(batch):
             if number in (0, 13):
-                # In the probe and under a plan.
+                # In the probe step and under a plan.
                 stream = io.BytesIO()
                 torch.save(model, stream)
                 saved.append(stream.getvalue())
@@ -382,7 +382,7 @@ def test_model_saved_while_attached_loads_without_this_package(tmp_path: Path) -
 
 
 class BudgetError(Exception):
-    """Somebody's own exception."""
+    """A user's exception."""
 
 
 def raise_within(tuner: Any, model: nn.Module, batch: Any, error: BaseException) -> None:
@@ -536,7 +536,7 @@ def test_invalid_input_is_one_line_and_leaves_the_model_unchanged(change: dict[s
         autotune.attach(**{"runs_dir": None, **arguments, **change})
     assert "\n" not in str(caught.value)
     assert shape_of(model) == before
-    # Nothing was taken: the next one can attach.
+    # The failed attach left nothing, so the next one can attach.
     autotune.attach(model, arguments["optimizer"], runs_dir=None).detach()
 
 
@@ -639,7 +639,7 @@ def test_replay_compares_predictions_with_measurements_and_reruns_the_job(
 
 
 class Greedy:
-    """Want the fullest plan always; be late, answer nonsense or raise now and then."""
+    """A policy that always wants the largest plan, and is sometimes late, invalid or raises."""
 
     name = "greedy for memory"
 
@@ -672,7 +672,7 @@ def test_ten_thousand_greedy_decisions_respect_a_changing_and_sometimes_invalid_
             return [float("nan"), -1, "none of it", 0][lies % 4]
         return int(generator.uniform(lowest * 1.02, highest * 1.05))
 
-    # Pauses double, so that they begin as short as can be, and a few trips are all there is time for.
+    # Pauses double, so they start as short as possible, and only a few trips fit in the time.
     limits = dataclasses.replace(RESTLESS, pause_steps=1)
     greedy = Greedy()
     plain = train(deep_gpt, token_batches, gpt_loss, 12_000)
@@ -683,7 +683,7 @@ def test_ten_thousand_greedy_decisions_respect_a_changing_and_sometimes_invalid_
     assert not status["over_budget_steps"]
     assert status["placed"] > 1000
     assert len(status["trips"]) == sum(event["event"] == "tripped" for event in events) == 5
-    # Numbers of two types, and text.
+    # Numbers of two types and text.
     assert sum(event["event"] == "budget refused" for event in events) == 3
     assert lies > 300
     assert_identical(plain, tuned)

@@ -1,4 +1,4 @@
-"""Attached to a DeepSpeed engine: the same bits on every rank, whatever the policy does; what cannot be is refused."""
+"""Tests of attaching to a DeepSpeed engine: every rank stays bit-identical; unsupported use is rejected."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def test_attached_engine_with_plan_switches_is_bit_identical(stage: int, tmp_pat
                 assert found[way][kind] == plain[kind], way
             if way.startswith("wandering"):
                 assert found[way]["attached"], found[way]["why"]
-                # Stage 3 is observed only.
+                # Stage 3 is only observed.
                 least = 0 if stage == 3 else 20
                 assert least <= found[way]["switches"] <= 10**6 * least
     for way in ("wandering", "insisting"):
         plans = [rank["runs"][way]["plans"] for rank in ranks]
-        # While each rank profiles its own steps, storage is its own business.
+        # While a rank profiles its own steps, its storage may differ from other ranks'.
         assert plans[0][12:] == plans[1][12:]
     refused = ranks[0]["refusals"]
     assert "mode is rounding" in refused["mode"]

@@ -1,4 +1,4 @@
-"""The rules that sit outside of every policy: on a real profile's predictions, and without a model."""
+"""Tests of the guard's rules, which apply to every policy, with a real profile and without one."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_memory_beyond_the_largest_traced_size_is_assumed_to_grow_fast(profile: 
 def test_equal_plan_is_predicted_identically(placements: Placements, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = placements.plans[0]
     peak = placements.peak_bytes(plan, 1.0)
-    # Policies make the same plan anew at each decision: to predict it takes longer than a short step may.
+    # Policies build the same plan again at each decision, and predicting it takes longer than a short step may.
     monkeypatch.setattr(placements, "_peaks_of", None)
     assert placements.peak_bytes(Plan.from_json(plan.to_json()), 1.0) == peak
 
@@ -150,7 +150,7 @@ def test_thousand_greedy_proposals_never_exceed_the_budget(placements: Placement
     for _ in range(1_000):
         room = float(generator.uniform(lowest, highest))
         length = float(generator.uniform(0.2, 1.0))
-        # The greediest plan, mostly: the one that wants all there is.
+        # Usually the greediest plan, the one that uses the most memory.
         proposal: Plan = space.baseline() if generator.random() < 0.7 else space.sample(generator)
         verdict = judge(proposal, situation(placements, usable_bytes=room, length=length, current=current), FREE)
         if verdict.refused is None:
@@ -167,7 +167,7 @@ def test_switch_waits_and_must_pay_off(placements: Placements) -> None:
     assert soon.refused == "interval"
     worse = judge(slow, situation(placements, current=fast, since_switch=100), limits)
     assert worse.refused == "gain"
-    # What no longer fits does not wait.
+    # A plan that no longer fits is replaced without waiting.
     lean, room = placements.leanest(), placements.peak_bytes(fast, 1.0) * 0.999
     urgent = judge(lean, situation(placements, current=fast, since_switch=1, usable_bytes=room), limits)
     assert urgent.refused is None
@@ -197,7 +197,7 @@ def test_trips_pause_for_increasing_periods_and_then_permanently() -> None:
 
 
 def readings(**series: Any) -> list[str | None]:
-    """Return what the wires say after each of a few windows."""
+    """Return the trip wires' results after each of a few windows."""
     wires = Wires(Limits())
     calm = {"pressure": None, "retries": 0, "graphs": 0, "placed": 0, "non_finite": 0, "rounds": False}
     count = max(len(values) for values in series.values())
@@ -212,7 +212,7 @@ def test_memory_pressure_trips_only_in_two_consecutive_windows() -> None:
     assert readings(pressure=[0.99, 0.5, 0.99]) == [None] * 3
     said = readings(pressure=[0.1, 1.03, 1.05, 1.05])
     assert "103% and 105%" in str(said[2])
-    # What was said is said once.
+    # A message is logged once.
     assert [one is None for one in said] == [True, True, False, True]
 
 
@@ -250,7 +250,7 @@ def test_slowness_is_measured_against_the_baseline_in_alternating_steps(own: flo
     seen = set()
     for number in range(200):
         seen.add(check.runs_baseline)
-        # The machine gets slower all the time, which is nobody's fault.
+        # The machine gets steadily slower, which no plan causes.
         drift = 1 + number / 50
         check.note(drift * (1.0 if check.runs_baseline else own) * generator.uniform(0.99, 1.01))
     assert seen == {True, False}

@@ -1,4 +1,4 @@
-"""Beyond storage: k and precisions are tried beside the run first, keep its gradient, and are locked where not."""
+"""Tests of k and precision in attached runs: trial passes first, the gradient is kept, and k is locked otherwise."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ADAPTIVE = Settings(batching="adaptive")
 
 
 class Roams:
-    """Propose another k, placement and precision at each decision."""
+    """A policy that proposes another k, placement and precision at each decision."""
 
     name = "roams"
 
@@ -52,7 +52,7 @@ class Roams:
 
 
 class Holds:
-    """Propose one k, and nothing else."""
+    """A policy that always proposes one k."""
 
     name = "holds"
 
@@ -64,7 +64,7 @@ class Holds:
 
 
 class Notes(Holds):
-    """One k, and keep the profiles that were to be planned from."""
+    """A policy that proposes one k and records the profiles it gets."""
 
     def __init__(self, k: int) -> None:
         super().__init__(k)
@@ -76,7 +76,7 @@ class Notes(Holds):
 
 
 class Mixes(Holds):
-    """One k, with every third unit in 16 bits."""
+    """A policy that proposes one k, with every third unit in 16 bits."""
 
     def decide(self, observation: Any, plan: Plan) -> Plan:
         lower = observation.space.precisions[-1]
@@ -95,7 +95,7 @@ def texts(count: int, *, rows: int = 8) -> Iterator[torch.Tensor]:
 
 
 def padded(count: int) -> Iterator[torch.Tensor]:
-    """Return texts whose rows end early, -1 behind their ends."""
+    """Return texts whose rows end early and are padded with -1."""
     generator = torch.Generator().manual_seed(4)
     for tokens in texts(count):
         ends = torch.randint(2, tokens.shape[1], (len(tokens), 1), generator=generator)
@@ -120,7 +120,7 @@ def train(
     group: int = 1,
     **attaching: Any,
 ) -> Trace:
-    """Train a fresh model; unattached, ``group`` batches make one step."""
+    """Train a new model; unattached, ``group`` batches make one step."""
     seeded()
     trained = model()
     optimizer = torch.optim.AdamW(trained.parameters(), 1e-3)
@@ -206,14 +206,14 @@ def test_k_is_locked_if_splitting_changes_the_gradient(model: Any, batches: Any,
 
 
 class Dropping(TinyConvolution):
-    """Draw for dropout, and normalise over the batch, so that k is locked."""
+    """A model with dropout and BatchNorm, so that k is locked."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.dropout(super().forward(x), 0.2, self.training)
 
 
 def test_trial_passes_leave_no_trace() -> None:
-    """Dropout's draws, buffers and gradients are those of a run in which nothing was tried."""
+    """Dropout masks, buffers and gradients equal those of a run without trial passes."""
     plain = train(Dropping, image_batches(30), image_loss)
     tuned = train(
         Dropping, image_batches(30), image_loss, policy=Roams(), mode="rounding", memory_budget_bytes=10**9,
@@ -236,7 +236,7 @@ def test_loop_can_tell_trial_passes_from_real_ones() -> None:
             passes[-1][tuner.probing] += len(micro)
             tuner.backward(gpt_loss(model, micro))
         tuner.step()
-    # The whole batch, then the same in two, in three steps; and on every step each sample once.
+    # In three steps, trial passes run the whole batch and then its halves; real passes run each sample once per step.
     assert [real for real, _ in passes] == [8] * 6
     assert [tried for _, tried in passes] == [0, 16, 16, 16, 0, 0]
 
@@ -256,7 +256,7 @@ def test_16_bit_units_follow_the_policy_and_the_run_learns() -> None:
 
 
 class Cancels(nn.Module):
-    """Lose all that is small in 16 bits."""
+    """A unit that loses small values in 16 bits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ def test_adaptive_step_consumes_k_batches_weighted_by_their_items(k: int) -> Non
     )  # fmt: skip
     events = [event for event in tuned.tuner.events if event["event"] == "switched"]
     assert ks_of(tuned) == {k}
-    # The steps before the switch, as they came: each k was traced once, and each precision timed three times.
+    # The steps before the switch, in order: each k was traced once, and each precision timed three times.
     assert len(events) == 1
     status = tuned.tuner.status
     assert status["plan"].accumulation_steps == k
@@ -331,7 +331,7 @@ def test_cost_of_k_under_adaptive_batching_includes_one_shared_update(budget: in
         memory_budget_bytes=budget, limits=RESTLESS,
     )  # fmt: skip
     pilot: Any = tuned.tuner._pilot
-    # What a policy begins with, and what became known once another k had run.
+    # The initial profile, and the one after another k had run.
     for profile in (policy.profiles[0], pilot.placements.profile):
         update = profile.tables[0].update_s
         assert update > 0
@@ -365,14 +365,14 @@ def test_adaptive_step_time_is_the_sum_over_its_batches_without_gaps(
         held.append(batch)
         if not tuner.step():
             ended = time.perf_counter()
-            # Only towards the end, where all is profiled.
+            # Only towards the end, when everything is profiled.
             time.sleep(0.05 if number > 40 else 0.0)
             between_s += time.perf_counter() - ended
             continue
         assert steps[-1].seconds <= time.perf_counter() - began - between_s
         began, between_s = time.perf_counter(), 0.0
         assert steps[-1].all_bytes == sum(one.nbytes for one in held)
-        # A longer step than the baseline's is not a slower one.
+        # A step longer than the baseline's is not a slower one.
         assert noted[-1] == steps[-1].seconds / steps[-1].all_bytes
         held = []
     assert steps[-1].samples == 4 * 8
@@ -444,7 +444,7 @@ def test_unavailable_modes_are_rejected_in_one_line(wrong: dict[str, Any], messa
 @pytest.mark.parametrize("batching", ["fixed", "adaptive"])
 @pytest.mark.parametrize("policy", ["exact", "greedy", "planner", "ppo"])
 def test_every_named_policy_plans_k_and_precision_within_a_budget(policy: str, batching: Any) -> None:
-    """Under a budget that the baseline exceeds, each of them runs to the end, trips nothing and learns."""
+    """Under a budget that the baseline exceeds, each policy finishes without a trip, and the run learns."""
     lowest, highest = profiled_peaks()
     limits = dataclasses.replace(RESTLESS, gain_frac=0.0)
     tuned = train(
@@ -459,7 +459,7 @@ def test_every_named_policy_plans_k_and_precision_within_a_budget(policy: str, b
 
 
 class Rotary(nn.Module):
-    """Turn pairs as complex numbers, of which there are none in bf16."""
+    """A unit that rotates pairs as complex numbers, which bf16 lacks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -473,7 +473,7 @@ class Rotary(nn.Module):
 
 
 class NoBackward(torch.autograd.Function):
-    """Pass on what has 16 bits, and refuse its gradient."""
+    """A unit that passes 16-bit input but fails in its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What few loops do: odd defaults, odd batches, modules and forwards and optimizers exchanged on the way."""
+"""Tests of unusual loops: odd defaults and batches, and modules, forwards and optimizers replaced during training."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Run:
     """A model in training, attached or not.
 
     Args:
-        attaching: What :func:`autotune.attach` takes; nothing attaches nothing.
-        around: Is entered while attaching.
+        attaching: Arguments of :func:`autotune.attach`; without any, the run is unattached.
+        around: Context that is entered while attaching.
     """
 
     def __init__(self, *, around: Callable[[], Any] = contextlib.nullcontext, **attaching: Any) -> None:
@@ -65,7 +65,7 @@ class Run:
         given: Callable[[torch.Tensor], Any] = lambda tokens: tokens,
         each: Callable[[Run, int], None] = lambda run, number: None,
     ) -> list[torch.Tensor]:
-        """Train on what batches are given as, and return the parameters."""
+        """Train on the given batches, and return the parameters."""
         for number, tokens in enumerate(token_batches(steps)):
             each(self, number)
             if self.tuner is None:
@@ -102,7 +102,7 @@ def test_shipped_policy_is_built_identically_under_any_defaults(default: str) ->
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_network_decides_under_another_default_dtype(dtype: torch.dtype) -> None:
-    # Not every network that nobody has trained proposes another plan.
+    # Not every untrained network proposes another plan.
     seeded()
     with default_dtype(dtype):
         policy = LearnedPolicy(PolicyNetwork())
@@ -260,7 +260,7 @@ def test_model_whose_modules_change_is_detached_with_a_warning(
     assert any(said in message and "attach() again" in message for message in caplog.messages)
     assert not any("forward" in module.__dict__ for module in (*former, *run.model.modules()))
     assert_same(trained, Run().train(16, each=at_eight))
-    # As the warning says.
+    # As the warning advises.
     autotune.attach(run.model, run.optimizer, runs_dir=None).detach()
 
 
@@ -313,7 +313,7 @@ def test_plan_stays_active_while_forwards_are_wrapped_and_unwrapped() -> None:
 
 
 def bare(forward: Any) -> Any:
-    """Return what a user wrapped in :func:`wrap`."""
+    """Return the function that a user wrapped with :func:`wrap`."""
     wrapper = forward.original if isinstance(forward, ControlledForward) else forward
     return wrapper.args[0]
 
@@ -337,7 +337,7 @@ def test_optimizer_without_any_of_the_gradients_is_reported_once(caplog: pytest.
 
     def renewed(run: Run, number: int) -> None:
         if number == 4:
-            # As after model.to_empty(), or a model that is built anew in place.
+            # As after model.to_empty(), or after rebuilding the model in place.
             for module in run.model.modules():
                 for key, parameter in list(module._parameters.items()):
                     module._parameters[key] = None if parameter is None else nn.Parameter(parameter.detach().clone())

@@ -1,4 +1,4 @@
-"""Loops on a fake accelerator: the same bits, and within the budget from the first attached step on."""
+"""Tests of loops on a fake accelerator: bit-identical and within the budget from the first attached step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Base(nn.Module):
-    """Pass tokens through blocks."""
+    """A model that passes tokens through blocks."""
 
     def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Base(nn.Module):
 
 
 class Between(Base):
-    """Use one layer several times, between the blocks."""
+    """A model that uses one layer several times, between the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Stated(Block):
 
 
 class States(Base):
-    """Hand an object from block to block."""
+    """A model that passes an object from block to block."""
 
     def __init__(self) -> None:
         super().__init__(Stated)
@@ -87,7 +87,7 @@ class States(Base):
 
 
 class Frozen(Block):
-    """Have frozen weights that are much larger than what is computed."""
+    """A model with frozen weights that are much larger than its activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Frozen(Block):
 
 
 class Buffered(Block):
-    """Have a large buffer."""
+    """A model with a large buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Buffered(Block):
 
 
 class Masked(Block):
-    """Takes a mask that needs hardly any memory."""
+    """A model that takes a mask, which needs hardly any memory."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return super().forward(x) * mask[0, 0]
@@ -149,7 +149,7 @@ LOOPS = {
 def train(
     make: Callable[[], nn.Module], fake: ModuleType, attaching: dict[str, Any] | None
 ) -> tuple[list[Any], list[int], dict[str, str]]:
-    """Return what came of a run, the device's peak in each step that may be attached, and what was locked."""
+    """Return the run's result, the device's peak in each step, and the locks."""
     gc.collect()
     torch.manual_seed(0)
     began = fake.stats()["allocated_bytes.all.current"]
@@ -160,7 +160,7 @@ def train(
     peaks = []
     for step in range(14):
         tokens = torch.randint(0, 50, (16, 32), generator=torch.Generator().manual_seed(step)).to("fake")
-        # Attached once there is a state of the optimizer.
+        # Attach once the optimizer has state.
         if step == 2 and attaching is not None:
             tuner = autotune.attach(model, optimizer, limits=RESTLESS, runs_dir=None, **attaching)
         torch.fake.reset_peak_memory_stats()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Attached on several ranks: one decision for all, the same plan at every step, no bit changed and no hang."""
+"""Tests of attaching on several ranks: one decision for all, bit-identical training and no hang."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ranks import run_on_ranks
 
 
 def run_ranks(folder: Path, way: str, steps: int, world: int) -> list[dict[str, Any]]:
-    """Run a way on so many ranks, with a watchdog, and return what each wrote."""
+    """Run a scenario on several ranks, with a time limit, and return each rank's record."""
     run_on_ranks("live_rank.py", folder, way, steps, ranks=world, timeout_s=1000)
     return [json.loads((folder / f"{way}-{rank}.json").read_text()) for rank in range(world)]
 
@@ -33,7 +33,7 @@ def test_two_ranks_use_the_same_plan_at_every_step_and_stay_bit_identical(
     tuned = run_ranks(tmp_path, way, steps, 2)
     assert all(rank["attached"] for rank in tuned), tuned[0]["why"]
     assert all(rank["switches"] >= least for rank in tuned)
-    # While each rank profiles its own steps, storage is its own business.
+    # While a rank profiles its own steps, its storage may differ from other ranks'.
     assert tuned[0]["plans"][12:] == tuned[1]["plans"][12:]
     assert bool(tuned[0]["trips"]) == (way == "troubled")
     assert_same_run(plain, tuned)
@@ -62,7 +62,7 @@ def test_rank_that_detaches_makes_all_ranks_detach_without_blocking(step: int, t
     left = run_ranks(tmp_path, f"leaving-{step}", 24, 2)
     assert left[0]["why"] == "its loop wants to"
     assert "another rank has left" in left[1]["why"]
-    # Ranks meet at each step once they have a profile.
+    # Ranks communicate at each step once they have a profile.
     assert left[1]["left_at"] <= (step + 1 if step else 24)
     assert_same_run(plain, left)
 
@@ -102,5 +102,5 @@ def test_ranks_of_a_sharded_model_use_the_same_plan_and_stay_bit_identical(
     ways: str, world: int, tmp_path: Path
 ) -> None:
     run_on_ranks("spread_rank.py", tmp_path, ways, ranks=world)
-    # One rank writes.
+    # Only one rank writes.
     assert len(list(tmp_path.glob("*/*/decisions.jsonl"))) == 2 * len(ways.split(","))

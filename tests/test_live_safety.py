@@ -1,4 +1,4 @@
-"""What is broken within the tuner, or late, or too dear, costs its user nothing."""
+"""Tests of a tuner that fails, is late or costs too much: the user's run is unaffected."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_failure_in_any_part_of_the_tuner_leaves_the_run_unchanged(
             assert tuner.attached
             monkeypatch.setattr(*broken, raises)
             if broken[1] in ("summary", "close"):
-                # Asked for when it ends, whoever ends it.
+                # It is read when the tuner ends, whatever ends it.
                 tuner.detach()
         if number == 18:
             assert not tuner.attached
@@ -65,7 +65,7 @@ def test_nothing_is_switched_while_gradients_from_outside_are_alive() -> None:
     class Frozen(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            # The first parameter gets no gradient, so that it cannot tell.
+            # The first parameter gets no gradient, so it cannot be used for detection.
             self.prefix = nn.Parameter(torch.ones(3), requires_grad=False)
             self.inner = deep_gpt()
 
@@ -105,14 +105,14 @@ def test_tuner_that_costs_too_much_detaches_with_a_message() -> None:
 
     limits = dataclasses.replace(RESTLESS, overhead_frac=1e-4, decide_every=100)
     tuned = train(TinyGPT, token_batches, gpt_loss, 210, on_step=look, **{**ATTACHED, "limits": limits})
-    # A profile is paid once: nothing is judged before so many steps.
+    # A profile is a one-time cost, so overhead is not judged before this many steps.
     assert [attached for attached, _ in seen] == [True] * 199 + [False] * 11
     assert "own share of the run's time is" in seen[-1][1]
     assert_identical(plain, tuned)
 
 
 class SlowToRead(UserDict[str, torch.Tensor]):
-    """Take longer to be looked through than a step does."""
+    """A batch that takes longer to inspect than a step takes."""
 
     def values(self) -> Any:
         time.sleep(0.02)
@@ -133,12 +133,12 @@ def test_time_to_inspect_a_batch_counts_as_tuner_overhead() -> None:
         tuner.step()
     status = tuner.status
     tuner.detach()
-    # Three looks of four are before the step is led; the fourth is in it.
+    # Three of four inspections happen before the step is controlled, the fourth during it.
     assert status["overhead_frac"] > 1.0
 
 
 class Hangs(Wanders):
-    """Do not answer the fifth question before it is allowed to."""
+    """A policy that does not answer the fifth request until it is released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def test_late_decision_keeps_plan_without_blocking() -> None:
     assert late
     assert not tuned.status["trips"]  # type: ignore[attr-defined]
     assert all(plans[step - 1] == plans[step - 2] for step in late)
-    # Steps go on while the answer is awaited.
+    # Steps continue while the answer is pending.
     assert len(ended_meanwhile) >= 4
     assert_identical(plain, tuned)
 

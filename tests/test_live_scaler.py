@@ -1,4 +1,4 @@
-"""A loss scale of the user's own is refused where its gradient would stay scaled, and else let be."""
+"""Tests of a user's own loss scaler: rejected if it would leave gradients scaled, otherwise left alone."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_weighted_losses_are_not_mistaken_for_scaled_ones() -> None:
             tuner.backward(weigh(gpt_loss(model, micro)))
         assert tuner.step()
     loss = gpt_loss(model, batch)
-    # One that is not enabled scales nothing.
+    # A disabled scaler scales nothing.
     assert not is_scaled(torch.amp.GradScaler("cpu", enabled=False).scale(loss))
     assert not is_scaled(loss)
     assert is_scaled(scaler.scale(loss))

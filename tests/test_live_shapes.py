@@ -1,4 +1,4 @@
-"""Memory hangs on more than a batch's bytes: its shapes, what is trained, how often the model is called."""
+"""Tests of memory that depends on more than bytes: shapes, trained parameters and calls per step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENS = 1024
 
 
 class Attention(nn.Module):
-    """Keep the attention's weights, which grow with the square of the length."""
+    """Attention that keeps its weights, which grow with the square of the length."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Attention(nn.Module):
 
 
 class Eager(TinyGPT):
-    """A model of such blocks."""
+    """A model of blocks with explicit attention."""
 
     def __init__(self) -> None:
         super().__init__(width=16, blocks=6)
@@ -54,7 +54,7 @@ Loss = Callable[[nn.Module, torch.Tensor, int], torch.Tensor]
 
 
 class Alone:
-    """Train without a tuner, under plans that are told, and meter each step."""
+    """A loop without a tuner, under given plans, that meters each step."""
 
     def __init__(self, loss: Loss, prepare: Prepare) -> None:
         with randomness.isolated():
@@ -90,7 +90,7 @@ def shares_of_budget(
     loss: Loss = plain_loss,
     prepare: Prepare = lambda model, number: None,
 ) -> tuple[list[float], list[Plan], dict[str, Any]]:
-    """Return each step's true peak over the budget, and its plan."""
+    """Return each step's true peak relative to the budget, and its plan."""
     alone = Alone(loss, prepare)
     seeded()
     model = Eager()
@@ -113,7 +113,7 @@ def shares_of_budget(
 
 
 def peaks_of(batch: torch.Tensor) -> tuple[int, int]:
-    """Return what a step needs at least and at most."""
+    """Return the smallest and the largest peak of a step."""
     alone = Alone(plain_loss, lambda model, number: None)
     names = [f"blocks.{number}" for number in range(6)]
     found = []
@@ -137,7 +137,7 @@ def test_batches_of_equal_bytes_but_different_shapes_stay_within_the_budget(orde
     low, high = peaks_of(max(batches, key=lambda batch: batch.shape[1]))
     shares, plans, status = shares_of_budget(batches, int(low + 0.3 * (high - low)))
     assert max(shares) <= 1.0, (shares, status)
-    # The room is used.
+    # The budget is used.
     assert any(saves(plan) for plan in plans[-12:])
     assert not status["over_budget_steps"]
 
@@ -173,7 +173,7 @@ def test_added_removed_and_unfrozen_parameters_are_counted() -> None:
         return trained.count(sum(1 for _ in model.parameters()))
 
     def count_in_the_end() -> int:
-        """Count where the optimizer has as many as before."""
+        """Count the parameters while the optimizer has as many as before."""
         return [count() for _ in range(20)][-1]
 
     assert count() == 3
@@ -181,7 +181,7 @@ def test_added_removed_and_unfrozen_parameters_are_counted() -> None:
     assert count() == 2
     model[0].weight = nn.Parameter(torch.zeros(2, 2))
     assert count_in_the_end() == 3
-    # A part of a module that had none, and one in place of another.
+    # One submodule is added, and one replaces another.
     model[1][0].register_module("beside", nn.Linear(2, 2))
     assert count() == 5
     model[1] = nn.Linear(2, 2, bias=False)

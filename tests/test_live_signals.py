@@ -1,4 +1,4 @@
-"""What a signal's handler raises reaches the loop, wherever the tuner is when the signal arrives."""
+"""Tests that exceptions from signal handlers reach the loop, whatever the tuner is doing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autotune.mechanics.loop_signals import any_error
 
 
 class Preempted(Exception):
-    """What a scheduler's notice is turned into."""
+    """The exception that a scheduler's signal raises."""
 
 
 def handler(*_: object) -> None:
@@ -41,7 +41,7 @@ def _handled() -> Iterator[None]:
 
 
 def at_call(number: int) -> Callable[[], None]:
-    """Return what sends the signal at its n-th call."""
+    """Return a function that sends the signal at its n-th call."""
     calls = iter(range(10**9))
     return lambda: signal.raise_signal(signal.SIGUSR1) if next(calls) == number else None
 

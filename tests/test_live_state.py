@@ -1,4 +1,4 @@
-"""Units with a state of their own: recomputed where that is exact, and locked, with the reason, where it is not."""
+"""Tests of units with their own state: recomputed if that is exact, otherwise locked with the reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENTROPY = random.SystemRandom()
 
 
 class Part(nn.Module):
-    """A block; what is special about it, others add."""
+    """A plain block; subclasses add special behaviour."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Counts(Part):
 
 
 class Remembers(Part):
-    """Keep the last output, and add it to the next one: a hidden state."""
+    """A block that adds its last output to the next one: a hidden state."""
 
     last: torch.Tensor | None = None
 
@@ -93,7 +93,7 @@ class DrawsElsewhere(Part):
 
 
 class NamesEntropy(Part):
-    """Draw from the system's entropy, but not yet."""
+    """A block that refers to the system's entropy without drawing from it yet."""
 
     noisy = False
 
@@ -111,7 +111,7 @@ class OwnGenerator(Part):
 
 
 class Codebook(Part):
-    """Write to frozen parameters in forward, as running averages of codes do."""
+    """A block that writes to frozen parameters in forward, like running averages of codes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Codebook(Part):
 
 
 class InPlace(Part):
-    """A block whose result is added in place to what it was handed."""
+    """A block whose result is added in place to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class AddsInPlace(nn.Module):
 
 
 def hooked() -> nn.Module:
-    """Return a model with hooks inside of its units that count."""
+    """Return a model with counting hooks inside its units."""
     model = TinyGPT()
     calls: list[int] = []
 
@@ -168,7 +168,7 @@ def hooked() -> nn.Module:
 
 
 def states(model: nn.Module) -> list[Any]:
-    """Return what modules hold besides parameters."""
+    """Return the attributes of modules other than parameters."""
     found: list[Any] = []
     for part in model.modules():
         for name, value in vars(part).items():
@@ -218,7 +218,7 @@ def train(make: Callable[[], nn.Module], budget: int | None, policy: Any) -> tup
 
 
 class HoldsOddThings(Part):
-    """Holds what constructors or attributes of the usual kind do not exist of."""
+    """A block that holds objects without the usual constructors or attributes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A live tuner knows of steps that others bound: batches that a loop accumulates, and frameworks that only report."""
+"""Tests of steps that the loop delimits: accumulated batches, and frameworks that only report their steps."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def test_steps_of_several_uneven_batches_never_need_more_than_predicted() -> Non
         largest = max(several, key=torch.numel)
         with meter.metering(resident_tensors(model, optimizer, [largest])):
             step(several)
-            # What the step ran under; its own profile is not taken while somebody else's profiler runs.
+            # The plan of the step; the tuner does not profile it while another profiler runs.
             pilot: Any = tuner._pilot
             plan = pilot.plan
         length = max(tensor_bytes([batch]) for batch in several) / pilot.placements.profile.tables[0].batch_bytes
         assert meter.peak_bytes is not None
-        # What a step needs whatever its size is not told apart, and counts for more in small ones.
+        # Memory that does not depend on the step's size is not separated, and matters more in small steps.
         if length >= 0.7:
             ratios.append(meter.peak_bytes / pilot.placements.peak_bytes(plan, length))
     assert max(ratios) <= 1.03
@@ -134,7 +134,7 @@ def test_framework_that_reports_its_steps_leaves_no_hook_on_parameters() -> None
         tuner.end_step()
         assert not any(parameter._backward_hooks for parameter in model.parameters())
     assert tuner.attached
-    # Nothing is asked of a batch.
+    # The batch needs no particular form.
     tuner.begin_step({"nothing": 3})
     tuner.begin_step(None)
     assert tuner.attached
@@ -183,7 +183,7 @@ def test_nonrecomputable_unit_is_not_recomputed_even_in_the_first_step() -> None
                 losses.append(float(loss.detach()))
             return losses, {}
         losses = []
-        # Nothing fits into the budget: the first step is recomputed wherever that is not known to be wrong.
+        # No plan fits the budget, so the first step recomputes every unit not known to be unsafe.
         tuner = autotune.attach(model, optimizer, "exact", memory_budget_bytes=1000, runs_dir=None)
         for batch in token_batches(20):
             for micro in tuner.micro_batches(batch):

@@ -1,4 +1,4 @@
-"""Whoever watches a live step disturbs nothing in it: transforms, foreign tensors, copies, other threads."""
+"""Tests that tracing a live step disturbs nothing: transforms, wrapper tensors, copies and other threads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stack() -> nn.Sequential:
 
 
 def trained(loss_of: Loss, *, attach: bool, before_backward: Callable[[nn.Module], object] | None = None) -> Any:
-    """Return a model after some steps, and the tuner that was attached to it."""
+    """Return a model after some steps, and its tuner."""
     model = stack()
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     with ExitStack() as left:

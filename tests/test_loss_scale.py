@@ -1,4 +1,4 @@
-"""Dynamic loss scaling as a state machine, and torch's scaler against it."""
+"""Tests of dynamic loss scaling as a state machine, and of torch's scaler against it."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def test_master_weight_steps_against_its_gradient():
 
 
 def fp16_step(update: Update, model: nn.Module, *, overflow: bool, pieces: int) -> tuple[bool, list[float]]:
-    """Make one step of fp16 micro-batches; an overflow happens in the middle one. Return all scales on the way."""
+    """Make one step of fp16 micro-batches, with an overflow in the middle one if asked; return all scales."""
     scales = [update.loss_scale]
     for piece in range(pieces):
-        # 1e5 lies beyond fp16's largest number: the matrix product itself overflows.
+        # 1e5 exceeds fp16's largest number, so the matrix product overflows.
         size = 1e5 if overflow and piece == pieces // 2 else 1e-2
         with torch.autocast("cpu", dtype=torch.float16):
             output = model(torch.full((2, 4), size))
@@ -68,7 +68,7 @@ def test_torch_scaler_follows_the_state_machine_and_never_changes_within_a_step(
     update.scaled = True
     expected = LossScale(scale=4.0, growth_interval=interval)
     for overflow in pattern:
-        # The pattern alone decides: growth is cut off well before the scale itself could overflow.
+        # Only the pattern matters: growth stops well before the scale itself could overflow.
         if expected.scale > 2.0**12 and not overflow:
             break
         before = model.weight.detach().clone()

@@ -1,4 +1,4 @@
-"""Measurements: what they hold, how they are written, and what is refused."""
+"""Tests of measurements: their values, their JSON and invalid input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory meter: exact where the answer is known, close to another reference where it is not."""
+"""Tests of the memory meter: exact for known cases, close to the kernel's count for others."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_garbage_of_an_earlier_step_is_not_subtracted_from_a_later_one() -> None
 
     def later() -> None:
         first = block(64)
-        # Enough to set off a collection of every generation, were there any.
+        # Enough objects to trigger a collection of every generation if collection were on.
         for _ in range(200_000):
             _ = Cycle.__new__(Cycle)
             _.me = _  # type: ignore[attr-defined]
@@ -223,11 +223,11 @@ def test_host_allocation_error_of_torch_is_out_of_memory():
     assert is_out_of_memory(allocation_error())
 
 
-# -------------------------------------------------------------------------------------------- another reference
+# -------------------------------------------------------------------------------------------- the kernel's count
 
 
 def peaks_of(job: str, plan: Plan) -> dict[str, int]:
-    """Return the peaks that a fresh process sees."""
+    """Return the peaks measured in a new process."""
     here = Path(__file__).parent
     environment = {
         **os.environ,
@@ -256,7 +256,7 @@ def test_metered_peak_is_within_3_percent_of_the_kernel_for_8_random_plans(name)
     space = TorchEngine(job, options=EngineOptions(meter_memory=False)).space
     generator = np.random.default_rng(0)
     differences = []
-    # Each is trained in a process of its own, which takes its time.
+    # Each plan is trained in its own process, which takes a while.
     for _ in range(8):
         plan = space.sample(generator)
         peaks = peaks_of(name, plan)

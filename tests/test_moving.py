@@ -1,4 +1,4 @@
-"""Moving conditions: a planner against a clairvoyant, each mechanism alone, and none at all."""
+"""Tests of changing conditions: planners against a clairvoyant, each mechanism alone, and none."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pools(jobs) -> MovingRuns:
 
 
 def course_of(pools: MovingRuns, strengths: Strengths, seed: int = 3, share: float = 0.8) -> tuple[MovingRuns, Course]:
-    """Return runs within a share of their baseline's peak, or what the leanest plan needs, and what happens to them."""
+    """Return runs with budgets between the leanest and the baseline's peak, and their course."""
     runs = copy.copy(pools)
     runs.strengths = strengths
     job = np.arange(LANES) % len(runs.jobs)
@@ -66,7 +66,7 @@ def total(runs: MovingRuns, course: Course, settings: PlannerSettings) -> Floats
 
 
 def led(runs: MovingRuns, course: Course, settings: PlannerSettings, **levers: float) -> tuple[Floats, list[Seen]]:
-    """Return each lane's time under a planner whose levers are moved, and all that it saw."""
+    """Return each lane's time under a planner with non-neutral levers, and its measurements."""
     runs.begin(course)
     planner, windows = Planner(runs.lanes, settings), []
     moved = Levers.neutral(LANES)
@@ -106,7 +106,7 @@ def test_planner_is_never_faster_than_the_best_constant_plan_if_nothing_changes(
     runs, course = course_of(pools, Strengths())
     fixed = np.array([job.profile.batching == "fixed" for job in runs.jobs])[course.job]
     assert fixed.any()
-    # Under adaptive batching the noise scale grows all the same, and the best k with it.
+    # Under adaptive batching the noise scale still grows, and with it the best k.
     np.testing.assert_allclose(best_static(runs, course)[fixed], clairvoyant(runs, course)[fixed], rtol=1e-9)
     seconds = run_planner(runs, course, PlannerSettings()).sum(axis=1)
     assert (seconds[fixed] >= best_static(runs, course)[fixed] * (1 - 1e-9)).all()
@@ -178,7 +178,7 @@ def test_out_of_memory_costs_part_of_the_window_the_leanest_plan_and_two_switche
     for retry in (0.5, 1.0):
         runs, course = course_of(pools, Strengths(retry_windows=retry, switch_windows=0.1, length=0.1))
         runs.begin(course)
-        # The first window's plan is what the run is launched with: only the second can be a switch.
+        # The run is launched with the first window's plan, so only the second can be a switch.
         first = runs.run(runs.lanes.pool.leanest)
         fat = runs.lanes.pool.baseline
         course.budget[:, 1] = 1.0
@@ -197,7 +197,7 @@ def test_out_of_memory_costs_part_of_the_window_the_leanest_plan_and_two_switche
         assert (runs.switch_s > 0).all()
         np.testing.assert_allclose(seen.total_s, retry * working + again + 2 * runs.switch_s + switched, rtol=1e-12)
         np.testing.assert_allclose(seen.window_s, working, rtol=1e-12)
-        # A clairvoyant is charged the same.
+        # The clairvoyant pays the same.
         np.testing.assert_allclose(every[np.arange(LANES), fat] + switched, seen.total_s, rtol=1e-12)
         np.testing.assert_allclose(runs.seconds, first.total_s + seen.total_s, rtol=1e-12)
 
@@ -211,13 +211,13 @@ def test_window_ends_at_the_same_loss_under_every_plan(pools) -> None:
     assert not adaptive.all()
     every = np.broadcast_to(np.arange(pool.k.shape[1]), pool.k.shape)
     steps = runs.steps(5, every)
-    # At a fixed batch a plan only matters by what its formats add to the noise; larger batches take fewer steps.
+    # With a fixed batch, a plan only affects convergence by the noise of its formats; larger batches take fewer steps.
     assert (np.ptp(steps[~adaptive], axis=1) < 0.02 * steps[~adaptive].max(axis=1)).all()
     for lane in np.flatnonzero(adaptive):
         own, k = steps[lane][pool.there[lane]], runs.lanes.steps[lane][pool.there[lane]]
         fewest = [own[k == value].min() for value in np.unique(k)]
         assert (np.diff(fewest) < 0).all()
-        # Nor do they take fewer samples.
+        # They do not take fewer samples either.
         assert (np.diff([value * few for value, few in zip(np.unique(k), fewest, strict=True)]) > 0).all()
     assert (batch > 0).all()
 
@@ -260,7 +260,7 @@ def test_neutral_levers_change_nothing_and_each_other_lever_value_does(pools) ->
 
     def moved(known: Situation = situation, **levers: float) -> np.ndarray:
         changed = Levers.neutral(LANES)
-        # Without hysteresis it is the choice itself that is seen.
+        # Without hysteresis the choice itself is visible.
         for name, value in {"stickiness": 0.0, **levers}.items():
             setattr(changed, name, np.full(LANES, value))
         return planner.decide(known, changed)
@@ -275,7 +275,7 @@ def test_neutral_levers_change_nothing_and_each_other_lever_value_does(pools) ->
     assert not np.array_equal(moved(optimism=2.0), free)
     stuck = moved(stickiness=1e9)
     assert (stuck == planner.plan).sum() > (free == planner.plan).sum()
-    # However sticky, what no longer fits is left.
+    # A plan that no longer fits is left, whatever the hysteresis.
     tight = replace(situation, budget=0.85 * situation.budget)
     stuck, free = moved(tight, stickiness=1e9), moved(tight)
     fits = pool.peak_of(planner.plan, planner.length) <= tight.budget[:, 0]
@@ -351,10 +351,10 @@ def test_unmeasured_format_is_updated_less_than_a_measured_one() -> None:
     found = taught(belief(), ALL_FP32, np.full((1, UNITS, PRECISIONS), 1.5), 5)
     fp32, bf16 = np.abs(found.mean[0, :, 0] - 1), np.abs(found.mean[0, :, 1] - 1)
     assert fp32.min() > 0.2
-    # Nothing was seen of the other format: what is believed of it stays.
+    # The other format was not measured, so the belief about it stays.
     np.testing.assert_allclose(bf16, 0.0, atol=1e-12)
     mixed = taught(belief(), np.array([[0.1, 0.0, 0.0, 0.2, 0.05, 0.0]]), np.full((1, UNITS, PRECISIONS), 1.5), 5)
-    # What ran is believed more than what shares a format with what ran, and that more than nothing.
+    # Measured plans are the most certain, then plans that share a format with them, then all others.
     assert abs(mixed.mean[0, 1, 1] - 1) > abs(mixed.mean[0, 0, 1] - 1) > 0.0
 
 
@@ -420,5 +420,5 @@ def test_rises_are_learned_and_larger_rises_are_never_more_likely() -> None:
     assert (np.diff(chance, axis=1) <= 0).all()
     assert ((chance >= 0) & (chance <= 1)).all()
     assert (rises.exceed(grid, np.ones(3)) >= chance).all()
-    # Where nothing ever rose, nothing is taken to rise.
+    # If no length ever rose, no rise is expected.
     assert chance[2, 21] < 1e-9

@@ -1,4 +1,4 @@
-"""The noise scale: unbiased from two batch sizes, and the accumulation that follows from it."""
+"""Tests of the noise scale: unbiased from two batch sizes, and the accumulation derived from it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_variance_from_norms_equals_the_variance_of_the_vectors(gradients: np.nd
     direct = sum(float(np.sum((gradient - mean) ** 2)) for gradient in gradients) / (k - 1)
     squares = [float(np.sum(gradient**2)) for gradient in gradients]
     from_norms = gradient_variance(squares, float(np.sum(mean**2)))
-    # The two differ by the cancellation between sums of squares.
+    # The two differ by cancellation between sums of squares.
     assert from_norms == pytest.approx(direct, rel=1e-9, abs=1e-11 * sum(squares) + 1e-300)
 
 
@@ -78,7 +78,7 @@ def test_variance_aware_k_reduces_the_deviation_to_its_target(variance, target):
 
 
 def synthetic(sizes: list[int], repetitions: int, seed: int) -> tuple[np.ndarray, np.ndarray, float, float]:
-    """Return many samples of trace and square from Gaussian per-sample gradients, and what they estimate."""
+    """Return many samples of trace and square from Gaussian per-sample gradients, and the true values."""
     generator = np.random.default_rng(seed)
     mean, deviation = np.array([1.0, -2.0, 0.5, 0.0]), np.array([3.0, 1.0, 0.5, 2.0])
     samples = mean + deviation * generator.standard_normal((repetitions, sum(sizes), 4))

@@ -1,4 +1,4 @@
-"""The paper's own jobs: real loaders of the published formats, real models of its sizes, and hostile folders."""
+"""Tests of the paper's jobs: loaders of the published formats, models of full size, and hostile folders."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_pickle_written_by_current_numpy_is_read(tmp_path: Path):
 
 
 class Hostile:
-    """Run a command when it is unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -305,7 +305,7 @@ def test_parquet_that_decompresses_to_many_times_its_size_is_rejected(folder: Pa
     monkeypatch.setattr(module_of(WIKITEXT), "MOST_TEXT_BYTES", 2**20)
     inner = folder / "wikitext-2-raw-v1"
     inner.mkdir()
-    # The second's pages hold one long text and say how often it stands there.
+    # The second file's pages contain one long text and a repetition count.
     for rows in ([f"{number} " * 99 for number in range(9999)], ["x" * 9999] * 9999):
         for part in ("train", "validation"):
             parquet.write_table(pyarrow.table({"text": rows}), inner / f"{part}-00000-of-00001.parquet")
@@ -343,7 +343,7 @@ def test_vocabulary_with_tokens_unknown_to_the_model_is_rejected(folder: Path):
 
 
 def trained(name: str, samples: int, steps: int) -> list[float]:
-    """Return the losses of real steps of the full model on small batches, the first under the baseline."""
+    """Return the losses of real steps of the full model on small batches; the first step uses the baseline."""
     whole = load_job(name)
 
     def batches(seed: int):

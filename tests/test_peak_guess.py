@@ -1,4 +1,4 @@
-"""What measured peaks let guess of plans that were not measured."""
+"""Tests of peak estimates for unmeasured plans from measured ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDE = replace(SPACE, units=UNITS, accumulation_choices=(1, 2))
 
 
 def share(plan: Plan, *, bend: float = 0.0) -> float:
-    """A peak as a share of the budget: a sum over units, and a bend that no line follows."""
+    """Return the peak as a share of the budget: a sum over units plus a nonlinear term."""
     held = sum(
         (1.0 if plan.precision_of(unit.name) is Precision.FP32 else 0.6)
         * (1.0 if plan.storage_of(unit.name) is Storage.SAVE else 0.4)

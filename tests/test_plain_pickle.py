@@ -1,4 +1,4 @@
-"""Plain pickles: whatever a file says, nothing runs, nothing grows, and the next file is read like the first."""
+"""Tests of the restricted pickle reader: no code runs, and memory stays bounded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def whole(body: bytes) -> bytes:
 
 
 def state_of(name: bytes, attribute: bytes) -> bytes:
-    """Return what would set an attribute of a class of ours, if classes were handed out."""
+    """Return a pickle that would set an attribute of one of our classes if the reader returned classes."""
     return b"\x80\x02c" + name + b"\n(N}U" + bytes([len(attribute)]) + attribute + b"Nstb0}."
 
 
@@ -117,7 +117,7 @@ print(json.dumps({"said": said, "grown": grown}))
 
 
 def read_in_a_child(path: Path, room: int) -> dict:
-    """Read a file in a process that has so many bytes left."""
+    """Read a file in a process with a limited number of bytes left."""
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(path), str(room)],
         capture_output=True,
@@ -206,7 +206,7 @@ def test_irregular_or_oversized_file_is_rejected_at_once(make, message: str, tmp
 
 
 def test_size_limit_is_enforced_while_reading_a_file_of_unknown_size() -> None:
-    # The system says 0 bytes of it.
+    # The system reports a size of 0 bytes for it.
     with pytest.raises(JobError, match="is larger than 10 bytes"):
         load_plain_pickle(Path("/proc/self/status"), limit_bytes=10)
 
@@ -223,7 +223,7 @@ def test_modified_bytes_are_either_rejected_or_read_as_plain_data(tmp_path: Path
     for number in range(1500):
         content = bytearray(contents[number % 3])
         for _ in range(generator.randint(1, 3)):
-            # The pixels are 3,072 bytes in the middle: what is around them is the program.
+            # The pixels are 3,072 bytes in the middle; the bytes around them are the pickle program.
             place = generator.choice([generator.randrange(120), len(content) - 1 - generator.randrange(40)])
             content[place : place + 1] = generator.choice([*codes, bytes([generator.randrange(256)])])
         path.write_bytes(bytes(content))

@@ -1,4 +1,4 @@
-"""Plans and plan spaces: what they accept, how they are written, and the order of their choices."""
+"""Tests of plans and plan spaces: valid values, JSON, and the order of choices."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_plan_equals_no_object_of_another_type():
 
 def test_digest_is_the_sha_256_of_sorted_json():
     plan = Plan(accumulation_steps=2, precision={"b": "bf16", "a": "fp32"})
-    # Written down: ranks and machines compare it, so it must never change silently.
+    # A literal, because ranks and machines compare digests, so they must never change silently.
     text = '{"accumulation_steps":2,"precision":{"a":"fp32","b":"bf16"},"storage":{},"version":1}'
     assert plan.digest == hashlib.sha256(text.encode()).hexdigest()
 

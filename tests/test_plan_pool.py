@@ -1,4 +1,4 @@
-"""A pool of plans: as good as the exact solver, the same figures as the cost model, and nothing that can only lose."""
+"""Tests of plan pools: as good as the exact solver, equal to the cost model, and without dominated plans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autotune.plan import Precision
 from autotune.simulator.random_jobs import Shape, draw_job, draw_profile
 from autotune.simulator.simulated_job import SimulatedJob
 
-# Of the baseline's peak; what is less than the leanest plan needs is raised to just above that.
+# Shares of the baseline's peak; smaller ones are raised to just above the leanest plan's peak.
 SHARES = (0.3, 0.45, 0.67, 1.0)
 PROFILED = int(np.abs(LENGTHS - 1.0).argmin())
 
@@ -28,7 +28,7 @@ def drawn_jobs(count: int = 20, seed: int = 5) -> list[SimulatedJob]:
 
 
 class Pooled:
-    """Jobs, what they cost and their plans."""
+    """Jobs, their costs and their plans."""
 
     def __init__(self, profiles: list[Profile], settings: PoolSettings | None = None) -> None:
         self.profiles = profiles
@@ -49,11 +49,11 @@ class Pooled:
         return Plans(np.repeat(np.arange(jobs), size), self.pool.k.reshape(-1), choices)
 
     def gaps(self, job: int, most: float) -> list[float]:
-        """Return by how much the pool's best fitting plan is slower than the exact optimum, per budget.
+        """Return how much slower the pool's best fitting plan is than the exact optimum, per budget.
 
         Args:
-            job: which job.
-            most: bytes of the largest budget.
+            job: number of the job.
+            most: largest budget in bytes.
         """
         profile, found = self.profiles[job], []
         least = 1.02 * smallest(profile).peak_bytes
@@ -104,7 +104,7 @@ def test_interpolated_peak_is_never_too_low(pooled: Pooled) -> None:
         told = pooled.pool.peak_bytes(np.full(len(pooled.profiles), length))
         assert (told >= real * (1 - 1e-12)).all()
         over.append(told / real - 1)
-    # Nor much higher, so that little room is given away.
+    # Nor is it much higher, so that little memory is wasted.
     assert np.max(over) < 1e-2
     assert np.mean(over) < 1e-3
 
@@ -147,7 +147,7 @@ def test_padding_is_never_chosen(pooled: Pooled) -> None:
     rows = np.arange(len(pooled.profiles))
     assert pool.there[rows, pool.baseline].all()
     assert pool.there[rows, pool.leanest].all()
-    # A padded place repeats a plan that is there, so that no first-of-the-best is ever padding.
+    # Padding repeats an existing plan, so the first of the best plans is never padding.
     for quantity in (pooled.seconds, pooled.peaks):
         assert pool.there[rows, quantity.argmin(axis=1)].all()
         np.testing.assert_allclose(quantity[padded], np.repeat(quantity[:, 0], padded.sum(axis=1)), rtol=1e-12)
@@ -207,7 +207,7 @@ def drawn(seed: int, **shape: object) -> Profile:
 
 
 def with_uniform_tables(profile: Profile) -> Profile:
-    """Return a profile where 16 bits everywhere cost less than the sum of the units says."""
+    """Return a profile in which uniform 16-bit plans cost less than the sum over units."""
 
     def cheaper(table: StepTable) -> StepTable:
         segments = tuple(
@@ -227,7 +227,7 @@ def with_uniform_tables(profile: Profile) -> Profile:
 
 
 def without(profile: Profile, gone: Callable[[str | None, str], bool], ks: tuple[int, ...] = (1, 2, 4)) -> Profile:
-    """Return a profile that lacks some choices of some units, as if they had not run when it was made."""
+    """Return a profile without some choices of some units, as if they had not run during profiling."""
 
     def poorer(table: StepTable) -> StepTable:
         if table.accumulation_steps not in ks:
@@ -269,7 +269,7 @@ def test_every_profile_has_a_nearly_exact_pool(kind: str) -> None:
         pooled = Pooled([KINDS[kind](seed)])
         assert pooled.pool.there[0, pooled.pool.leanest[0]]
         runs = pooled.peaks[0] < 1e15
-        # Of what could not be profiled nothing is planned, but for the baseline, whose place planners ask for.
+        # Choices without a profile are not planned, except the baseline, which planners require.
         assert set(np.flatnonzero(pooled.pool.there[0] & ~runs)) <= {int(pooled.pool.baseline[0])}
         assert (pooled.pool.choices[0, pooled.pool.baseline[0]] == 0).all()
         gaps += pooled.gaps(0, pooled.peaks[0, runs].max())

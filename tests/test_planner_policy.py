@@ -1,4 +1,4 @@
-"""The planner leads real runs as it leads simulated ones, and survives whatever a window may have seen."""
+"""Tests that the planner guides real runs as it does simulated ones, after any measurement."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def drawn_jobs(count: int, seed: int = 0, batching: str | None = None) -> list[S
 
 
 def a_budget(found: Profile, share: float) -> int:
-    """Return a budget between what the leanest plan and what the baseline need."""
+    """Return a budget between the peaks of the leanest plan and the baseline."""
     least, most = smallest(found).peak_bytes, peak_bytes(found, found.space.baseline())
     return int((least + share * max(most - least, 0)) / (1 - SAFETY_MARGIN)) + 1
 
@@ -67,7 +67,7 @@ def observe(
 
 
 class Leader:
-    """Let a policy lead an engine, window by window, as a comparison does."""
+    """Runs an engine window by window under a policy's decisions, as a comparison does."""
 
     def __init__(self, engine: Engine, policy: PlannerPolicy, profile: Profile, budget: int | None) -> None:
         self.engine, self.policy, self.profile, self.budget = engine, policy, profile, budget
@@ -76,7 +76,7 @@ class Leader:
         self.windows: list[tuple[Plan, Measurement]] = []
 
     def run(self, windows: int, steps: int = 4) -> Iterator[tuple[Plan, Measurement]]:
-        """Run windows and decide after each; gives the plan and what was measured."""
+        """Run windows and decide after each; return the plans and measurements."""
         for _ in range(windows):
             plan, window = self.engine.plan, self.engine.run(steps)
             self.windows.append((plan, window))
@@ -93,7 +93,7 @@ class Leader:
 
 
 class Always:
-    """Choose the same levers whatever is seen, and remember what was."""
+    """A network that always chooses the same levers and records its features."""
 
     def __init__(self, actions: Actions) -> None:
         self.actions = actions
@@ -234,7 +234,7 @@ WINDOWS = {
 
 
 def with_batches(found: Profile, batch_bytes: int = 1024) -> Profile:
-    """Return a profile that says how large batches are; drawn ones do not."""
+    """Return a profile with the batch size, which random profiles lack."""
     return replace(found, tables=tuple(replace(table, batch_bytes=batch_bytes) for table in found.tables))
 
 
@@ -248,7 +248,7 @@ def test_uniformly_slow_profile_does_not_change_the_decisions() -> None:
         leader = Leader(SimulatedEngine(job), policy, job.profile, budget)
         for _ in range(6):
             plan, window = leader.engine.plan, leader.engine.run(4)
-            # The run is so many times as fast as the profile says.
+            # The run is faster than the profile by this factor.
             assert window.seconds_per_step is not None
             window = replace(window, seconds_per_step=window.seconds_per_step / slower)
             leader.windows.append((plan, window))
@@ -273,7 +273,7 @@ def test_next_window_is_planned_after_any_measurement(what: str, network: bool) 
         levers = Always(neutral_actions(1)) if network else None
         leader = Leader(SimulatedEngine(job), PlannerPolicy(settings=LEANING, network=levers), job.profile, budget)
         list(leader.run(3))
-        # Several in a row, then none.
+        # Several failures in a row, then none.
         for _ in range(4):
             plan, window = leader.windows[-1]
             leader.windows.append((plan, replace(window, **WINDOWS[what])))
@@ -348,7 +348,7 @@ def test_reset_forgets_the_run_and_keeps_the_profile() -> None:
     recorded.seen.clear()
     policy.reset()
     assert policy.plan == first[0][0]
-    # Told of the same windows it sees and decides the same once more.
+    # With the same windows, it gets the same features and makes the same decisions again.
     leader.windows.clear()
     for (plan, window), (following, _) in itertools.pairwise(first):
         leader.windows.append((plan, window))
@@ -394,7 +394,7 @@ def test_numpy_network_chooses_as_the_torch_modules_do() -> None:
 
 
 class Broken:
-    """Fail as a network may."""
+    """A network that fails."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -469,7 +469,7 @@ def test_feature_slightly_outside_its_training_range_is_accepted() -> None:
         moved = run.copy()
         moved[0, place] = value
         assert ranges.outside(moved) == (None if inside else names[place])
-    # What never moved in training may move a little.
+    # A feature that never varied in training may vary a little.
     still = Ranges(np.zeros(len(names)), np.zeros(len(names)))
     assert still.outside(np.full((1, len(names)), 0.24, dtype=np.float32)) is None
     assert still.outside(np.full((1, len(names)), 0.26, dtype=np.float32)) == names[0]
@@ -506,7 +506,7 @@ def test_policy_gets_the_features_and_makes_the_decisions_of_the_simulated_plann
     told = replace(job.profile, switch_s=float(runs.switch_s[0]), length_spread=0.1)
     recorded = Always(neutral_actions(1))
     policy = PlannerPolicy(settings=LEANING, network=recorded)
-    # Under a budget that nothing meets the exact solver has no plan to add, so that both have the same plans.
+    # Under an unreachable budget the exact solver adds no plan, so both have the same plans.
     policy.begin(told, 1)
 
     def budget(usable_bytes: float) -> int:
@@ -539,7 +539,7 @@ def test_policy_gets_the_features_and_makes_the_decisions_of_the_simulated_plann
         chosen = policy.decide(observation, plan)
         run, units = watch.features(situation)
         for name, own, other in zip(RUN_FEATURES, recorded.seen[-1][0][0], run[0], strict=True):
-            # A dip in the first window is seen against the budget that it began with, which was another one.
+            # A dip in the first window is measured against the initial budget, which differed.
             assert own == pytest.approx(other, abs=2e-3) or "dip" in name, name
         np.testing.assert_allclose(recorded.seen[-1][1], units, atol=2e-3)
         number = planner.decide(situation)
@@ -563,7 +563,7 @@ def test_policy_guides_real_training_through_a_memory_dip(tiny_profile: Profile)
     for number, (plan, window) in enumerate(leader.run(8, steps=3)):
         failures.append(window.failure)
         assert peak_bytes(tiny_profile, plan) <= budget * (1 - SAFETY_MARGIN)
-        # Nobody announces that the sixth window's memory is much smaller.
+        # The sixth window's memory is much smaller, unannounced.
         engine.memory_budget_bytes = 1000 if number == 4 else budget
     assert [failure for number, failure in enumerate(failures) if number != 5] == [None] * 7
     assert failures[5] is Failure.OVER_BUDGET

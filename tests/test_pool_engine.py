@@ -1,4 +1,4 @@
-"""A pool of workers proposes, counts and stores as one engine does, whichever worker is slow or dies."""
+"""Tests of a pool of workers: same proposals, counts and records as one engine, even if workers are slow or die."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autotune.records.run_directory import RunDirectory
 
 
 class KnownWorker:
-    """Answer by a formula, after a while, until it dies."""
+    """A worker that computes windows by a formula, after a delay, until it dies."""
 
     def __init__(
         self, generator: np.random.Generator | None = None, dies_at: int | None = None, longest_s: float = 0.004
@@ -86,7 +86,7 @@ def test_random_search_gives_the_same_results_with_and_without_a_pool(count: int
     engine.close()
     assert outline(spread) == outline(serial)
     assert (spread.plan, spread.tuning_steps) == (serial.plan, serial.tuning_steps)
-    # Nothing was run that nobody asked for, and every worker had its share.
+    # Only requested plans were run, and every worker ran some.
     assert sum(len(worker.ran) for worker in workers) == len(spread.trials) + 2
     assert all(worker.ran and worker.closed for worker in workers)
 
@@ -122,7 +122,7 @@ def test_resumed_campaign_finds_the_same_trials(method: str, stopped_at: int, tm
     engine.close()
 
     class Cut(BaseException):
-        """Stands for a kill: nobody catches it."""
+        """Stands for a kill: no code catches it."""
 
     class CutEngine(PoolEngine):
         windows = 0
@@ -143,7 +143,7 @@ def test_resumed_campaign_finds_the_same_trials(method: str, stopped_at: int, tm
     again = tuned(engine, method, tmp_path / "cut", Journal.opened(tmp_path / "cut"))
     engine.close()
     assert outline(again) == outline(whole)
-    # What was answered before was not run again.
+    # Finished windows were not run again.
     assert sum(len(worker.ran) for worker in workers) == len(whole.trials) - stopped_at
 
 
@@ -152,7 +152,7 @@ def test_window_of_a_lost_worker_is_repeated_once() -> None:
 
     class Patient(KnownWorker):
         def run(self, plan: dict[str, Any], steps: int, memory_budget_bytes: int | None) -> dict[str, Any]:
-            # However busy the machine is, the other one gets its turns.
+            # The other worker gets its turns however busy the machine is.
             assert len(self.ran) < 5 or mortal.lost.wait(60)
             return super().run(plan, steps, memory_budget_bytes)
 
@@ -233,7 +233,7 @@ def test_closing_the_pool_does_not_wait_for_workers() -> None:
 
 @pytest.mark.slow
 def test_64_workers_and_one_study_lose_and_repeat_no_trial(tmp_path: Path) -> None:
-    # So long that many have something to do at once, however slowly the study proposes; finals run on the first.
+    # The delay keeps many workers busy at once even if the study is slow; finals run on the first worker.
     workers = [KnownWorker(np.random.default_rng(number), longest_s=3.0 if number else 0.01) for number in range(64)]
     engine = PoolEngine(workers)
     result = tuned(engine, "optuna", tmp_path, steps=420)
@@ -244,7 +244,7 @@ def test_64_workers_and_one_study_lose_and_repeat_no_trial(tmp_path: Path) -> No
         told = database.execute("select count(*) from trial_values").fetchone()[0]
     assert [number for number, _ in rows] == list(range(len(rows)))
     assert {state for _, state in rows} <= {"COMPLETE", "FAIL"}
-    # What was known before costs nothing and is told as failed.
+    # Known plans cost nothing and are recorded as failed.
     assert sum(state == "COMPLETE" for _, state in rows) == told >= len(searched)
     assert len(set(searched)) == len(searched) > 64
     assert sum(bool(worker.ran) for worker in workers) > 16

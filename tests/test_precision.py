@@ -1,4 +1,4 @@
-"""Precision: what a unit computes in, and what it hands on."""
+"""Tests of precision: the dtype of a unit's computation and of its output."""
 
 from __future__ import annotations
 

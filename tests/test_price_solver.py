@@ -1,4 +1,4 @@
-"""Planning by a price per byte: near the exact optimum, within the budget, monotone in it."""
+"""Tests of planning with a price per byte: near the optimum, within the budget and monotone in it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_k_with_the_most_progress_per_second_is_chosen() -> None:
 
 
 def test_links_are_ordered_by_bytes_per_second_and_dominated_choices_are_skipped() -> None:
-    # One unit: fast and fat, a dominated choice, a middling one, and a lean one.
+    # One unit with a fast and large choice, a dominated one, an intermediate one and a lean one.
     seconds = np.array([[[1.0, 2.0, 2.0, 4.0]]])
     size = np.array([[[100.0, 100.0, 40.0, 10.0]]])
     chains = make_chains(seconds, size, np.ones((1, 1, 4), dtype=bool))

@@ -1,4 +1,4 @@
-"""The profile: its document, and what the memory and time models make of it."""
+"""Tests of the profile: its document, and the memory and time models computed from it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_larger_k_never_needs_more_activation_memory_under_fixed_batching(seed: 
     plan = profile.space.sample(np.random.default_rng(seed))
     gradients = sum(segment.gradient_bytes for segment in profile.table(1).segments)
     one, four = (peak_bytes(profile, plan.changed(accumulation_steps=k)) for k in (1, 4))
-    # From the second micro-batch on all gradients are alive, which can outweigh what a smaller one saves.
+    # From the second micro-batch on all gradients are alive, which can outweigh the savings of a smaller one.
     assert four <= one + 2 * gradients
 
 

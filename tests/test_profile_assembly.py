@@ -1,4 +1,4 @@
-"""The one assembly of profiles: what a sparse record of steps yields beside a complete one."""
+"""Tests of assembling profiles: results of a sparse record compared with a complete one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autotune.profiling.step_record import StepRecord, TracedStep
 
 @pytest.fixture(scope="module", params=[gpt_job, convolution_job], ids=["gpt", "convolution"])
 def recorded(request: pytest.FixtureRequest) -> tuple[StepRecord, PlanSpace]:
-    """Return the record of a lean profile, without 16-bit borders, which no live run has."""
+    """Return the record of a lean profile without 16-bit borders, which live runs do not have."""
     found: list[tuple[StepRecord, PlanSpace]] = []
 
     def noted(record: StepRecord, space: PlanSpace) -> Profile:

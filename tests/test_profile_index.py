@@ -1,4 +1,4 @@
-"""A cached profile is found again without loading the job, and never after anything changed."""
+"""Tests of the index of cached profiles: found without loading the job, and never after a change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TINY = Path(__file__).parent / "tiny_job.py"
 
 @pytest.fixture
 def profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]:
-    """Return a job's reference and the folder in which its profile is remembered."""
+    """Return a job's reference and the folder of its cached profile."""
     from autotune.profiling.profile_cache import cached_profile
 
     monkeypatch.chdir(tmp_path)
@@ -77,7 +77,7 @@ from autotune.cli.main import run
 assert run(["profile", {reference!r}, "--runs-dir", {str(runs)!r}, "--json"]) == 0
 assert "torch" not in sys.modules, "torch was imported"
 """
-    # Modules of the tests were loaded when the profile was remembered: they are looked for there, too.
+    # Test modules were loaded when the profile was cached, so the index also looks for them there.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd(), env=environment

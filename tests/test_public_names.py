@@ -1,3 +1,5 @@
+"""Tests of the list of public names."""
+
 import pkgutil
 
 import pytest

@@ -1,4 +1,4 @@
-"""Randomness: every generator that training draws from can be kept and put back."""
+"""Tests of random state: every generator that training draws from can be saved and restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of this package: they meet on the loopback interface alone, end together, and the first failure is told."""
+"""Tests of rank processes: they connect over loopback only, end together and report the first failure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SEARCHED = os.pathsep.join([str(TESTS.parent), str(TESTS)])
 
 @pytest.fixture(autouse=True)
 def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Mark what a test starts, and see that nothing of it is left."""
+    """Mark the processes that a test starts, and check that none is left."""
     monkeypatch.setenv(MARK, tmp_path.name)
     monkeypatch.setenv("PYTHONPATH", SEARCHED)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -80,7 +80,7 @@ def test_ranks_end_with_their_parent_process_however_it_ends(how: signal.Signals
         "run_on_ranks('gloo_rank', {'rank': 1, 'how': 'hang'}, ranks=2)"
     )
     asker = subprocess.Popen([sys.executable, "-P", "-c", code], start_new_session=True)
-    # The asker, the supervisor and two ranks, which have met: the store and two devices of gloo's.
+    # The parent, the supervisor and two connected ranks, which listen on the store and two gloo devices.
     wait_until(lambda: len(processes(mark)) == 4 and len(listening(descendants(asker.pid))) == 1, "the ranks never met")
     asker.send_signal(how)
     asker.wait()

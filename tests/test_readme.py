@@ -1,4 +1,4 @@
-"""The README is true: its Python blocks run in order, and its commands exist."""
+"""Tests of README.md: its Python blocks run in order, and its commands exist."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A recipe: what the shipped policy is trained by, and one line for whatever is not one."""
+"""Tests of recipes: the settings that the shipped policy is trained with, and errors of one line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_shipped_recipe_has_the_documented_values() -> None:
     for name in PARTS:
         for key, value in document[name].items():
             assert getattr(getattr(recipe, name), key) == value
-    # What moves is declared in full: nothing is left to a default that a later version may change.
+    # Changing conditions are declared in full, so that no default of a later version affects them.
     assert set(document["strengths"]) == {item.name for item in dataclasses.fields(Strengths)}
 
 
@@ -52,7 +52,7 @@ def names_of(part: object) -> list[str]:
 
 
 def moved(value: float) -> float:
-    """Return another value that is allowed wherever the first is."""
+    """Return another value that is valid wherever the first is."""
     other = value + 4 if isinstance(value, int) else 0.8 * value + 0.013
     assert other != value
     return other
@@ -172,7 +172,7 @@ def test_invalid_recipe_is_one_line_exit_code_2_and_no_files(
     assert expected in str(raised.value)
     assert run(["train", "--recipe", str(path), "--runs-dir", "runs"]) == 2
     captured = capsys.readouterr()
-    # The command line looks at what stands at a path before anything reads it.
+    # The command line checks the kind of file at a path before reading it.
     refused_early = f"autotune: --recipe {path}: is neither a file nor a folder (allowed: a file or a folder)"
     assert captured.err.strip() in (f"autotune: {raised.value}", refused_early)
     assert str(raised.value).isprintable()

@@ -1,4 +1,4 @@
-"""Searching for a recipe: short trainings, the recipe's own values first, interruptions that cost only time."""
+"""Tests of searching for a recipe: short trainings, the recipe's own values first, and resumption."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ PARAMETERS = set(PPO_SPACE)
 
 
 class Here:
-    """A training that ended before anybody could look."""
+    """A training process that has already ended."""
 
     def __init__(self, exitcode: int) -> None:
         self.exitcode = exitcode
@@ -87,13 +87,13 @@ class Here:
 
 
 def train_here(recipe: Recipe, files: SeedFiles) -> Here:
-    """Train in this process: a process of its own takes seconds to start."""
+    """Train in this process, because a separate process takes seconds to start."""
     train_seed(recipe.to_json(), files.seed, str(files.folder), os.getppid())
     return Here(0)
 
 
 def pretend(recipe: Recipe, files: SeedFiles) -> Here:
-    """Leave what a training would leave, at once: a narrower clip gains more."""
+    """Write the files of a training at once; a narrower clip range gains more."""
     job, features = np.arange(VALIDATION_LANES) % recipe.jobs.validation, np.zeros(len(RUN_FEATURES))
     won = np.where(job == 0, 1.0, 1.5) - recipe.ppo.clip
     weights = save(LeverNetwork(recipe.ppo.width).state_dict())
@@ -103,7 +103,7 @@ def pretend(recipe: Recipe, files: SeedFiles) -> Here:
 
 
 class Untracked:
-    """Note what is logged, and log it nowhere."""
+    """A tracker that records logged values without sending them."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
@@ -142,7 +142,7 @@ def told(run_folder: Path) -> list[optuna.trial.FrozenTrial]:
 
 
 class Searched:
-    """A finished search: a trial as a user begins it, and another when it is taken up."""
+    """A finished search: one trial as a user begins it, and another after resuming."""
 
     def __init__(self, runs: Path) -> None:
         self.runs, self.told = runs, Told()
@@ -173,7 +173,7 @@ def test_recipe_values_are_tried_first_and_every_trial_is_a_short_training(found
         files = SeedFiles(folder=found.run / "trials" / f"{trial.number:04d}", seed=4)
         rows = [json.loads(row) for row in files.progress.read_text().splitlines()]
         assert [row["decisions"] for row in rows] == [16, 32]
-        # The figure that picks the best seed of a full training.
+        # The value that selects the best seed of a full training.
         assert trial.value == pytest.approx(np.mean(json.loads(files.result.read_text())["won_percent"]))
 
 
@@ -235,11 +235,11 @@ def test_finished_search_is_resumed_without_training_again(found: Searched, caps
 
 
 class Stopped(KeyboardInterrupt):
-    """Interrupt, as the user's Ctrl-C does."""
+    """An interrupt, as by the user's Ctrl-C."""
 
 
 def stopping_at(trial: int, begin: Callable, *, after_training: bool) -> Callable:
-    """Return what trains until a trial, and is interrupted there."""
+    """Return a training function that is interrupted at a given trial."""
 
     def begin_or_stop(recipe: Recipe, files: SeedFiles) -> Here:
         if files.folder.name == f"{trial:04d}":
@@ -266,7 +266,7 @@ def assert_ends_as_one_that_was_not_stopped(
 
     tracker = Untracked()
     document = searched(run_folder, trials, noted, tracker=tracker)
-    # What was trained and not told of is told of, not trained again.
+    # A trained trial that was not recorded is recorded, not trained again.
     assert trained == [f"{number:04d}" for number in range(trial + after_training, trials)]
     assert document["trials"] == whole["trials"]
     assert (document["best"], document["ahead_of_own"]) == (whole["best"], whole["ahead_of_own"])
@@ -326,7 +326,7 @@ def test_killed_search_is_resumed(tmp_path: Path) -> None:
     document = autotune.commands.train(TrainRequest(trials=2, resume=folder))
     assert sorted(row["number"] for row in document["trials"]) == [0, 1]
     rows = [row["decisions"] for row in RunDirectory(folder).lines("trials/0000/seed-4.jsonl")]
-    # Taken up where it was saved, not begun again.
+    # It resumes from its checkpoint instead of starting over.
     assert rows.count(16) == 1
     assert rows[-1] == 800
 
@@ -335,7 +335,7 @@ def test_killed_search_is_resumed(tmp_path: Path) -> None:
 
 
 def fails_on(*numbers: int, exitcode: int = 1) -> Callable:
-    """Return what trains, but for some trials that end with an exit code and without a result."""
+    """Return a training function that fails in some trials, with an exit code and without a result."""
 
     def begin(recipe: Recipe, files: SeedFiles) -> Here:
         return Here(exitcode) if int(files.folder.name) in numbers else pretend(recipe, files)
@@ -464,7 +464,7 @@ def test_study_proposes_within_its_space_and_identically_when_resumed(tmp_path: 
     space = {name: space_around(TINY.ppo)[name] for name in names}
     own = {name: own_values(TINY.ppo)[name] for name in names}
     study = RecipeStudy(space, tmp_path, 3, own)
-    # Ten are drawn at random before TPE models anything.
+    # Ten trials are random before TPE starts modelling.
     for _ in range(12):
         proposal = study.ask()
         study.tell(proposal, -float(proposal.values["clip"]))

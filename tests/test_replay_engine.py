@@ -1,4 +1,4 @@
-"""Recorded windows of the reference jobs, replayed: searches and environments cannot tell them from a run."""
+"""Tests of replaying recorded windows: searches and environments behave as in a real run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of an attached run says what its log holds, in one file that fetches nothing and that all can read."""
+"""Tests of the report of an attached run: one accessible file that matches the log and fetches nothing."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def rewrite(folder: Path, events: list[dict[str, Any]]) -> Path:
 
 
 class Page(HTMLParser):
-    """Read a page strictly: every element is closed, and in its order."""
+    """A strict HTML parser: every element must be closed in the right order."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def test_every_figure_has_a_text_alternative(page: Page) -> None:
     for one in drawings:
         assert one["role"] == "img"
         assert len(one["aria-label"] or "") > 30
-    # Each drawing has its title; so has each mark in it.
+    # Each drawing and each mark in it has a title.
     assert len(page.all("title")) > len(drawings)
     assert page.all("html")[0]["lang"] == "en"
     assert [tag for tag, _ in page.found if tag == "h1"] == ["h1"]

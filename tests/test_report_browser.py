@@ -1,4 +1,4 @@
-"""A person with any window finds what matters in a report: in headless Chromium, at two widths, light and dark."""
+"""Tests of reports in headless Chromium, at two widths, light and dark."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autotune.report.svg import figure_of
 pytestmark = pytest.mark.skipif(BINARY is None, reason="no Chromium on this machine")
 SIZES = [(400, False), (400, True), (1600, False), (1600, True)]
 
-# Text on other text, or outside its drawing, in what is shown of every figure.
+# Text that overlaps other text or lies outside its drawing, in the visible part of every figure.
 CLASHES = """
 (() => {
   const found = [];
@@ -39,7 +39,7 @@ CLASHES = """
   return found;
 })()
 """
-# Text whose colour does not stand out from what lies behind it.
+# Text with too little contrast to its background.
 FAINT = """
 (() => {
   const light = rgb => {
@@ -138,7 +138,7 @@ def test_verdict_plan_and_reason_for_one_layer_need_at_most_one_scroll(
             for what in (".verdict", ".units", ".units li:nth-child(3) .other")
         ]
         assert ends[0] <= height
-        # The second window's end: one scroll.
+        # The end of the second screen: one scroll.
         assert ends[2] <= 2 * height
 
 

@@ -1,4 +1,4 @@
-"""The report of a comparison or a tuning says what its documents hold, in one file that fetches nothing."""
+"""Tests of the report of a comparison or tuning: one file that matches the documents and fetches nothing."""
 
 from __future__ import annotations
 
@@ -161,12 +161,12 @@ def test_energy_is_absent_until_measured_and_carbon_follows_the_intensity(compar
     assert costs[0].energy_j == pytest.approx(5.4e6)
     assert costs[0].carbon_g == pytest.approx(570.0)
     assert costs[0].energy_source == "measured:rapl"
-    # Half a mean would be none.
+    # A mean over half of the values would be misleading.
     assert (costs[1].energy_j, costs[1].energy_source, costs[1].carbon_g) == (None, "absent", None)
     for run in document["arms"][0]["runs"]:
         run["grams"] = 12.0
     assert arm_costs(document)[0].carbon_g == pytest.approx(12.0)
-    # A series counts where it covers the runs, and nowhere else.
+    # A series is used only if it covers the runs.
     begin, end = document["arms"][0]["runs"][0]["ran_s"]
     series = Intensity(starts_s=(begin - 3600.0,), grams_per_kwh=(100.0,), end_s=end + 3600.0)
     assert arm_costs(document, series)[0].carbon_g == pytest.approx(150.0)

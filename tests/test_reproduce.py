@@ -1,4 +1,4 @@
-"""Repeating the paper's tables: its numbers as printed, the pure parts against hand-made curves, real tiny tables."""
+"""Tests of reproducing the paper's tables: printed numbers, curve analysis and real tiny tables."""
 
 from __future__ import annotations
 
@@ -101,11 +101,11 @@ SLOW = [(0.0, 0, 5.0), (5.0, 50, 3.0), (10.0, 100, 1.0), (12.0, 120, 0.8)]
 @pytest.mark.parametrize(
     ("curve", "expected"),
     [
-        # Twice as fast throughout: half of the gain lies before the baseline's own half time.
+        # The run is twice as fast throughout, so half of the gain lies in the first half of the baseline's time.
         ([(0.0, 0, 5.0), (2.5, 50, 3.0), (5.0, 100, 1.0)], 0.5),
-        # All of it before.
+        # All of the gain is early.
         ([(0.0, 0, 5.0), (1.0, 50, 3.0), (6.0, 100, 1.0)], 1.0),
-        # Slower at first: the late half gains more than all.
+        # The run is slower at first, so the late half gains more than the total.
         ([(0.0, 0, 5.0), (6.0, 50, 3.0), (8.0, 100, 1.0)], -0.5),
         # Nothing is gained.
         (SLOW, None),
@@ -165,7 +165,7 @@ def test_each_scale_has_a_job_per_architecture_and_small_jobs_need_no_data_folde
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let both tasks be a network that trains in a second."""
+    """Replace both tasks by a network that trains in a second."""
     reference = f"{Path(tiny_job.__file__)}:job"
     tasks = {
         architecture: Experiment(
@@ -219,7 +219,7 @@ def test_efficiency_table_is_measured_with_real_steps(tiny: None, tmp_path: Path
     assert [arm["name"] for arm in plans] == ["baseline", "paper", "ppo"]
 
 
-# What the compiler of units warns of is its own.
+# Warnings of the compiler are not ours.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_ablation_contains_every_arm_and_prints_its_table(
@@ -262,7 +262,7 @@ def test_interrupted_reproduction_resumes_from_its_journal(tiny: None, tmp_path:
     journal.write_bytes(b"".join(lines[:-2]))
     again = autotune.resume(folder)
     assert len(journal.read_bytes().splitlines()) == len(lines)
-    # The first seed's runs were remembered, to the last digit of their times.
+    # The first seed's runs were reused, with identical times.
     for first, second in zip(document["comparison"]["arms"], again["comparison"]["arms"], strict=True):
         assert first["runs"][0] == second["runs"][0]
     assert autotune.resume(folder) == json.loads((folder / "reproduction.json").read_text())

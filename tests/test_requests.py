@@ -1,4 +1,4 @@
-"""A request survives its document, records no secret, and is built the same by the command line and by keywords."""
+"""Tests of requests: they round-trip, record no secret, and are the same from command line and keywords."""
 
 from __future__ import annotations
 

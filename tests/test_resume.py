@@ -1,4 +1,4 @@
-"""A campaign may be killed at any instant: what was measured stays, once, and it is taken up where it stopped."""
+"""Tests of resuming: a campaign killed at any instant continues without repeating measurements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FEW = {"steps": 80, "seed": 3}
 
 
 class KilledError(BaseException):
-    """End a campaign as a kill would: nothing catches it."""
+    """Ends a campaign as a kill would: no code catches it."""
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -98,7 +98,7 @@ def test_torn_last_line_is_dropped_and_other_damage_is_named(tmp_path: Path) -> 
             assert again.once({"n": left}, pytest.fail) == left
             left += 1
         assert left == whole[:cut].count(b"\n")
-        # What follows stands on a line of its own.
+        # The next record is written on a separate line.
         again.once({"n": left}, lambda: 5)
         Journal.opened(tmp_path)
     damaged = whole.replace(b'"result": 1', b'"result": 9')
@@ -129,7 +129,7 @@ def test_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def killed_at(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return what ends the campaign at its n-th write from now on, before or after it."""
+    """Return a writer that ends the campaign at its n-th write, before or after it."""
     write = journal_module.append_json_line
     countdown = {"left": 0, "after": False}
 
@@ -183,7 +183,7 @@ def test_campaign_interrupted_20_times_finds_the_same_trials(killed_at: Any, tmp
 
 
 def tell(search: OptunaSearch, plan: Plan) -> None:
-    """Tell a search what a plan is known to cost."""
+    """Tell a search the known cost of a plan."""
     engine = KnownEngine()
     reference = engine.run(3)
     engine.apply(plan)
@@ -209,7 +209,7 @@ def test_resumed_study_proposes_the_same_plans(tmp_path: Path) -> None:
         proposed = []
         for number in range(24):
             if interrupted and number % 3 == 0:
-                # The last proposal is never told: its process was killed.
+                # The last proposal has no result, because its process was killed.
                 search.ask()
                 search._storage.engine.dispose()
                 search = OptunaSearch(SPACE, folder, 5, first)
@@ -256,7 +256,7 @@ def test_campaign_killed_before_its_first_record_starts_over(tmp_path: Path, mon
     folder = only(tmp_path)
     assert not (folder / JOURNAL).exists()
     assert commands.resume(folder, job=str(JOB))["run"] == str(folder)
-    # One whose journal was taken away is another matter.
+    # A campaign whose journal was removed starts over.
     (folder / JOURNAL).unlink()
     (folder / "tuned.json").unlink()
     with pytest.raises(RunDirectoryError, match="has no journal"):
@@ -292,7 +292,7 @@ def test_killed_comparisons_continue_and_repeat_no_finished_run(tmp_path: Path) 
         def look(folder: Path, done: bool, finished: dict[Path, list[Any]] = finished) -> None:
             now = lines(folder, JOURNAL) if (folder / JOURNAL).is_file() else []
             before = finished.get(folder, [])
-            # To the last digit of their times: none was made anew.
+            # Times are identical, so no run was repeated.
             assert now[: len(before)] == before
             finished[folder] = now
             if done:

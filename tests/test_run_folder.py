@@ -1,3 +1,5 @@
+"""Tests of run folders: their names, and the lock for their one writer."""
+
 import threading
 from collections import Counter
 from pathlib import Path
@@ -69,7 +71,7 @@ def test_lock_leaves_no_trace_and_has_one_holder_at_a_time(tmp_path: Path) -> No
         for _ in range(200):
             try:
                 with WriterLock(tmp_path):
-                    # Who else is inside would have taken this.
+                    # Another holder of the lock would have taken this.
                     most.append(inside.acquire(blocking=False))
                     taken[name] += 1
                     inside.release()

@@ -1,4 +1,4 @@
-"""Damage to what a training saved: it costs a step back, or that seed's time, and never a wrong result."""
+"""Tests of damaged checkpoints and results: they cost time, never a wrong result."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ RECIPE, SEED, ROLLOUT = one_seed(), 4, 16
 
 
 class Stopped(Exception):
-    """Stand for whatever ends a training halfway."""
+    """Stands for any event that ends a training halfway."""
 
 
 def train_until(folder: Path, rollouts: int, recipe: Recipe = RECIPE, seed: int = SEED) -> None:
-    """Train a seed and stop it after some rollouts, as its process does when whoever began it is gone."""
+    """Train a seed and stop it after some rollouts, as its process does when its parent is gone."""
     asked: list[int] = []
 
     def getppid() -> int:
@@ -64,13 +64,13 @@ def train_on(folder: Path, recipe: Recipe = RECIPE, seed: int = SEED) -> SeedFil
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> SeedFiles:
-    """Return the files of a seed that was trained without an interruption."""
+    """Return the files of a seed trained without interruption."""
     return train_on(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a seed that was stopped in its last rollout."""
+    """Return a folder with a seed stopped in its last rollout."""
     folder = tmp_path_factory.mktemp("stopped")
     train_until(folder, 2)
     return folder
@@ -94,12 +94,12 @@ def assert_same(found: SeedFiles, wanted: SeedFiles) -> None:
 
 
 def sealed(payload: bytes) -> bytes:
-    """Return what a save holds whose author knows of the checksum."""
+    """Return a forged checkpoint with a valid checksum."""
     return hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload
 
 
 def rewritten(change: Callable[[dict[str, torch.Tensor], dict[str, Any]], object]) -> Callable[[Path], object]:
-    """Return what changes the tensors and the numbers of a save, its checksum with them."""
+    """Return a function that changes the tensors and numbers of a checkpoint and its checksum."""
 
     def damage(path: Path) -> None:
         payload = path.read_bytes()[65:]
@@ -128,7 +128,7 @@ def not_finite(value: torch.Tensor) -> torch.Tensor:
 
 
 class Hostile:
-    """Make a file when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -211,7 +211,7 @@ def saved_by(path: Path, recipe: Recipe, seed: int) -> bytes:
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return what was said of saved files."""
+    """Return the warnings about saved files."""
     rooms = ("autotune.campaign.seed_files", "autotune.records.generations")
     return [record.getMessage() for record in caplog.records if record.name in rooms]
 
@@ -242,7 +242,7 @@ def test_damaged_checkpoint_is_named_once_and_the_previous_one_is_used(
     assert line.startswith(f"{interrupted.checkpoint}: ")
     assert line.endswith("; using the previous save")
     assert "\n" not in line
-    # What the lost save's rollout told stays: made once more, it comes to the same.
+    # The lost checkpoint's rollout stays in the log; repeated, it gives the same result.
     assert [row["decisions"] for row in interrupted.rows()] == [ROLLOUT, 2 * ROLLOUT]
     caplog.clear()
     again = taken_up(interrupted, RECIPE)
@@ -293,7 +293,7 @@ def test_checkpoint_with_modified_bytes_is_rejected_or_loads_identically(interru
     refused = 0
     for number in range(400):
         changed = bytearray(payload)
-        # Half of them where names, shapes and numbers are, without a checksum to help.
+        # Half of the changes are in names, shapes and numbers, without the checksum's protection.
         for _ in range(generator.randint(1, 4)):
             changed[generator.randrange(header if number % 2 else len(payload))] = generator.randrange(256)
         try:
@@ -346,7 +346,7 @@ def test_process_killed_while_saving_loses_no_reported_checkpoint(tmp_path: Path
         found = Generations(tmp_path / "newest", tmp_path / "before").read(bytes, begins_anew="")
         assert found is not None
         assert int(found) in (told, told + 1)
-    # Of the two, either alone does.
+    # Either of the two alone is enough.
     (tmp_path / "newest").write_bytes(b"torn")
     found = Generations(tmp_path / "newest", tmp_path / "before").read(bytes, begins_anew="")
     assert found is not None
@@ -357,7 +357,7 @@ def test_process_killed_while_saving_loses_no_reported_checkpoint(tmp_path: Path
 
 
 def resealed(change: Callable[[dict[str, Any]], object]) -> Callable[[SeedFiles], object]:
-    """Return what changes a result, its checksum with it."""
+    """Return a function that changes a result and its checksum."""
 
     def damage(files: SeedFiles) -> None:
         document = json.loads(files.result.read_text())
@@ -504,7 +504,7 @@ def test_only_the_files_of_a_seed_are_transferred(interrupted: SeedFiles) -> Non
         while code is None:
             code, _ = host.news()
         assert code == 0
-        # Beside the lock of the scratch folder.
+        # Next to the lock of the scratch folder.
         assert {path.name for path in host._path.glob("seed-*")} == set(interrupted.contents())
         assert not list(host._path.parent.glob("outside"))
         (host._path / "seed-4.more").write_text("more")
@@ -533,7 +533,7 @@ def test_search_without_its_study_finds_its_trained_trials(tmp_path: Path) -> No
 
     assert searched(run, 3, noted)["trials"] == whole["trials"]
     assert not trained
-    # A trial that was told and whose result is damaged keeps its place; one that was not is trained again.
+    # A recorded trial with a damaged result keeps its value; an unrecorded one is trained again.
     flip(run.path / "trials" / "0000" / "seed-4.json")
     document = searched(run, 3, noted)
     assert document["trials"] == whole["trials"]

@@ -1,4 +1,4 @@
-"""A scratch folder goes with the process that made it, however that ends; nobody else's folder is touched."""
+"""Tests of scratch folders: removed with their process however it ends, and no other folder is touched."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ time.sleep(600)
 
 
 def maker(folder: Path) -> tuple[subprocess.Popen[str], Path]:
-    """Return a process that has made a scratch folder, and the folder."""
+    """Return a process that has created a scratch folder, and the folder."""
     process = subprocess.Popen([sys.executable, "-c", MAKES, str(folder)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     made = Path(process.stdout.readline().strip())
@@ -67,7 +67,7 @@ def test_abandoned_folder_is_removed_when_the_next_is_created(tmp_path: Path) ->
     (tmp_path / "autotune-scratch-link").symlink_to(theirs)
     try:
         for path in (left, theirs):
-            # As if they had been made long ago.
+            # As if they had been created long ago.
             (lock,) = path.glob("*.lock")
             os.utime(lock, (time.time() - 1000, time.time() - 1000))
         ScratchFolder(tmp_path).close()

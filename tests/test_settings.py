@@ -1,4 +1,4 @@
-"""Settings of an attached run are checked when they are made, and are refused where they do not belong."""
+"""Tests of the settings of attached runs: checked on construction, and rejected in the wrong place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = [item.name for item in dataclasses.fields(Settings)]
 
 
 class OfAFramework(Attaches):
-    """Attach as the callbacks do, without a framework."""
+    """An attachment as the callbacks make it, without a framework."""
 
     framework = "no framework"
 

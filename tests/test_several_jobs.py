@@ -1,4 +1,4 @@
-"""One comparison on several jobs: its interval is stratified, and it can be taken up."""
+"""Tests of comparing on several jobs: stratified intervals, and resumption."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_several_jobs_are_compared_by_one_command_that_can_be_resumed(
     first = next(tmp_path.glob("*-compare-tiny-*"))
     assert (first / "comparison.json").is_file()
     capsys.readouterr()
-    # Code is loaded on the caller's word alone.
+    # Only the caller can name code to be loaded.
     assert run(["resume", str(folder), "--job", JOBS[0]]) == 2
     assert "is code, which is not loaded because only the run's own files request it" in capsys.readouterr().err
     assert run(["resume", str(folder), "--job", JOBS[0], "--job", JOBS[1], "--json"]) == 0
@@ -84,7 +84,7 @@ def test_several_jobs_are_compared_by_one_command_that_can_be_resumed(
     assert found["together"][0]["verdict"] in ("faster", "slower", "no difference shown", "not comparable")
     assert RunDirectory.open(folder).read("jobs.json") == found
     assert commands.resume(folder) == found
-    # The baseline was compared with itself, on both.
+    # The baseline was compared with itself on both jobs.
     gates = [RunDirectory.open(Path(entry["run"])).read("comparison.json")["gate"] for entry in found["jobs"]]
     assert [gate["arm"] for gate in gates] == [GATE, GATE]
     assert [gate["samples_ratio"] for gate in gates] == [1, 1]

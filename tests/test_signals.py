@@ -1,4 +1,4 @@
-"""A signal that asks the command line to end is one line, its own exit code, and the end of all that was started."""
+"""Tests of signals to the command line: one line, the signal's exit code, and the end of all child processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autotune.cli.signals import EndedError, end_in_order
 
 
 def started(runs: Path, *before: str) -> subprocess.Popen[str]:
-    """Return a tuning that is measuring plans in a child of its own."""
+    """Return a running tuning that measures plans in a child process."""
     process = subprocess.Popen(
         [
             *before,
@@ -47,7 +47,7 @@ def test_command_ends_with_one_line_and_the_signal_exit_code_even_if_signalled_t
 ) -> None:
     process = started(tmp_path)
     process.send_signal(number)
-    # As ``timeout`` does it.
+    # As ``timeout`` does.
     os.killpg(process.pid, number)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 128 + number
@@ -93,7 +93,7 @@ def test_signal_raises_an_exception_once() -> None:
         with pytest.raises(EndedError, match="ended by SIGTERM") as caught:
             os.kill(os.getpid(), signal.SIGTERM)
         assert caught.value.code == 143
-        # The same request, once more.
+        # The same signal again.
         os.kill(os.getpid(), signal.SIGTERM)
     finally:
         for number, handler in before.items():

@@ -1,4 +1,4 @@
-"""Simulated runs through Gymnasium: the world in which the shipped policy is trained, and nothing else."""
+"""Tests of the Gymnasium environments of simulated runs, in which the shipped policy is trained."""
 
 from __future__ import annotations
 

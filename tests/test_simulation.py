@@ -1,4 +1,4 @@
-"""The simulated engine of these tests: it costs what profiles say, and converges as its model says."""
+"""Tests of the simulated engine: costs follow the profile, convergence follows the model."""
 
 from __future__ import annotations
 

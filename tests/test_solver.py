@@ -1,4 +1,4 @@
-"""The exact solver against brute force, and its laws."""
+"""Tests of the exact solver against brute force, and of its laws."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_optimum_matches_brute_force(seed: int):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100))
 def test_optimum_matches_brute_force_up_to_five_units(seed: int):
-    # An embedding and a head come on top of the recomputable units.
+    # An embedding and a head are added to the recomputable units.
     assert_exact(drawn(1000 + seed, 1 + seed % 3, identical=seed % 4 == 0))
 
 
@@ -151,7 +151,7 @@ def test_planner_proposes_the_optimum_first():
     assert close_plans(profile, budget, Goal())[0] == solve(profile, budget).plan
     solutions = solve_each(profile, budget)
     close = [solution.plan for solution in solutions if solution.objective <= 1.1 * solutions[0].objective]
-    # What is predicted to be much slower is not measured: it could win by noise alone.
+    # Plans predicted to be much slower are not measured, because they could win only by noise.
     assert close_plans(profile, budget, Goal()) == close
     assert METHODS["greedy"].plans(profile, budget, Goal()) == [greedy_plan(profile, budget, Goal())]
 

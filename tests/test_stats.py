@@ -1,4 +1,4 @@
-"""Statistics: each interval and test against its own laws, and against an independent computation."""
+"""Tests of statistics: intervals and tests against their laws and independent computations."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_clustered_interval_contains_the_mean_and_widens_if_clusters_agree() -> 
 
 def test_median_interval_of_equal_values_is_a_point_and_starts_are_resampled() -> None:
     assert median_interval([1.0] * 5) == (1.0, 1.0)
-    # Two starts that differ are two values, however often each was measured.
+    # Two different starts are two values, however often each was measured.
     assert median_interval([1.0] * 5 + [2.0] * 5, starts=2) == (1.0, 2.0)
     assert median_interval([1.0, 1.1, 1.2] * 20)[0] > 1.0
 

@@ -1,4 +1,4 @@
-"""Stepping: however a step is cut, the optimizer gets the gradient of the whole, or nothing."""
+"""Tests of stepping: the optimizer gets the gradient of the whole batch however it is split."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def ragged_case(generator: np.random.Generator, dtype: torch.dtype) -> tuple[Per
     targets = torch.randint(width, (samples, length))
     targets[torch.rand(samples, length) < generator.uniform(0, 0.8)] = IGNORED
     if generator.random() < 0.5:
-        # Whole samples without items make whole pieces without items.
+        # Samples without items lead to pieces without items.
         targets[: int(generator.integers(samples + 1))] = IGNORED
     batch = {"inputs": torch.randn(samples, length, width, dtype=dtype), "nested": [targets], "table": [1, "x"]}
     return model, batch, int(generator.integers(1, samples + 3))
@@ -180,7 +180,7 @@ def accumulated(model: nn.Module, batch: Any, k: int, *, autocast: bool) -> tupl
     pieces = split(batch, k)
     counts = [count_items(piece, item_count) for piece in pieces]
     for piece, weight in zip(pieces, weights(counts), strict=True):
-        # A mean over no items is no number: such pieces have weight 0 and are left out.
+        # A mean over zero items is not a number, so such pieces have weight 0 and are left out.
         if weight > 0:
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                 loss = item_loss(model, piece)

@@ -1,3 +1,5 @@
+"""Tests of fitting the strengths of changing conditions: known strengths are recovered."""
+
 import json
 from pathlib import Path
 
@@ -32,7 +34,7 @@ def near(found, planted, factor=1.5):
 
 
 def wander(generator, windows, memory):
-    """An autoregressive series of unit variance, as the simulator draws it."""
+    """Return an autoregressive series of unit variance, as the simulator draws it."""
     values, keep = generator.standard_normal(windows), np.exp(-1 / memory)
     for place in range(1, windows):
         values[place] = keep * values[place - 1] + np.sqrt(1 - keep**2) * values[place]
@@ -96,7 +98,7 @@ def test_fast_and_slow_speed_changes_are_distinguished(seed):
     found = fit_times(rows)
     assert near(found["time_noise"], noise)
     assert near(found["drift"], drift)
-    # How long a speed is remembered is the least certain of all.
+    # The correlation time of the speed is the least certain value.
     assert near(found["drift_windows"], 12.0, factor=3.0)
 
 
@@ -112,7 +114,7 @@ def test_speed_that_depends_on_the_batch_is_not_counted_as_noise():
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_lengths_are_recovered(seed):
-    # With 200 windows the memory's own sampling error is a quarter; a factor of 1.5 needs more of them.
+    # With 200 windows the sampling error of the correlation time is a quarter; a factor of 1.5 needs more.
     generator, windows = np.random.default_rng(seed), 600
     means = 1000 * np.exp(0.2 * wander(generator, windows, 4.0))
     longest = means * np.exp(0.1 * np.abs(generator.standard_normal(windows)))
@@ -146,7 +148,7 @@ def test_cost_of_a_switch_is_recovered(seed):
     for window in range(60):
         name, switched = ("fp32", "bf16")[window // 2 % 2], window and window % 2 == 0
         seconds = {"fp32": 1.0, "bf16": 0.5}[name]
-        # Sampling a gradient costs something in every window.
+        # Sampling a gradient takes time in every window.
         total = 5 * seconds + 0.3 + switched * planted * 5.0 + 0.05 * generator.standard_normal()
         rows.append(row(window, precision=name, seconds=seconds, total=total))
     found = fit_switch(rows)
@@ -173,7 +175,7 @@ def test_recorded_runs_give_finite_numbers(name):
     found = fit(rows, batch_size=batch, adaptive=adaptive).found()
     assert {"noise_error", "time_noise", "switch_windows"} <= set(found)
     assert all(np.isfinite(fitted.value) and fitted.count > 0 for fitted in found.values())
-    # A switch may cost less than can be seen.
+    # The cost of a switch may be too small to detect.
     assert all(fitted.value > 0 for field, fitted in found.items() if field != "switch_windows")
     assert found["switch_windows"].value >= 0
 

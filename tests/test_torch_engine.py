@@ -1,4 +1,4 @@
-"""The torch engine: it trains as a plain loop would, under any plan, and touches nothing else."""
+"""Tests of the torch engine: it trains like a plain loop under any plan and has no side effects."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_baseline_trains_bit_for_bit_like_a_plain_loop():
             optimizer.step()
             optimizer.zero_grad()
             expected.append(loss.item())
-    # Clipping took part.
+    # Clipping was active.
     assert max(norms) > 0.5
     assert losses == pytest.approx(expected, rel=1e-7)
     assert differences(dict(model.named_parameters()), dict(engine.model.named_parameters())) == []
@@ -349,7 +349,7 @@ def test_units_are_in_forward_order():
     class HeadFirst(TinyGPT):
         def __init__(self) -> None:
             super().__init__()
-            # Registered first, called last.
+            # The unit is registered first and called last.
             children = dict(self._modules)
             self._modules.clear()
             self._modules.update({name: children[name] for name in ("head", "blocks", "embedding")})
@@ -420,7 +420,7 @@ def test_k_does_not_change_the_gradient_under_fixed_batching(k, recompute):
 
 
 def counted_job(sizes: tuple[int, ...] = (8,), **changes: Any) -> Job:
-    """Return a job in which some samples bear no loss, with batches of these sizes in turn."""
+    """Return a job in which some samples are ignored in the loss, with batches of the given sizes in turn."""
 
     def batches(seed: int) -> Iterator[dict[str, Any]]:
         generator = torch.Generator().manual_seed(seed)
@@ -726,11 +726,11 @@ def test_noise_scale_is_learned_at_k_1_by_splitting_sampled_steps():
 
     engine = engine_of(gpt_job(loss=loss), statistics_every=3, split_to_learn_noise=True, discard_steps=0)
     measured = engine.run(7)
-    # Steps 0, 3 and 6 are sampled, and cut in two.
+    # Steps 0, 3 and 6 are sampled and split in two.
     assert calls == [2, 2, 4, 4, 2, 2, 4, 4, 2, 2]
     assert engine.monitor.state.average.count == 3
     assert measured.gradient.variance > 0
-    # A step that was cut is no measure of the plan's speed.
+    # A split step does not measure the plan's speed.
     assert len(measured.step_s) == 4
 
 
@@ -754,7 +754,7 @@ def test_noise_scale_ages_without_new_samples():
     assert ages == [1, 3]
     with_k(engine, 1)
     ages = [engine.run(steps).gradient.noise_scale_age_steps for steps in (2, 5)]
-    # Learnt last at the first step of the second window, three steps before its end.
+    # The last sample was the first step of the second window, three steps before its end.
     assert ages == [5, 10]
 
 
@@ -792,7 +792,7 @@ def test_plan_is_metered_once_and_metering_changes_no_result():
     measured = metered.run(5)
     assert measured.peak_bytes > sum(4 * p.numel() for p in metered.model.parameters())
     assert differences(training_state(plain), training_state(metered)) == []
-    # The step that was metered is not timed, and no other one is metered under this plan.
+    # The metered step is not timed, and no other step is metered under this plan.
     assert len(measured.step_s) == 4
     again = metered.run(2)
     assert (len(again.step_s), again.peak_bytes) == (2, measured.peak_bytes)
@@ -863,7 +863,7 @@ def test_layer_unsupported_in_a_precision_fails_as_unsupported():
 
 
 def fp16_engine(**changes: Any) -> TorchEngine:
-    """Return an engine with fp16 in its space, however slowly this device runs it."""
+    """Return an engine with fp16 in its space, even if this device runs it slowly."""
     engine = engine_of(perceptron_job(**changes), statistics_every=1)
     engine.space = dataclasses.replace(engine.space, precisions=(Precision.FP32, Precision.FP16))
     engine.apply(engine.space.plan(accumulation_steps=2, precision=Precision.FP16))

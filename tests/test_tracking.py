@@ -1,4 +1,4 @@
-"""MLflow: what is logged arrives, and a server that does not answer changes nothing but one warning."""
+"""Tests of MLflow tracking: logged values arrive, and an unreachable server causes only a warning."""
 
 import json
 import logging
@@ -106,7 +106,7 @@ def test_unreachable_server_causes_one_warning_and_everything_is_sent_later(
     with dead_server(kind) as uri:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
         tracker = Tracker(tmp_path, folder, "parent")
-        # Whoever logs only appends to a file: waiting for the server each time, this would not end before the timeout.
+        # Logging only appends to a file; waiting for the server each time would exceed the timeout.
         for _ in range(200):
             tracker.metrics({"x": 1.0})
         log_something(tracker, folder)

@@ -1,4 +1,4 @@
-"""Training a policy: seeds in processes of their own, a folder at the end, and interruptions that cost only time."""
+"""Tests of training a policy: seeds in separate processes, the saved policy folder, and resumption."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def recipe_file(folder: Path, text: str = RECIPE) -> Path:
 
 
 class Told:
-    """Note what a reporter is told."""
+    """A reporter that records its messages."""
 
     def __init__(self) -> None:
         self.stages: list[tuple[str, float]] = []
@@ -102,7 +102,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 def whole_seeds(folder: Path, text: str) -> dict[int, SeedFiles]:
-    """Train every seed of a recipe from its beginning to its end, here and now."""
+    """Train every seed of a recipe from beginning to end in this process."""
     recipe = read_recipe(recipe_file(folder, text))
     found = {seed: SeedFiles(folder=folder, seed=seed) for seed in recipe.seeds}
     for seed in found:
@@ -139,7 +139,7 @@ def test_policy_of_the_best_seed_is_saved_as_a_loadable_folder(trained: Trained)
     assert policy.ranges is not None
     assert (policy.ranges.lowest <= policy.ranges.highest).all()
     names = list(RUN_FEATURES)
-    # What the ranges are of: these jobs have two or three blocks, and a head and an embedding.
+    # Jobs of the feature ranges: they have two or three blocks, a head and an embedding.
     depth = policy.ranges.highest[names.index("depth")], policy.ranges.lowest[names.index("depth")]
     np.testing.assert_allclose(depth, (np.log2(6) / 4, np.log2(5) / 4), rtol=1e-5)
 
@@ -253,12 +253,12 @@ def wait_until(holds: Callable[[], bool], process: subprocess.Popen) -> None:
 
 
 def rollouts(runs: Path) -> list[int]:
-    """Return how many rollouts each seed that has begun has made."""
+    """Return the number of rollouts of each seed that has begun."""
     return [len(path.read_text().splitlines()) for path in runs.glob("*/seed-*.jsonl")]
 
 
 def killed_training(runs: Path, whom: Callable[[subprocess.Popen], object]) -> Path:
-    """Return the run directory of a training that was killed when each seed had made a rollout."""
+    """Return the run directory of a training killed after each seed's first rollout."""
     runs.mkdir()
     process = start(runs, recipe_file(runs, LONG))
     try:
@@ -278,11 +278,11 @@ def test_training_whose_processes_were_killed_ends_like_an_uninterrupted_one(tmp
     folder = killed_training(tmp_path / "runs", lambda process: os.killpg(process.pid, signal.SIGKILL))
     for seed in (4, 9):
         files = SeedFiles(folder=folder, seed=seed)
-        # It was killed in the middle: something was saved, nothing was finished.
+        # It was killed midway: checkpoints exist, but no seed is finished.
         assert files.checkpoint.is_file()
         assert not files.result.is_file()
         assert 0 < len(files.progress.read_text().splitlines()) < 40
-    # A kill may tear the line that was being written.
+    # A kill may truncate the line that was being written.
     with SeedFiles(folder=folder, seed=4).progress.open("a") as file:
         file.write('{"decisions": 99')
     document = autotune.commands.train(TrainRequest(resume=folder))
@@ -311,7 +311,7 @@ def test_torn_progress_line_is_removed_before_others_are_appended(tmp_path: Path
     files = SeedFiles(folder=tmp_path, seed=4)
     files.progress.write_bytes(torn)
     train_seed(one_seed().to_json(), 4, str(tmp_path), os.getppid())
-    # Rollouts that are made once more leave one line.
+    # Repeated rollouts leave one line.
     rows = RunDirectory(tmp_path).lines(files.progress.name)
     assert [row["decisions"] for row in rows] == [16, 32, 48]
 
@@ -330,7 +330,7 @@ def test_failed_seed_says_how_to_resume_and_can_be_resumed(tmp_path: Path, capfd
     run_folder = RunDirectory.create(tmp_path, "train", "simulated", {"recipe": one_seed().to_json()})
     run_folder.close()
     files = SeedFiles(folder=run_folder.path, seed=4)
-    # Where the weights shall stand, something is in the way.
+    # Something occupies the path of the weights.
     files.weights.mkdir()
     with pytest.raises(AutotuneError, match=rf"seed 4 ended with exit code 1.*--resume {run_folder.path}"):
         autotune.commands.train(TrainRequest(resume=run_folder.path))
@@ -353,7 +353,7 @@ NO_TRAININGS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 def put(folder: Path, config: dict) -> None:
-    """Write what a training was asked for, some of it changed."""
+    """Write the request of a training with some changes."""
     whole = {"version": 1, "verb": "train", "job": "simulated", **config}
     (folder / "config.json").write_text(json.dumps(whole))
 

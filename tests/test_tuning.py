@@ -1,4 +1,4 @@
-"""Tuning: budgets of real steps are kept, memory budgets too, and what is chosen was measured afresh."""
+"""Tests of tuning: budgets of real steps and memory are kept, and the chosen plan was measured again."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_optuna_gets_each_plan_once_and_spends_its_steps_on_new_ones(tmp_path: P
         rows = database.execute(query).fetchall()
     told = [plan for state, plan in rows if state == "COMPLETE"]
     assert len(set(told)) == len(told)
-    # What TPE proposes again costs nothing; whatever else is known is passed over, and all steps are spent.
+    # Repeated proposals of TPE cost nothing; other known plans are skipped, and all steps are spent.
     assert len(told) < len(rows) < 4 * len(told)
     assert result.tuning_steps > settings.steps - 2 * WINDOW_STEPS
 
@@ -85,7 +85,7 @@ def test_real_job_is_tuned_within_its_memory_budget(tmp_path: Path) -> None:
     measured = document["measured"]
     assert measured["peak_bytes"] <= measured["memory_budget_bytes"]
     assert measured["memory_budget_bytes"] == int(0.7 * measured["baseline_peak_bytes"])
-    # The chosen plan needs on a fresh engine what was measured.
+    # On a new engine the chosen plan has the measured peak.
     engine = TorchEngine(tiny_job.job(), seed=9)
     engine.apply(Plan.from_json(document["plan"]))
     peak = engine.run(3).peak_bytes
@@ -111,7 +111,7 @@ def test_measurements_survive_a_kill(tmp_path: Path) -> None:
     with sqlite3.connect(run / "optuna.db") as database:
         (complete,) = database.execute("select count(*) from trials where state = 'COMPLETE'").fetchone()
     database.close()
-    # A trial is recorded before Optuna is told, so at most the last one can be missing there.
+    # A trial is recorded before Optuna gets its result, so at most the last one can be missing there.
     assert complete >= len(recorded) - 1
 
 

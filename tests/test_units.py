@@ -1,4 +1,4 @@
-"""Units: which pieces of a model can be tuned, by what rule, and what is counted where."""
+"""Tests of units: which parts of a model can be tuned, and where shared parameters are counted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Residual(nn.Module):
 
 
 class ResNetByAttributes(nn.Module):
-    """The four stages as attributes, as torchvision does."""
+    """A ResNet with its four stages as attributes, as in torchvision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class ResNetByAttributes(nn.Module):
 
 
 class ResNetByNesting(nn.Module):
-    """The four stages in a container."""
+    """A ResNet with its four stages in a container."""
 
     def __init__(self, container: Callable[[list[nn.Module]], nn.Module]) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ def test_layers_of_a_bert_are_units_and_its_tied_decoder_is_counted_at_the_embed
     assert list(units) == ["bert.embeddings", *(f"bert.encoder.layer.{index}" for index in range(3)), "cls"]
     assert [unit.recomputable for unit in units.values()] == [False, True, True, True, False]
     assert "bert.embeddings.word_embeddings.weight" in units["bert.embeddings"].parameter_names
-    # What is left of the head: its dense layer, its normalisation and the decoder's bias.
+    # The rest of the head: its dense layer, its normalisation and the decoder's bias.
     assert units["cls"].num_parameters == (8 * 8 + 8) + 2 * 8 + 16
     assert sum(unit.num_parameters for unit in units.values()) == sum(
         parameter.numel() for parameter in model.parameters()
@@ -317,7 +317,7 @@ def test_finding_units_does_not_change_the_model():
 
 
 class Shared(nn.Module):
-    """An encoder and a decoder of the same layers, with one embedding under two names."""
+    """An encoder and a decoder that share layers, with one embedding under two names."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``autotune watch`` shows what an attached run's log holds, while it grows, and is no part of the run's process."""
+"""Tests of ``autotune watch``, which shows a growing log in a process separate from the run."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def shown(renderable: Any, width: int = 100) -> str:
 
 
 def written(folder: Path, *events: dict[str, Any]) -> Path:
-    """Write a run's folder with a log of these events."""
+    """Write a run folder with a log of the given events."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / LOG_NAME).write_text("".join(f"{json.dumps(event)}\n" for event in events))
@@ -92,7 +92,7 @@ def written(folder: Path, *events: dict[str, Any]) -> Path:
 
 
 class Run:
-    """Train a tiny model attached, a few steps at a time."""
+    """A tiny attached model that trains a few steps at a time."""
 
     def __init__(self, runs: Path) -> None:
         self.model = deep_gpt()
@@ -129,7 +129,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 def start(folder: Path, *options: str, **streams: Any) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm-256color"}
-    # Where tests run in several processes these have a size of their own, which goes before the terminal's.
+    # If tests run in several processes, these variables set a size that overrides the terminal's.
     for name in ("COLUMNS", "LINES"):
         environment.pop(name, None)
     command = [sys.executable, "-m", "autotune.cli.main", "watch", str(folder), *options]
@@ -137,7 +137,7 @@ def start(folder: Path, *options: str, **streams: Any) -> subprocess.Popen[bytes
 
 
 class Terminal:
-    """A terminal of a size, which remembers what was written to it."""
+    """A terminal of a given size that records its output."""
 
     def __init__(self, columns: int = 100, rows: int = 30) -> None:
         self.master, self.slave = pty.openpty()

@@ -1,4 +1,4 @@
-"""What a user installs: one import package, with the jobs and the policies inside it."""
+"""Tests of the wheel: one import package that contains the jobs and policies."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What lies in the working directory is the job's alone: it never stands in for a library, a job's neighbours do."""
+"""Tests of the working directory: only jobs import from it, and it never replaces a library."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import tiny_job
 
 ROOT = Path(__file__).parent.parent
 LIBRARIES = ["csv", "json", "pydantic", "deepspeed", "ray", "zeus", "pynvml", "triton", "opt_einsum", "numpy", "optuna"]
-# As the installed command starts: without Python's own entry for the working directory.
+# The installed command starts this way, without Python's own entry for the working directory.
 PROGRAM = [sys.executable, "-P", "-c", "from autotune.cli.main import main; main()"]
 
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    """Return a folder with a file for each library that leaves a mark when it runs, and with a package of jobs."""
+    """Return a folder with a package of jobs and a fake of each library that leaves a mark when imported."""
     for name in LIBRARIES:
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\n")
     (tmp_path / "pkg").mkdir()
@@ -89,7 +89,7 @@ except ImportError:
 
 
 def lay(folder: Path) -> None:
-    """Write what a job imports at its load, in its factory and later, and what those import."""
+    """Write modules that a job imports on loading, in its factory and later, and their imports."""
     for name in ("in_factory", "by_name", "early_of_early"):
         (folder / f"{name}.py").write_text("HERE = True\n")
     by_name = "import importlib\nHERE = importlib.import_module('by_name').HERE\n"
@@ -116,7 +116,7 @@ def test_only_the_job_can_import_its_neighbour_modules(job: str, beside: str, re
     (tmp_path / job).write_text(NEIGHBOURS)
     lay(tmp_path / beside)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    # The program's own module gets what is already loaded, and asks for what is not.
+    # Code of the program gets modules that are already loaded, and imports the others itself.
     program = LOAD.replace("early_of_early", "not_yet_loaded")
     (tmp_path / beside / "not_yet_loaded.py").touch()
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A tracking server that is dead, hangs or answers with errors changes nothing of how a followed run ends, or when."""
+"""Tests of failing tracking servers: they do not affect how or when a followed run ends."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_dead_server_changes_neither_a_run_nor_its_end(server: str, end: str, co
             check=False,
         )
         assert done.returncode == code, done.stderr
-        # Neither the run nor whoever reads what it prints has waited for what follows it, which stood still.
+        # Neither the run nor the reader of its output waited for the sender, which was stopped.
         (follower,) = processes(mark)
         os.kill(follower, signal.SIGCONT)
         wait_until(lambda: not processes(mark), "what follows the run goes on without it", 200.0)

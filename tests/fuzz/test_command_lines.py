@@ -1,4 +1,4 @@
-"""Whatever stands on a command line, the answer is one line or what was asked for."""
+"""Tests of hostile command lines: each succeeds or fails with one line."""
 
 import json
 import os
@@ -16,7 +16,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def run_lines(scratch: Path, count: int, *options: str, parts: int = 1) -> list[dict[str, Any]]:
-    """Run command lines in as many processes as asked for, and return what they came to."""
+    """Run command lines in the given number of processes, and return the results."""
     started = []
     for part in range(parts):
         numbers = {"--count": count, "--parts": parts, "--part": part}
@@ -33,7 +33,7 @@ def judge(results: list[dict[str, Any]], count: int) -> None:
     assert not wrong, "\n".join(wrong)
     assert len(results) == count
     ended = {result["ended"] for result in results}
-    # Some were refused, and some were taken: else nothing behind the first check was reached.
+    # Some must be rejected and some accepted; otherwise only the first check would be tested.
     assert {"2", "working"} <= ended <= {"0", "1", "2", "working"}
     assert sum(result["ended"] == "2" for result in results) > count / 2
 

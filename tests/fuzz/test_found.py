@@ -1,4 +1,4 @@
-"""What mutants of documents once did is refused by the kinds of the documents."""
+"""Regression tests of mutated documents that once caused harm."""
 
 from __future__ import annotations
 

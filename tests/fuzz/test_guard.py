@@ -1,4 +1,4 @@
-"""The guard itself: what it is to refuse is refused, and what it is to report is reported."""
+"""Tests of the guard that restricts fuzzing processes."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ guard.install([*guard.installation(), *guard.SYSTEM], [inside], report=lambda li
 
 
 def said(code: str, folder: Path) -> tuple[list[str], str]:
-    """Run code under a guard, and return what was reported and what Python ended with."""
+    """Run code under a guard, and return the reports and Python's final message."""
     inside, outside = folder / "inside", folder / "outside"
     for made in (inside, outside):
         made.mkdir()
