@@ -2,8 +2,8 @@
 
 The device type is `fake` and its module is `torch.fake`. It has host memory behind an allocator like CUDA's, CPU
 kernels on a virtual clock, and its own random number generator. Importing this package changes nothing: `load()`
-registers the device for the rest of the process, and the device stays absent until `present(True)`. Tests take the fixture
-`accelerator`.
+registers the device for the rest of the process, and the device stays absent until `present(True)`. Tests take the
+fixture `accelerator`.
 """
 
 from __future__ import annotations
