@@ -17,7 +17,7 @@ from autotune.bench.attached_arms import Arm, LiveArm, endless
 from autotune.bench.bench_attach import bench_attach
 from autotune.bench.bench_followed import Course, bench_followed
 from autotune.bench.followed_arm import FollowedArm, follow
-from autotune.bench.tuner_rooms import COLLECTION, FORWARD, LOOP, ROOMS, Rooms
+from autotune.bench.tuner_timers import COLLECTION, FORWARD, LOOP, PARTS, PartTimers
 from autotune.cli.main import run
 from autotune.mechanics import controls
 from autotune.records.run_directory import benchmark_folder
@@ -89,22 +89,22 @@ def test_each_arm_runs_equally_often_after_itself_and_after_the_other() -> None:
 
 def test_timers_leave_nothing_behind() -> None:
     def timed() -> list[Any]:
-        return [vars(owner)[name] for targets in ROOMS.values() for owner, names in targets for name in names]
+        return [vars(owner)[name] for targets in PARTS.values() for owner, names in targets for name in names]
 
     before = timed()
-    with Rooms().installed():
+    with PartTimers().installed():
         assert not any(one is other for one, other in zip(timed(), before, strict=True))
     assert all(one is other for one, other in zip(timed(), before, strict=True))
 
 
 def test_time_is_attributed_to_the_innermost_timer() -> None:
-    rooms = Rooms()
-    inner = rooms.timed("inner", lambda: sum(range(20_000)))
-    outer = rooms.timed("outer", lambda: inner() + inner())
+    timers = PartTimers()
+    inner = timers.timed("inner", lambda: sum(range(20_000)))
+    outer = timers.timed("outer", lambda: inner() + inner())
     assert inner() == sum(range(20_000))
-    result, spent = rooms.step(outer)
+    result, spent = timers.step(outer)
     assert result == 2 * sum(range(20_000))
-    assert {room: one.entries for room, one in spent.items() if room != COLLECTION} == {LOOP: 1, "outer": 1, "inner": 2}
+    assert {part: one.entries for part, one in spent.items() if part != COLLECTION} == {LOOP: 1, "outer": 1, "inner": 2}
     assert spent["inner"].wall > spent["outer"].wall
     assert spent["inner"].cpu > spent["outer"].cpu
 
@@ -125,9 +125,9 @@ def test_time_difference_between_a_live_run_and_its_copy_is_attributed() -> None
     for kind in kinds.values():
         for clock in ("wall", "cpu"):
             assert sum(kind[clock]["rooms"].values()) == pytest.approx(kind[clock]["added_frac"])
-    rooms = kinds["all"]["wall"]["rooms"]
-    assert rooms.keys() >= {FORWARD, LOOP, "signature", "reading the budget", "choosing the placement", "log", "policy"}
-    assert rooms["signature"] > 0
+    parts = kinds["all"]["wall"]["rooms"]
+    assert parts.keys() >= {FORWARD, LOOP, "signature", "reading the budget", "choosing the placement", "log", "policy"}
+    assert parts["signature"] > 0
 
 
 def test_document_contains_the_requested_results() -> None:
